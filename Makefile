@@ -1,0 +1,25 @@
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check clean
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || python3 -m venv $(VENV)
+	@echo "installing into $(VENV) (once; a minute or two)"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[torch,cli,conformance,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(PY) -m kvproto_reference.demo $(ARGS)
+
+test: $(STAMP)
+	@$(PY) -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(PY) -m kvproto.wire.generate --check
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

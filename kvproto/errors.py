@@ -1,0 +1,34 @@
+"""Errors that say what is wrong, where, what each side has, and what to do."""
+
+from __future__ import annotations
+
+from kvproto.wire.enums import ErrorCode
+
+
+class KvprotoError(Exception):
+    """A refusal: code, path in registry names, mine, yours and advice."""
+
+    def __init__(self, code: ErrorCode, path: str, mine: str = "", yours: str = "", advice: str = "") -> None:
+        self.code, self.path, self.mine, self.yours, self.advice = code, path, mine, yours, advice
+        super().__init__(code, path, mine, yours, advice)
+
+    def __str__(self) -> str:
+        where = f" at {self.path}" if self.path else ""
+        sides = f": mine {self.mine}, yours {self.yours}" if self.mine or self.yours else ""
+        return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
+
+
+class RemoteError(KvprotoError):
+    """The peer sent something that is refused."""
+
+
+class LocalError(KvprotoError):
+    """Our own caller asked for something that cannot be."""
+
+
+class WireError(RemoteError):
+    """Bytes or fields that the spec refuses."""
+
+
+class PlanError(RemoteError):
+    """Two Descriptions that cannot be paired, or one that contradicts itself."""

@@ -1,0 +1,191 @@
+"""What each rank owns, as the Description states it.
+
+The classes are the wire's own (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`); here are their
+constructors for the usual caches, their invariants, and the two formulas that place a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import PlanError
+from kvproto.wire import decode_struct, encode_struct
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
+
+__all__ = [
+    "Fact",
+    "Geometry",
+    "Group",
+    "LaneSpan",
+    "Owns",
+    "Part",
+    "Rank",
+    "decode_geometry",
+    "digest",
+    "encode_geometry",
+    "facts",
+    "gqa",
+    "handoff",
+    "local_row",
+    "mla",
+    "owned_before",
+    "owner",
+    "owns",
+    "validate",
+]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def gqa(
+    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any
+) -> Group:
+    """Paged K and V of multi-head or grouped-query attention; one lane a KV head, `head_bytes` long."""
+    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+
+
+def mla(
+    id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any
+) -> Group:
+    """Paged latent of multi-head latent attention, rope part included: one lane of `row_bytes`."""
+    parts = (Part(name="latent", dtype=dtype, lanes=1, lane_bytes=row_bytes),)
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+
+
+def handoff(id: int, name: str, parts: Mapping[str, tuple[DType, int]]) -> Group:
+    """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+    made = tuple(Part(name=n, dtype=d, lanes=1, lane_bytes=size) for n, (d, size) in parts.items())
+    return _group(id, name, 0, ItemKind.HANDOFF, 1, made)
+
+
+def _group(id: int, name: str, model: int, kind: ItemKind, rows: int, parts: tuple[Part, ...], **more: Any) -> Group:
+    defaults = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0}
+    return Group(id=id, name=name, model=model, kind=kind, rows=rows, parts=parts, **(defaults | more))
+
+
+def owns(group: Group, layers: Iterable[int], lanes: Sequence[tuple[int, int]] | None = None, cp_rank: int = 0) -> Owns:
+    """A rank's share: layer ids and lane intervals in local order (the same of each part; all lanes by default)."""
+    spans = tuple(
+        LaneSpan(part=p, lo=lo, hi=hi)
+        for p, part in enumerate(group.parts)
+        for lo, hi in (lanes if lanes is not None else [(0, part.lanes)])
+    )
+    return Owns(group=group.id, layers=np.fromiter(layers, np.uint32), cp_rank=cp_rank, lanes=spans)
+
+
+def facts(equal: Mapping[str, str], warn: Mapping[str, str] | None = None) -> tuple[Fact, ...]:
+    """Identity facts in canonical order."""
+    rows = [(n, v, FactRule.EQUAL) for n, v in equal.items()] + [(n, v, FactRule.WARN) for n, v in (warn or {}).items()]
+    return tuple(Fact(name=n, value=v, rule=r) for n, v, r in sorted(rows))
+
+
+def encode_geometry(geometry: Geometry) -> bytes:
+    """Canonical bytes, the ones that the digest is taken of."""
+    return encode_struct(geometry)
+
+
+def decode_geometry(data: bytes | memoryview) -> Geometry:
+    """Geometry of canonical bytes; raises WireError or PlanError(BAD_GEOMETRY)."""
+    geometry = decode_struct(Geometry, data)
+    validate(geometry)
+    return geometry
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """SHA-256 of a Description's geometry bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def owner(group: Group, rows: IntArray) -> IntArray:
+    """cp rank that owns each global row."""
+    run, origin = _deal(group)
+    return ((rows - origin) // run) % group.cp_size
+
+
+def local_row(group: Group, rows: IntArray) -> IntArray:
+    """Row within its owner's share of each global row."""
+    run, origin = _deal(group)
+    return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
+
+
+def owned_before(group: Group, cp_rank: int, row: int) -> int:
+    """How many rows below `row` the rank owns."""
+    run, origin = _deal(group)
+    whole, rest = divmod(max(row - origin, 0), run * group.cp_size)
+    return whole * run + min(max(rest - cp_rank * run, 0), run)
+
+
+def _deal(group: Group) -> tuple[int, int]:
+    if group.cp_size == 1:
+        return 1, 0
+    return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+
+
+def validate(geometry: Geometry) -> None:
+    """Raise PlanError(BAD_GEOMETRY) where a Description contradicts itself."""
+    _ascending([f.name for f in geometry.facts], "facts")
+    _ascending([g.id for g in geometry.groups], "groups")
+    _ascending([r.rank for r in geometry.ranks], "ranks")
+    groups = {g.id: g for g in geometry.groups}
+    for i, group in enumerate(geometry.groups):
+        _check_group(group, f"groups[{i}]")
+    for i, rank in enumerate(geometry.ranks):
+        _ascending([o.group for o in rank.owns], f"ranks[{i}].owns")
+        seen: set[tuple[int, str, int]] = set()
+        for j, share in enumerate(rank.owns):
+            path = f"ranks[{i}].owns[{j}]"
+            if share.group not in groups:
+                raise _bad(f"{path}.group", "one of the groups", str(share.group))
+            _check_owns(groups[share.group], share, path)
+            for part in groups[share.group].parts:
+                for layer in share.layers.tolist():
+                    key = (groups[share.group].model, part.name, layer)
+                    if key in seen:
+                        raise _bad(f"{path}.layers", "each layer and part in one group", f"layer {layer} twice")
+                    seen.add(key)
+
+
+def _check_group(group: Group, path: str) -> None:
+    names = [p.name for p in group.parts]
+    if not names or len(set(names)) != len(names):
+        raise _bad(f"{path}.parts", "at least one part, each name once", repr(names))
+    if group.cp_size > 1 and (group.kind != ItemKind.PAGE or (group.interleave | group.origin) % group.tokens_per_row):
+        raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
+    if group.live_rows is not None and group.live_rows > group.rows:
+        raise _bad(f"{path}.live_rows", f"at most {group.rows}", str(group.live_rows))
+
+
+def _check_owns(group: Group, share: Owns, path: str) -> None:
+    layers = share.layers.astype(np.int64)
+    if not layers.size or np.any(np.diff(layers) <= 0):
+        raise _bad(f"{path}.layers", "ascending layer ids", str(layers.tolist()))
+    if share.cp_rank >= group.cp_size:
+        raise _bad(f"{path}.cp_rank", f"below {group.cp_size}", str(share.cp_rank))
+    if [s.part for s in share.lanes] != sorted(s.part for s in share.lanes):
+        raise _bad(f"{path}.lanes", "spans part by part", "another order")
+    for k, span in enumerate(share.lanes):
+        at = f"{path}.lanes[{k}]"
+        if span.part >= len(group.parts):
+            raise _bad(f"{at}.part", f"below {len(group.parts)}", str(span.part))
+        if not span.lo < span.hi <= group.parts[span.part].lanes:
+            raise _bad(at, f"lo < hi <= {group.parts[span.part].lanes}", f"{span.lo}..{span.hi}")
+    for p in range(len(group.parts)):
+        spans = sorted((s.lo, s.hi) for s in share.lanes if s.part == p)
+        if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
+            raise _bad(f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans))
+
+
+def _ascending(keys: Sequence[Any], path: str) -> None:
+    if any(a >= b for a, b in zip(keys, keys[1:], strict=False)):
+        raise _bad(path, "in ascending order, none twice", repr(list(keys)))
+
+
+def _bad(path: str, mine: str, yours: str) -> PlanError:
+    return PlanError(ErrorCode.BAD_GEOMETRY, path, mine, yours, "mend the Description")

@@ -1,0 +1,7 @@
+"""One rank's whole stack: geometry, session, net and transport put together, for engines to embed."""
+
+from kvproto.node.pool import Pool, pack
+from kvproto.node.sink import SinkNode
+from kvproto.node.source import Finished, SourceNode
+
+__all__ = ["Finished", "Pool", "SinkNode", "SourceNode", "pack"]

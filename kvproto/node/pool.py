@@ -1,0 +1,66 @@
+"""A rank's cache in one shared region: [item, row, lane, byte] for each layer and part, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.geometry import Geometry
+from kvproto.program import Side
+from kvproto.transport.shm import SharedMemory
+from kvproto.wire.enums import ItemKind
+from kvproto.wire.messages import Columns
+
+__all__ = ["Pool", "pack"]
+
+_ALIGN = 256
+
+
+@attrs.frozen
+class Pool:
+    """Memory and where each column lies in it."""
+
+    memory: SharedMemory
+    side: Side
+
+    def array(self, group: int, layer: int, part: str) -> npt.NDArray[np.uint8]:
+        """[items, rows, lanes of this rank, lane bytes], a view."""
+        spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
+        p = [x.name for x in spec.parts].index(part)
+        k = share.layers.tolist().index(layer) * len(spec.parts) + p
+        lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
+        shape = (columns.items, spec.rows, lanes, spec.parts[p].lane_bytes)
+        return np.ndarray(shape, np.uint8, self.memory.buffer, int(columns.offset[k]))
+
+
+def pack(geometry: Geometry, rank: int, items: Mapping[int, int]) -> tuple[dict[int, Columns], int]:
+    """Columns without gaps in region 0, and the region's length; `items` by group id, hand-off groups left out."""
+    groups = {g.id: g for g in geometry.groups}
+    share_of = next(r for r in geometry.ranks if r.rank == rank)
+    found: dict[int, Columns] = {}
+    at = 0
+    for share in share_of.owns:
+        group = groups[share.group]
+        if group.kind == ItemKind.HANDOFF:
+            continue
+        rows: list[tuple[int, int, int, int]] = []
+        for _ in share.layers:
+            for p, part in enumerate(group.parts):
+                row = part.lane_bytes * sum(s.hi - s.lo for s in share.lanes if s.part == p)
+                rows.append((at, row * group.rows, row, part.lane_bytes))
+                at += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
+        offset, item, row_stride, lane = np.array(rows, np.uint64).T.copy()
+        found[group.id] = Columns(
+            group=group.id, items=items[group.id], region=np.zeros(len(rows), np.uint32), offset=offset,
+            item_stride=item, row_stride=row_stride, lane_stride=lane,
+        )  # fmt: skip
+    return found, at
+
+
+def allocate(geometry: Geometry, rank: int, items: Mapping[int, int]) -> Pool:
+    """A packed pool in fresh shared memory, zeroed."""
+    columns, length = pack(geometry, rank, items)
+    return Pool(SharedMemory(max(length, 1)), Side(geometry, rank, columns))

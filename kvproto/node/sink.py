@@ -1,0 +1,159 @@
+"""A sink rank: it dials a source, registers its pool, and asks for requests by ticket."""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+import numpy as np
+
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.execute import checksums
+from kvproto.geometry import Geometry
+from kvproto.net import Dialer
+from kvproto.node.pool import Pool, pack
+from kvproto.program import Side, Window, items_needed, lower
+from kvproto.session import Party, SinkEndpoint
+from kvproto.session.events import Arrived, Event, Lost
+from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
+from kvproto.wire.messages import Columns, Done, Grants, Ticket
+
+__all__ = ["Received", "SinkNode"]
+
+
+@attrs.frozen
+class Received:
+    """Everything of a request is here."""
+
+    transfer: int
+    outcome: Outcome
+    handoff: dict[tuple[int, str], bytes]
+    """By this side's group id and part name."""
+    checksums: dict[tuple[int, int], tuple[int, int]]
+    """(source rank, group) to (as sent, as arrived); equal, or the transfer is Lost with VERIFY_FAILED."""
+    bytes: dict[int, int]
+    """Written by each source rank."""
+    seconds: float
+
+
+class SinkNode:
+    """Everything that a decode rank needs of kvproto, for one source replica; call `poll` often."""
+
+    def __init__(self, party: Party, geometry: Geometry, pool: Pool, dialer: Dialer, seed: str, verify: bool = True) -> None:
+        features = (Feature.VERIFY,) if verify else ()
+        self.pool, self._dialer = pool, dialer
+        columns = tuple(pool.side.columns.values())
+        self.endpoint = SinkEndpoint(party, geometry, (pool.memory.region,), columns, features, seed)
+        self._grants: dict[int, dict[int, Grants]] = {}
+        self.endpoint.dial(time.monotonic())
+
+    def transfer(self, ticket: Ticket, content: bytes, first: int, tokens: int, items: dict[int, list[int]]) -> int:
+        """Ask for tokens [first, tokens); `items` by group id, from the one that holds the first owned row."""
+        grants = {}
+        for group in self.endpoint.geometry.groups:
+            real = group.kind != ItemKind.HANDOFF
+            grants[group.id] = Grants(
+                group=group.id, first=first, count=tokens - first, valid=tokens,
+                items=np.array(items[group.id] if real else [], np.uint32),
+            )  # fmt: skip
+        number = self.endpoint.transfer(bytes(ticket.key), content, grants, time.monotonic())
+        self._grants[number] = grants
+        return number
+
+    def abort(self, transfer: int, reason: str) -> None:
+        """Stop a transfer; Lost follows."""
+        self.endpoint.abort(transfer, RemoteError(ErrorCode.ABORTED, "", reason, ""), time.monotonic())
+
+    def poll(self) -> list[Event | Received]:
+        """Receive and answer; returns what the engine should know."""
+        now = time.monotonic()
+        self._flush()
+        for address, frame in self._dialer.receive():
+            self.endpoint.receive(address, frame, now)
+        self.endpoint.on_time(now)
+        self._flush()
+        told: list[Event | Received] = []
+        for event in self.endpoint.take_events():
+            if isinstance(event, Arrived):
+                told.append(self._received(event))
+            else:
+                if isinstance(event, Lost):
+                    self._grants.pop(event.transfer, None)
+                told.append(event)
+        return told
+
+    def _flush(self) -> None:
+        for address, frame in self.endpoint.to_send(time.monotonic()):
+            self._dialer.send(address, frame)
+
+    def _received(self, event: Arrived) -> Received | Lost:
+        grants = self._grants.pop(event.transfer)
+        sums: dict[tuple[int, int], tuple[int, int]] = {}
+        handoff: dict[tuple[int, str], bytes] = {}
+        try:
+            for done in event.done:
+                handoff |= self._handoff(done)
+                if done.checksums is not None and Feature.VERIFY in self.endpoint.features():
+                    sums |= self._verify(done, grants)
+        except KvprotoError as error:
+            # every writer is Done, so nothing can arrive any more
+            return Lost(event.transfer, error, Proof.PROVEN)
+        outcome = Outcome.FINISHED if all(d.outcome == Outcome.FINISHED for d in event.done) else Outcome.CONTINUE
+        return Received(event.transfer, outcome, handoff, sums, {d.writer: d.bytes for d in event.done}, event.seconds)
+
+    def _handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
+        plan = self.endpoint.plan
+        assert plan is not None
+        found = {}
+        routes = {r.group: r for r in plan.between(done.writer, self.pool.side.rank)}
+        for part in done.handoff:
+            group = self.pool.side.group(part.group)
+            parts = [group.parts[p] for p in sorted({box.part for box in routes[part.group].boxes})]
+            if len(part.data) != sum(p.lane_bytes for p in parts):
+                raise RemoteError(ErrorCode.OUT_OF_RANGE, "handoff.data", f"{sum(p.lane_bytes for p in parts)} bytes", f"{len(part.data)} bytes")
+            at = 0
+            for p in parts:
+                found[group.id, p.name] = bytes(part.data[at : at + p.lane_bytes])
+                at += p.lane_bytes
+        return found
+
+    def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
+        """Compare checksums; the source's layout does not matter, so a packed one stands in for it."""
+        plan, source = self.endpoint.plan, self.endpoint.source
+        assert plan is not None
+        assert source is not None
+        routes = plan.between(done.writer, self.pool.side.rank)
+        rank = next(r for r in source.ranks if r.rank == done.writer)
+        groups = {g.id: g for g in source.groups}
+        by_source = {box.source_group: grants[route.group] for route in routes for box in route.boxes}
+        windows = {}
+        counts = {}
+        for share in rank.owns:
+            grant = by_source.get(share.group)
+            first, count = (grant.first, grant.count) if grant is not None else (0, 0)
+            counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            windows[share.group] = Window(first, count, np.arange(counts[share.group]))
+        columns: dict[int, Columns] = pack(source, done.writer, counts)[0]
+        sinks = {i: Window(g.first, g.count, g.items.astype(np.int64)) for i, g in grants.items()}
+        program = lower(routes, Side(source, done.writer, columns), self.pool.side, windows, sinks)
+        here = checksums(program, {0: self.pool.memory.buffer}, sink=True)
+        sent = {c.group: c.value for c in done.checksums or ()}
+        for group, value in here.items():
+            if sent.get(group) != value:
+                name = self.pool.side.group(group).name
+                raise RemoteError(
+                    ErrorCode.VERIFY_FAILED, f"checksums[{name}]", f"{value:016x}", f"{sent.get(group, 0):016x}",
+                    f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it",
+                )  # fmt: skip
+        return {(done.writer, g): (sent[g], v) for g, v in here.items()}
+
+    @property
+    def name_of_groups(self) -> dict[int, str]:
+        """Group id to name."""
+        return {g.id: g.name for g in self.endpoint.geometry.groups}
+
+    def close(self, reason: str) -> None:
+        """Goodbye to all, then close."""
+        self.endpoint.goodbye(reason)
+        self._flush()
+        self._dialer.close()

@@ -1,0 +1,305 @@
+"""Who sends what to whom: the intersection of what the source's ranks and the sink's ranks own.
+
+The space is model x layer x part x lane x token class; a lane bound is in bytes along the part's lane axis, so that the
+two sides may cut lanes differently. Nothing here knows a parallel size, an attention kind or an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from math import lcm
+
+import attrs
+import numpy as np
+
+from kvproto.errors import PlanError
+from kvproto.geometry import Geometry, Group, owner
+from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import RouteRef
+
+__all__ = ["Box", "Plan", "Route", "differences", "plan"]
+
+
+@attrs.frozen(order=True)
+class Box:
+    """Layers [layer_lo, layer_hi) of one part, bytes [lo, hi) of its lane axis, rows of one token class."""
+
+    model: int
+    layer_lo: int
+    layer_hi: int
+    part: int
+    """Index into the sink group's parts."""
+    lo: int
+    hi: int
+    source_class: int
+    """cp rank at the source."""
+    sink_class: int
+    """cp rank at the sink."""
+    source_group: int
+    """The source's group id; not part of the digest."""
+
+
+@attrs.frozen
+class Route:
+    """What one source rank sends to one sink rank of one group."""
+
+    source: int
+    sink: int
+    group: int
+    """The sink's group id."""
+    boxes: tuple[Box, ...]
+    digest: bytes
+
+    @property
+    def ref(self) -> RouteRef:
+        """The form that Register carries."""
+        return RouteRef(group=self.group, digest=self.digest)
+
+
+@attrs.frozen
+class Plan:
+    """Routes from one source replica to one sink replica, ordered by source, sink, group."""
+
+    routes: tuple[Route, ...]
+    digest: bytes
+
+    def between(self, source: int, sink: int) -> tuple[Route, ...]:
+        """Routes of one rank pair; their groups are the send flags."""
+        return tuple(r for r in self.routes if r.source == source and r.sink == sink)
+
+    def send_flags(self, source: int, sink: int) -> tuple[int, ...]:
+        """Sink groups that `source` sends to `sink`."""
+        return tuple(r.group for r in self.between(source, sink))
+
+    def required(self, sink: int) -> tuple[int, ...]:
+        """Source ranks whose answer `sink` awaits."""
+        return tuple(sorted({r.source for r in self.routes if r.sink == sink}))
+
+    def served(self, source: int) -> tuple[int, ...]:
+        """Sink ranks that `source` answers, and that must release it."""
+        return tuple(sorted({r.sink for r in self.routes if r.source == source}))
+
+
+@attrs.frozen
+class _Claim:
+    rank: int
+    group: Group
+    lo: int
+    hi: int
+    cp_rank: int
+
+
+_Claims = dict[tuple[int, str], dict[int, list[_Claim]]]
+"""(model, part name) -> layer -> claims."""
+
+
+def plan(source: Geometry, sink: Geometry) -> Plan:
+    """The canonical plan; raises PlanError (class incompatible) with path, the source's value and the sink's."""
+    check_facts(source, sink)
+    have, want = _claims(source), _claims(sink)
+    order = _layer_order(sink)
+    boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
+    for (model, part), layers in want.items():
+        found = have.get((model, part), {})
+        alike: dict[tuple[tuple[_Claim, ...], tuple[_Claim, ...]], list[int]] = defaultdict(list)
+        for layer, sinks in layers.items():
+            sources = found.get(layer)
+            if not sources:
+                raise _missing(sink, model, part, layer, bool(found))
+            alike[tuple(sources), tuple(sinks)].append(layer)
+        for (sources_of, sinks_of), ids in alike.items():
+            src, dst = sources_of[0].group, sinks_of[0].group
+            index = _check_pair(source, sink, src, dst, part)
+            cells = _elect(sources_of, sinks_of, ids, model, order, sink.replica, part)
+            for (a, b, c, d), spans in cells.items():
+                made = (Box(model, lo, hi, index, x, y, c, d, src.id) for lo, hi, x, y in _merge(spans))
+                boxes[a, b, dst.id].extend(made)
+    routes = []
+    everything: list[tuple[int, ...]] = []
+    for (a, b, group), made_boxes in sorted(boxes.items()):
+        rows = [_row(a, b, group, box, sink.replica) for box in made_boxes]
+        everything += rows
+        routes.append(Route(a, b, group, tuple(sorted(made_boxes)), _digest(rows)))
+    return Plan(tuple(routes), _digest(everything))
+
+
+def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
+    """Facts of rule WARN that differ: path, the source's value, the sink's."""
+    return [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
+
+
+def check_facts(source: Geometry, sink: Geometry) -> None:
+    """Raise IDENTITY_MISMATCH for the first fact of rule EQUAL that differs."""
+    for path, mine, yours, rule in _fact_differences(source, sink):
+        if rule == FactRule.EQUAL:
+            raise _incompatible(ErrorCode.IDENTITY_MISMATCH, path, mine, yours, "load the same model on both sides")
+
+
+def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str, FactRule]]:
+    mine, yours = ({f.name: f for f in g.facts} for g in (source, sink))
+    for name in sorted(mine | yours):
+        a, b = mine.get(name), yours.get(name)
+        values = [f.value if f else "(absent)" for f in (a, b)]
+        if values[0] != values[1]:
+            rule = min(f.rule for f in (a, b) if f)
+            yield f"facts[{name}]", values[0], values[1], FactRule(rule)
+
+
+def _claims(geometry: Geometry) -> _Claims:
+    groups = {g.id: g for g in geometry.groups}
+    claims: _Claims = defaultdict(lambda: defaultdict(list))
+    for rank in geometry.ranks:
+        for share in rank.owns:
+            group = groups[share.group]
+            for span in share.lanes:
+                part = group.parts[span.part]
+                size = part.lane_bytes
+                claim = _Claim(rank.rank, group, span.lo * size, span.hi * size, share.cp_rank)
+                of_layer = claims[group.model, part.name]
+                for layer in share.layers.tolist():
+                    of_layer[layer].append(claim)
+    return claims
+
+
+def _layer_order(geometry: Geometry) -> dict[tuple[int, int, int], int]:
+    """(rank, model, layer) -> its place among the rank's layers, by model and id."""
+    models = {g.id: g.model for g in geometry.groups}
+    order = {}
+    for rank in geometry.ranks:
+        own = sorted({(models[share.group], layer) for share in rank.owns for layer in share.layers.tolist()})
+        order.update({(rank.rank, model, layer): i for i, (model, layer) in enumerate(own)})
+    return order
+
+
+def _check_pair(source: Geometry, sink: Geometry, src: Group, dst: Group, name: str) -> int:
+    """Raise where a paired part cannot be mapped; return its index in the sink's group."""
+    names = [p.name for p in dst.parts]
+    index = names.index(name)
+    a = next(p for p in src.parts if p.name == name)
+    b = dst.parts[index]
+    path = f"groups[{dst.name}]"
+    at = f"{path}.parts[{name}]"
+    for code, where, mine, yours in (
+        (ErrorCode.KIND_MISMATCH, f"{path}.kind", ItemKind(src.kind).name, ItemKind(dst.kind).name),
+        (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
+        (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a.lanes, a.lane_bytes), _extent(b.lanes, b.lane_bytes)),
+        (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),
+        (ErrorCode.ROW_MISMATCH, f"{path}.live_rows", _live(src), _live(dst)),
+        (ErrorCode.LAYOUT_OPAQUE, f"{at}.encoding", str(a.encoding), str(b.encoding)),
+    ):
+        same = a.lanes * a.lane_bytes == b.lanes * b.lane_bytes if code == ErrorCode.LANE_MISMATCH else mine == yours
+        if not same:
+            raise _incompatible(code, where, mine, yours, "make the two sides equal")
+    if max(a.lane_bytes, b.lane_bytes) % min(a.lane_bytes, b.lane_bytes):
+        raise _incompatible(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple")
+    if a.encoding is not None and (src.rows, a.lane_bytes) != (dst.rows, b.lane_bytes):
+        raise _incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", str(src.rows), str(dst.rows), "opaque items move whole")
+    return index
+
+
+def _extent(lanes: int, size: int) -> str:
+    return f"{lanes} lanes of {size} bytes"
+
+
+def _live(group: Group) -> str:
+    return str((group.live_rows or group.rows) if group.kind == ItemKind.SLOT else None)
+
+
+_Cells = dict[tuple[int, int, int, int], dict[int, list[tuple[int, int]]]]
+"""(source rank, sink rank, source class, sink class) -> layer -> lane byte intervals."""
+
+
+def _elect(
+    sources: tuple[_Claim, ...], sinks: tuple[_Claim, ...], layers: list[int], model: int,
+    order: dict[tuple[int, int, int], int], ordinal: int, part: str,
+) -> _Cells:
+    """One source for every cell of every sink, spread by the rule of the spec."""
+    cells: _Cells = defaultdict(lambda: defaultdict(list))
+    cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
+    pairs = _class_pairs(sources[0].group, sinks[0].group)
+    for lo, hi in zip(cuts, cuts[1:], strict=False):
+        have, want = _by_class(sources, lo, hi), _by_class(sinks, lo, hi)
+        for c, d in pairs:
+            needy, candidates = want.get(d, []), have.get(c, [])
+            if needy and not candidates:
+                where = f"groups[{sinks[0].group.name}].parts[{part}]"
+                raise _incompatible(
+                    ErrorCode.COVERAGE, where, f"no rank owns bytes {lo}..{hi} of cp rank {c}",
+                    f"rank {needy[0]} needs them", "state every rank in the Description",
+                )
+            for j, rank in enumerate(needy):
+                for layer in layers:
+                    place = order[rank, model, layer]
+                    chosen = candidates[_candidate(len(candidates), len(needy), j, place, ordinal)]
+                    cells[chosen, rank, c, d][layer].append((lo, hi))
+    return cells
+
+
+def _candidate(c: int, m: int, j: int, place: int, ordinal: int) -> int:
+    """Index of the source for sink j of m: consecutive runs when sinks are many, layers dealt when they are few."""
+    return j * c // m if m >= c else (place * m + j + ordinal) % c
+
+
+def _by_class(claims: tuple[_Claim, ...], lo: int, hi: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for claim in claims:
+        if claim.lo <= lo and hi <= claim.hi:
+            found[claim.cp_rank].append(claim.rank)
+    return {k: sorted(set(v)) for k, v in found.items()}
+
+
+def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
+    """Pairs of cp ranks that share a row at all."""
+    if src.cp_size == dst.cp_size == 1:
+        return [(0, 0)]
+    step = src.tokens_per_row
+    start = max(g.origin // step for g in (src, dst))
+    period = lcm(*(g.cp_size * max(g.interleave // step, 1) for g in (src, dst)))
+    rows = np.arange(start, start + period, dtype=np.int64)
+    both = np.unique(owner(src, rows) * dst.cp_size + owner(dst, rows))
+    return [divmod(int(x), dst.cp_size) for x in both]
+
+
+def _merge(spans: dict[int, list[tuple[int, int]]]) -> Iterator[tuple[int, int, int, int]]:
+    """The unique form of a set of cells: per layer the longest lane intervals, then the longest runs of layers."""
+    runs: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for layer in sorted(spans):
+        lanes = sorted(spans[layer])
+        merged = [lanes[0]]
+        for lo, hi in lanes[1:]:
+            if lo == merged[-1][1]:
+                merged[-1] = (merged[-1][0], hi)
+            else:
+                merged.append((lo, hi))
+        for span in merged:
+            runs[span].append(layer)
+    for (lo, hi), layers in sorted(runs.items()):
+        begin = 0
+        for i in range(1, len(layers) + 1):
+            if i == len(layers) or layers[i] != layers[i - 1] + 1:
+                yield layers[begin], layers[i - 1] + 1, lo, hi
+                begin = i
+
+
+def _row(source: int, sink: int, group: int, box: Box, ordinal: int) -> tuple[int, ...]:
+    return (source, sink, group, box.model, box.layer_lo, box.layer_hi, box.part, box.lo, box.hi,
+            box.source_class, box.sink_class, ordinal)  # fmt: skip
+
+
+def _digest(rows: list[tuple[int, ...]]) -> bytes:
+    return hashlib.sha256(np.array(sorted(rows), "<u8").tobytes()).digest()
+
+
+def _missing(sink: Geometry, model: int, part: str, layer: int, part_known: bool) -> PlanError:
+    group = next(g for g in sink.groups if g.model == model and any(p.name == part for p in g.parts))
+    path = f"groups[{group.name}].parts[{part}]"
+    if part_known:
+        return _incompatible(ErrorCode.LAYER_MISSING, path, f"no layer {layer}", f"layer {layer} of model {model}", "serve the same layers")
+    return _incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {model}", "serve the same models and caches")
+
+
+def _incompatible(code: ErrorCode, path: str, mine: str, yours: str, advice: str) -> PlanError:
+    """`mine` is the source's value, `yours` the sink's; the session turns them when the sink refuses."""
+    return PlanError(code, path, mine, yours, advice)

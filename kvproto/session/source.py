@@ -1,0 +1,247 @@
+"""One session at the source: it listens, describes itself, maps the sink's memory, and answers transfers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
+from kvproto.geometry import Geometry, decode_geometry, digest
+from kvproto.plan import Plan, differences, plan
+from kvproto.program import check_columns, check_grants
+from kvproto.session.events import Planned, RegisterAsked, SessionClosed, SessionRefused
+from kvproto.session.peer import Attempt, Party, Peer, refusal
+from kvproto.session.table import SessionState, TransferState
+from kvproto.wire.enums import Access, ErrorCode, Outcome, Proof, RequestState, Transport
+from kvproto.wire.messages import (
+    Abort,
+    Accepted,
+    Checksum,
+    Columns,
+    Describe,
+    Description,
+    Done,
+    DoneAck,
+    Drained,
+    Failed,
+    Goodbye,
+    HandOff,
+    Refused,
+    Register,
+    Registered,
+    Transfer,
+)
+
+__all__ = ["SourceSession"]
+
+
+class SourceSession(Peer):
+    """Source side of a rank pair, from Welcome on."""
+
+    def __init__(self, me: Party, peer: Party, session: int, geometry: Geometry, encoded: bytes) -> None:
+        super().__init__(me)
+        self.peer, self.session = peer, session
+        self.geometry, self._encoded = geometry, encoded
+        self.sink: Geometry | None = None
+        self.plan: Plan | None = None
+        self.columns: dict[int, Columns] = {}
+        self.epoch = 0
+        self.transfers: dict[tuple[int, int], Transfer] = {}
+        self._sink_encoded = b""
+        self._asked: Register | None = None
+        self._sink_version = 0
+        self._low_water = 0
+        self.step("Hello")
+        self.step("Welcome")
+
+    def receive(self, message: Any, now: float) -> Transfer | None:
+        """Take one message; returns a Transfer that is legal and new, for the endpoint to match with its ticket."""
+        match message:
+            case Describe() | Register():
+                if not self.repeated(message.request):
+                    self._try(message, now)
+            case Transfer():
+                if not self.repeated(message.request):
+                    return self._transfer(message)
+            case DoneAck():
+                self._ended(message)
+            case Abort():
+                self._abort(message)
+            case Goodbye():
+                self.step("Goodbye")
+                self.events.append(SessionClosed(self.session, self.name, message.reason))
+            case _:
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", "source", type(message).__name__)
+        return None
+
+    def _try(self, message: Describe | Register, now: float) -> None:
+        before = self.state
+        try:
+            self.step(type(message).__name__)
+            if isinstance(message, Describe):
+                self._describe(message)
+            else:
+                self._register(message)
+        except KvprotoError as error:
+            self.state = before
+            self._refuse(message.request, error)
+
+    def _refuse(self, request: int, error: KvprotoError) -> None:
+        self.reply(Refused(session=self.session, request=request, **refusal(error)), request)
+        self.events.append(SessionRefused(self.name, error, by_us=True))
+
+    def _describe(self, message: Describe) -> None:
+        data = bytes(message.geometry)
+        if digest(data) != message.digest:
+            raise RemoteError(ErrorCode.BAD_DIGEST, "digest", digest(data).hex(), bytes(message.digest).hex())
+        try:
+            sink = decode_geometry(data)
+        except (WireError, PlanError) as e:
+            raise type(e)(e.code, f"geometry.{e.path}", e.mine, e.yours, e.advice) from None
+        self.plan = plan(self.geometry, sink)
+        self.sink, self._sink_encoded, self._sink_version = sink, data, message.version
+        self.step("Description")
+        mine = Description(session=self.session, request=message.request, version=1, geometry=self._encoded, digest=digest(self._encoded))
+        self.reply(mine, message.request)
+        self.events.append(Planned(self.session, self.name, self.plan, tuple(differences(self.geometry, sink))))
+
+    def _register(self, message: Register) -> None:
+        for field, ours, theirs in (
+            ("source", digest(self._encoded), message.source),
+            ("sink", digest(self._sink_encoded), message.sink),
+        ):
+            if ours != theirs:
+                raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
+        if message.access != Access.WRITE:
+            raise RemoteError(ErrorCode.NO_TRANSPORT, "access", "WRITE", Access(message.access).name)
+        assert self.plan is not None
+        assert self.sink is not None
+        assert self.peer is not None
+        ours_refs = tuple(r.ref for r in self.plan.between(self.me.rank, self.peer.rank))
+        for i, ref in enumerate(ours_refs):
+            theirs_ref = message.routes[i] if i < len(message.routes) else None
+            if theirs_ref != ref:
+                got = f"group {theirs_ref.group} {bytes(theirs_ref.digest).hex()}" if theirs_ref else "(absent)"
+                raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", f"group {ref.group} {ref.digest.hex()}", got)
+        if len(message.routes) != len(ours_refs) or message.plan != self.plan.digest:
+            raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
+        regions = {r.id: r for r in message.regions}
+        check_columns(self.sink, self.peer.rank, regions, message.columns)
+        self._asked = message
+        self.events.append(RegisterAsked(self.session, message))
+
+    def accept_register(self, transport: Transport) -> None:
+        """The memory is mapped."""
+        asked, self._asked = self._asked, None
+        if asked is None or self.plan is None or self.peer is None:
+            return
+        self.columns, self.epoch = {c.group: c for c in asked.columns}, asked.epoch
+        self.step("Registered")
+        routes = tuple(r.ref for r in self.plan.between(self.me.rank, self.peer.rank))
+        self.reply(
+            Registered(session=self.session, request=asked.request, epoch=asked.epoch, transport=transport, routes=routes, plan=self.plan.digest),
+            asked.request,
+        )  # fmt: skip
+
+    def refuse_register(self, error: KvprotoError) -> None:
+        """The memory cannot be mapped."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.step("Refused")
+            self._refuse(asked.request, error)
+
+    def _transfer(self, message: Transfer) -> Transfer | None:
+        attempt = Attempt(message.sequence, message.attempt)
+        known = self.attempts.get(attempt.key)
+        try:
+            if known is not None and known.state in (TransferState.ABORTING, TransferState.ENDED):
+                raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
+            if message.sequence <= self._low_water or known is not None:
+                raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", f"above {self._low_water}", str(message.sequence))
+            if self.state != SessionState.READY:
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", f"session {self.state.value}", "Transfer", "register first")
+            self._check(message)
+        except RemoteError as error:
+            self.reply(Failed(**self._head(message), **refusal(error)), message.request)
+            return None
+        self._low_water = message.sequence
+        self.attempts[attempt.key] = attempt
+        self.transfers[attempt.key] = message
+        self.move(attempt, "Transfer")
+        return message
+
+    def _check(self, message: Transfer) -> None:
+        assert self.plan is not None
+        assert self.sink is not None
+        assert self.peer is not None
+        for field, ours, theirs in (
+            ("source_version", 1, message.source_version),
+            ("sink_version", self._sink_version, message.sink_version),
+            ("epoch", self.epoch, message.epoch),
+            ("writers", list(self.plan.required(self.peer.rank)), message.writers.tolist()),
+        ):
+            if ours != theirs:
+                raise RemoteError(ErrorCode.BAD_GRANT, field, str(ours), str(theirs), "register again")
+        wanted = self.plan.send_flags(self.me.rank, self.peer.rank)
+        check_grants(self.sink, self.peer.rank, self.columns, wanted, message.grants)
+
+    def _head(self, message: Transfer) -> dict[str, int]:
+        return {"session": self.session, "request": message.request, "sequence": message.sequence, "attempt": message.attempt}
+
+    def accept(self, message: Transfer, state: RequestState) -> None:
+        """Answer a Transfer; Done or Failed will follow."""
+        self.move(self.attempts[message.sequence, message.attempt], "Accepted")
+        self.reply(Accepted(**self._head(message), state=state), message.request)
+
+    def fail(self, message: Transfer, error: KvprotoError, now: float) -> None:
+        """End a transfer without its bytes."""
+        attempt = self.attempts[message.sequence, message.attempt]
+        asked = attempt.state == TransferState.ASKED
+        self.move(attempt, "Failed")
+        if asked:
+            self.reply(Failed(**self._head(message), **refusal(error)), message.request)
+        else:
+            self.request(Failed, now, sequence=message.sequence, attempt=message.attempt, **refusal(error))
+
+    def done(
+        self, message: Transfer, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
+        checksums: tuple[Checksum, ...] | None,
+    ) -> None:  # fmt: skip
+        """Every byte is at its destination."""
+        assert self.plan is not None
+        assert self.peer is not None
+        self.move(self.attempts[message.sequence, message.attempt], "Done")
+        self.request(
+            Done, now, sequence=message.sequence, attempt=message.attempt, writer=self.me.rank,
+            groups=_u32(self.plan.send_flags(self.me.rank, self.peer.rank)), bytes=written, outcome=outcome,
+            handoff=handoff, checksums=checksums,
+        )  # fmt: skip
+
+    def _ended(self, message: DoneAck) -> None:
+        self.answered(message.request)
+        attempt = self.attempts.get((message.sequence, message.attempt))
+        if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
+            self.move(attempt, "DoneAck")
+
+    def _abort(self, message: Abort) -> None:
+        key = (message.sequence, message.attempt)
+        attempt = self.attempts.setdefault(key, Attempt(*key))
+        # copies run to their end inside one call, so none is under way here
+        self.move(attempt, "Abort")
+        self.move(attempt, "Drained")
+        self._low_water = max(self._low_water, message.sequence)
+        self.reply(
+            Drained(session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt, proof=Proof.PROVEN),
+            message.request,
+        )  # fmt: skip
+
+    def goodbye(self, reason: str) -> None:
+        """End the session in order."""
+        if self.state != SessionState.CLOSED:
+            self.step("Goodbye")
+            self.notice(Goodbye(session=self.session, reason=reason))
+
+
+def _u32(values: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    return np.array(values, np.uint32)

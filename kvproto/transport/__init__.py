@@ -1,0 +1,1 @@
+"""Transports: they map memory and run copy programs."""

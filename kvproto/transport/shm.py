@@ -1,0 +1,89 @@
+"""Transport `shm`: anonymous shared memory of one host, numpy strided copies.
+
+A region is a memfd. Its handle names the owner's process, descriptor and a random nonce; a peer opens it through /proc, checks
+the nonce in the file's name, and maps it. Nothing has a name in the file system, so nothing is left behind, however a
+process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import msgpack
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["Mapping", "SharedMemory", "boot_id", "connect"]
+
+_NAME = "kvproto-"
+
+
+def boot_id() -> bytes:
+    """Names the host and its run."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+class SharedMemory:
+    """A region that this process owns."""
+
+    def __init__(self, length: int, id: int = 0) -> None:
+        self._nonce = secrets.token_hex(16)
+        self._fd = os.memfd_create(_NAME + self._nonce)
+        try:
+            os.posix_fallocate(self._fd, 0, length)
+        except OSError as e:
+            os.close(self._fd)
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller") from e
+        self._map = mmap.mmap(self._fd, length)
+        self.buffer = memoryview(self._map)
+        self.id, self.length = id, length
+
+    @property
+    def region(self) -> Region:
+        """What Register says of it."""
+        data = msgpack.packb([os.getpid(), self._fd, self._nonce])
+        handle = Handle(transport=Transport.SHM, data=data)
+        return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
+
+
+class Mapping:
+    """A peer's region in this process."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        try:
+            self._map = mmap.mmap(fd, length)
+        finally:
+            os.close(fd)
+        self.buffer = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap."""
+        self.buffer.release()
+        self._map.close()
+
+
+def connect(region: Region, path: str) -> Mapping:
+    """Map a peer's region; raises NO_TRANSPORT or TRANSPORT_FAILED."""
+    handle = next((h for h in region.handles if h.transport == Transport.SHM), None)
+    if handle is None or region.boot != boot_id():
+        raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", "SHM on this host", "none", "use a common transport")
+    try:
+        pid, fd, nonce = msgpack.unpackb(bytes(handle.data))
+        link = f"/proc/{int(pid)}/fd/{int(fd)}"
+        if os.readlink(link).split(" ")[0] != f"/memfd:{_NAME}{nonce}":
+            raise OSError("another file")
+        opened = os.open(link, os.O_RDWR)
+        if os.fstat(opened).st_size < region.length:
+            os.close(opened)
+            raise OSError("shorter than the region says")
+        return Mapping(opened, region.length)
+    except KvprotoError:
+        raise
+    except Exception as e:
+        advice = "run both engines as one user, in one PID namespace"
+        raise RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot map", type(e).__name__, advice) from e

@@ -1,0 +1,1 @@
+"""A small reference inference engine: two tiny model kinds over a paged KV pool."""

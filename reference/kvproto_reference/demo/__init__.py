@@ -1,0 +1,1 @@
+"""The main job: a router, a prefill engine and a decode engine, three processes that meet only through kvproto."""

@@ -1,0 +1,181 @@
+"""`make demo`: prefill engine, decode engine, router, and the undivided engine that they are compared with."""
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvproto.errors import KvprotoError
+
+from ..engine.sampling import SamplingParams
+from ..engine.undivided import Undivided
+from ..errors import EngineError
+from ..tokenizer import EOS, decode
+from .options import checkpoint_folder
+from .prompts import Prompt, default_prompts, read_prompts
+from .report import Compared, as_json, show, verdict
+from .router import Engines, Request, Router, engine_command
+
+
+@attrs.frozen(kw_only=True)
+class DemoOptions:
+    """What `make demo ARGS=...` takes."""
+
+    prefill_tp: int = 2
+    decode_tp: int = 1
+    target: str = "mla"
+    draft: str = "gqa"
+    transport: str = "shm"
+    prompt_file: Path | None = None
+    json: bool = False
+    verify: bool = True
+    max_new: int = 48
+    page_size: int = 16
+    pages: int = 160
+    attach: Path | None = None
+    decode_command: tuple[str, ...] | None = None
+    """Another decode engine to start in place of ours."""
+
+
+def parse(argv: list[str] | None) -> DemoOptions:
+    """Options from the command line."""
+    parser = argparse.ArgumentParser(prog="make demo", description="Hand over target and draft KV of real text, and prove it.")
+    add = parser.add_argument
+    add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
+    add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    add("--target", default="mla", help="mla, gqa, or a checkpoint folder (default mla)")
+    add("--draft", default="gqa", help="mla, gqa, or a checkpoint folder (default gqa)")
+    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--prompt-file", type=Path, help="prompts parted by blank lines")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
+    add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
+    add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add("--pages", type=int, default=160, help="pages of each pool (default 160)")
+    add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
+    return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+def run(options: DemoOptions, console: Console) -> int:
+    """The whole job; the exit status."""
+    if options.max_new < 1 or options.page_size < 1:
+        raise EngineError("--max-new and --page-size must be at least 1")
+    torch.set_num_threads(1)
+    prompts = read_prompts(options.prompt_file) if options.prompt_file else default_prompts(options.page_size)
+    with contextlib.ExitStack() as stack:
+        folder = options.attach or stack.enter_context(_folder())
+        engines = stack.enter_context(Engines())
+        if options.attach is None:
+            _start(engines, options, folder)
+        router = Router(folder, "prefill", engines)
+        stack.callback(router.close)
+        with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
+            router.wait_ready()
+        router.submit(prompts, options.max_new)
+        with _stream(router, console, options.json) as on_news:
+            router.collect(on_news)
+        if options.attach is None:
+            router.stop()
+        with console.status("the same in one undivided engine") if not options.json else contextlib.nullcontext():
+            compared = _compare(router, options)
+    verdicts = verdict(compared, options.verify)
+    if options.json:
+        print(json.dumps(as_json(router, compared, verdicts)))
+    else:
+        show(console, router, compared, verdicts, options.verify)
+    return 0 if all(verdicts.values()) else 1
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="kvproto-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
+    shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--pages", str(options.pages),
+              "--page-size", str(options.page_size), "--transport", options.transport]  # fmt: skip
+    shared += [] if options.verify else ["--no-verify"]
+    engines.start("prefill", engine_command("prefill", [*shared, "--tp", str(options.prefill_tp)]))
+    decode_options = [*shared, "--tp", str(options.decode_tp)]
+    if options.decode_command is not None:
+        engines.start("decode", [*options.decode_command, *decode_options])
+    else:
+        engines.start("decode", engine_command("decode", decode_options))
+
+
+def _compare(router: Router, options: DemoOptions) -> list[Compared]:
+    target, draft = (checkpoint_folder(role, getattr(options, role)) for role in ("target", "draft"))
+    engine = Undivided(target, draft, page_size=options.page_size, pages=options.pages)
+    found = []
+    for request in router.requests.values():
+        prompt: Prompt = request.prompt
+        sampling = SamplingParams(temperature=prompt.temperature, seed=prompt.seed)
+        try:
+            result = engine.generate(bytes(prompt.tokens), sampling, options.max_new)
+        except EngineError as error:
+            raise EngineError(f"{prompt.name}: {request.error or error}") from error
+        found.append(Compared(request, result.tokens, result.stats))
+    return found
+
+
+@contextlib.contextmanager
+def _stream(router: Router, console: Console, silent: bool) -> Iterator[Callable[[Request], None]]:
+    """Shows continuations as they grow, or line by line where there is no terminal."""
+    if silent:
+        yield lambda request: None
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda request: live.update(_continuations(router), refresh=True)
+    else:
+        yield lambda request: console.print(f"{request.prompt.name}: {_text(request)}", highlight=False, markup=False) if request.over else None
+
+
+def _continuations(router: Router) -> Table:
+    table = Table(title="continuations", title_justify="left", expand=True)
+    table.add_column("prompt", no_wrap=True)
+    table.add_column("ends with", ratio=1, no_wrap=True)
+    table.add_column("continuation", ratio=2, no_wrap=True)
+    for request in router.requests.values():
+        ends = decode(request.prompt.tokens[-40:]).decode("utf-8", "replace")
+        table.add_row(request.prompt.name, repr(ends)[1:-1], _text(request))
+    return table
+
+
+def _text(request: Request) -> str:
+    if request.error is not None:
+        return f"failed: {request.error}"
+    text = repr(decode(request.tokens).decode("utf-8", "replace"))[1:-1]
+    return text + (" <end>" if request.tokens and request.tokens[-1] == EOS else "")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options = parse(argv)
+    try:
+        return run(options, Console())
+    except (EngineError, KvprotoError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

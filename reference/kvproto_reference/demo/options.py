@@ -1,0 +1,98 @@
+"""Options that prefill and decode engines share."""
+
+import argparse
+import os
+from pathlib import Path
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode
+
+from ..checkpoint import CHECKPOINTS, load_config
+from ..errors import EngineError
+from ..models import ModelConfig
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """How to start one engine."""
+
+    name: str
+    folder: Path
+    """Private directory of the control socket, and of the ipc addresses."""
+    address: str
+    """Rank 0 of the prefill engine; rank r has `-r` appended, or r added to a TCP port."""
+    target: Path
+    draft: Path
+    tp: int
+    pages: int
+    page_size: int
+    chunk: int
+    speculate: int
+    verify: bool
+    insecure: bool
+    seed: int
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ModelConfig]:
+        """Of target and draft."""
+        return load_config(self.target), load_config(self.draft)
+
+
+def parse(role: str, argv: list[str] | None) -> EngineOptions:
+    """Options of `kvproto-prefill` or `kvproto-decode`."""
+    parser = argparse.ArgumentParser(prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch).")
+    add = parser.add_argument
+    add("--dir", type=Path, required=True, help="private directory that both engines and the router use; made if missing")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--target", default="mla", help="mla, gqa, or a checkpoint folder (default mla)")
+    add("--draft", default="gqa", help="mla, gqa, or a checkpoint folder (default gqa)")
+    add("--prefill", default=None, metavar="ADDRESS", help="where rank 0 of the prefill engine listens (default: ipc in DIR)")
+    add("--insecure", action="store_true", help="allow loopback TCP without encryption")
+    add("--pages", type=int, default=160, help="pages of each pool (default 160)")
+    add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
+    add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
+    add("--no-verify", action="store_true", help="do not offer feature VERIFY")
+    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--name", default=role, help=f"engine id (default {role})")
+    args = parser.parse_args(argv)
+    for name in ("tp", "pages", "page_size", "chunk", "speculate"):
+        if getattr(args, name) < 1:
+            raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    return EngineOptions(
+        name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
+        address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
+        draft=checkpoint_folder("draft", args.draft), chunk=args.chunk, speculate=args.speculate,
+        verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
+    )  # fmt: skip
+
+
+def checkpoint_folder(role: str, name: str) -> Path:
+    """A shipped checkpoint by kind, or a folder."""
+    return CHECKPOINTS / f"{role}-{name}" if name in ("mla", "gqa") else Path(name)
+
+
+def private_folder(folder: Path) -> Path:
+    """The directory, made with mode 0700 if missing."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as e:
+        raise LocalError(ErrorCode.INTERNAL, "--dir", "a directory", f"{folder}: {e.strerror}", "choose another") from e
+    return folder.absolute()
+
+
+def rank_address(address: str, rank: int) -> str:
+    """Where a rank of the prefill engine listens."""
+    if address.startswith("tcp://"):
+        host, _, port = address.rpartition(":")
+        if not port.isdigit() or not 0 < int(port) + rank < 65536:
+            raise LocalError(ErrorCode.INTERNAL, "--prefill", "tcp://HOST:PORT", address, "give a port number")
+        return f"{host}:{int(port) + rank}"
+    return f"{address}-{rank}"
+
+
+def incarnation() -> int:
+    """A fresh random number for this run."""
+    return int.from_bytes(os.urandom(8), "little")

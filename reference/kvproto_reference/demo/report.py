@@ -1,0 +1,132 @@
+"""What the demo prints: who sent what, and the proof that nothing was lost."""
+
+from collections import defaultdict
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.sequence import SpeculationStats
+from ..tokenizer import decode
+from .router import Request, Router
+
+
+@attrs.frozen
+class Compared:
+    """One request in the pair of engines and in one undivided engine."""
+
+    request: Request
+    tokens: list[int]
+    stats: SpeculationStats
+
+    @property
+    def same_tokens(self) -> bool:
+        """Every token, end of sequence included."""
+        return self.request.error is None and self.request.tokens == self.tokens
+
+    @property
+    def same_acceptance(self) -> bool:
+        """Steps, proposals and acceptances."""
+        stats = self.request.stats or {}
+        mine = [stats.get(k) for k in ("steps", "decoded", "proposed", "accepted")]
+        return mine == [self.stats.steps, self.stats.tokens, self.stats.proposed, self.stats.accepted]
+
+    @property
+    def checksums(self) -> list[tuple[str, str]]:
+        """As sent and as arrived, of each group from each source rank."""
+        return [(a, b) for rank in self.request.arrived or [] for _, _, a, b in rank["checksums"]]
+
+
+def verdict(compared: list[Compared], verify: bool) -> dict[str, bool]:
+    """What the exit status says."""
+    sums = [pair for c in compared for pair in c.checksums]
+    return {
+        "requests": all(c.request.error is None for c in compared),
+        "checksums": not verify or (bool(sums) and all(c.checksums for c in compared) and all(a == b for a, b in sums)),
+        "tokens": all(c.same_tokens for c in compared),
+        "acceptance": all(c.same_acceptance for c in compared),
+    }
+
+
+def as_json(router: Router, compared: list[Compared], verdicts: dict[str, bool]) -> dict[str, Any]:
+    """The same for programs."""
+    rows = []
+    for c in compared:
+        r = c.request
+        rows.append({
+            "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
+            "undivided_tokens": c.tokens, "text": decode(r.tokens).decode("utf-8", "replace"), "arrived": r.arrived,
+            "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
+            "same_tokens": c.same_tokens, "same_acceptance": c.same_acceptance,
+        })  # fmt: skip
+    matrix = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(_matrix(router).items())]
+    return {"plan": router.plan, "matrix": matrix, "requests": rows, "verdicts": verdicts, "identical": all(verdicts.values())}
+
+
+def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
+    """Tables for people."""
+    console.print(_routes(router))
+    required = ", ".join(f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items())
+    console.print(f"required responses: {required}")
+    copies = [s["seconds"] for s in router.sent]
+    total = sum(sum(s["bytes"].values()) for s in router.sent)
+    if copies:
+        console.print(f"copied {total:,} bytes in {len(copies)} programs, {1000 * sum(copies):.1f} ms in all\n")
+    console.print(_requests(compared))
+    sums = [pair for c in compared for pair in c.checksums]
+    console.print(f"verify checksums: {sum(a == b for a, b in sums)} of {len(sums)} equal" if verify else "verify: off")
+    for name, good in verdicts.items():
+        if name != "checksums" or verify:
+            console.print(f"  {name:<11} {'[green]agree' if good else '[red]DIFFER'}")
+    good = all(verdicts.values())
+    console.print("[bold green]nothing was lost" if good else "[bold red]the pair differs from the undivided engine")
+
+
+def _matrix(router: Router) -> dict[tuple[int, int, str], int]:
+    found: dict[tuple[int, int, str], int] = defaultdict(int)
+    for word in router.sent:
+        for group, count in word["bytes"].items():
+            found[word["source"], word["sink"], group] += count
+    return found
+
+
+def _routes(router: Router) -> Table:
+    groups: dict[str, str] = router.plan["groups"]
+    routes = {(r["source"], r["sink"], str(r["group"])): r["digest"] for r in router.plan["routes"]}
+    carried = {g for _, _, g in _matrix(router)}
+    table = Table(title="routes: who sends which group, bytes in all, to whom", title_justify="left")
+    table.add_column("from -> to")
+    for group in groups.values():
+        table.add_column(group, justify="right")
+    table.add_column("send flags")
+    matrix = _matrix(router)
+    for s, d in sorted({(s, d) for s, d, _ in routes}):
+        cells = []
+        for g in groups:
+            moved = f"{matrix.get((s, d, g), 0):,}" if g in carried else "in Done"
+            cells.append(moved if (s, d, g) in routes else "-")
+        flags = " ".join(f"{name}={int((s, d, g) in routes)}" for g, name in groups.items())
+        table.add_row(f"P{s} -> D{d}", *cells, flags)
+    return table
+
+
+def _requests(compared: list[Compared]) -> Table:
+    table = Table(title="requests", title_justify="left")
+    for name in ("prompt", "tokens", "out", "transfer", "acceptance PD", "undivided", "tokens identical"):
+        table.add_column(name, justify="left" if name == "prompt" else "right")
+    for c in compared:
+        r = c.request
+        if r.error is not None:
+            table.add_row(r.prompt.name, str(len(r.prompt.tokens)), "-", "-", "-", f"{c.stats.mean_acceptance:.2f}", f"[red]{r.error}")
+            continue
+        seconds = max((rank["seconds"] for rank in r.arrived or []), default=0.0)
+        table.add_row(
+            r.prompt.name, str(len(r.prompt.tokens)), str(len(r.tokens)), f"{1000 * seconds:.1f} ms",
+            f"{_length(r.stats):.2f}", f"{c.stats.mean_acceptance:.2f}", "yes" if c.same_tokens else "[red]NO",
+        )  # fmt: skip
+    return table
+
+
+def _length(stats: dict[str, Any] | None) -> float:
+    return stats["decoded"] / stats["steps"] if stats and stats["steps"] else 0.0

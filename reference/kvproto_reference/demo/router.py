@@ -1,0 +1,173 @@
+"""A small router: makes tickets, hands each prompt to both engines, and collects what they say."""
+
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from kvproto.net.sockets import wait
+from kvproto.wire import to_json
+from kvproto.wire.messages import Ticket
+
+from ..errors import EngineError
+from .control import Line
+from .prompts import Prompt
+
+DEADLINE = 60.0
+"""Seconds a ticket is good for."""
+START = 60.0
+"""Seconds an engine may take to be ready."""
+
+
+@attrs.define
+class Request:
+    """One prompt on its way."""
+
+    id: str
+    prompt: Prompt
+    key: str = attrs.field(repr=False)
+    tokens: list[int] = attrs.Factory(list)
+    arrived: list[dict[str, Any]] | None = None
+    """By decode rank: seconds, bytes by source rank, checksums."""
+    stats: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def over(self) -> bool:
+        """Finished or failed."""
+        return self.stats is not None or self.error is not None
+
+
+class Engines:
+    """The engine processes that the demo itself started."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: list[str]) -> None:
+        """Start one; what it says on stderr is ours to show."""
+        self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def check(self) -> None:
+        """Raise if one has ended."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise EngineError(f"the {name} engine ended with exit status {process.returncode}")
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes.values():
+            if process.poll() is None and kind is not None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def engine_command(module: str, options: list[str]) -> list[str]:
+    """Command line of an engine."""
+    return [sys.executable, "-m", f"kvproto_reference.demo.{module}", *options]
+
+
+class Router:
+    """Front of one prefill and one decode engine."""
+
+    def __init__(self, folder: Path, prefill_name: str, engines: Engines) -> None:
+        self._lines = {name: Line(folder, name) for name in ("prefill", "decode")}
+        self._prefill_name, self._engines = prefill_name, engines
+        self.requests: dict[str, Request] = {}
+        self.sent: list[dict[str, Any]] = []
+        self.freed: set[str] = set()
+        self.plan: dict[str, Any] = {}
+
+    def wait_ready(self) -> None:
+        """Until both engines have said that they are ready."""
+        missing = set(self._lines)
+        for line in self._lines.values():
+            line.send("hello")
+        until = time.monotonic() + START
+        while missing:
+            for name, word in self._listen():
+                if word["op"] == "ready":
+                    missing.discard(name)
+                    if name == "decode":
+                        self.plan = {k: v for k, v in word.items() if k != "op"}
+                elif word["op"] == "fatal":
+                    raise EngineError(word["error"])
+            self._engines.check()
+            if time.monotonic() > until:
+                raise EngineError(f"no sign of the {' and '.join(sorted(missing))} engine in {START:.0f} s")
+
+    def submit(self, prompts: list[Prompt], max_new: int) -> None:
+        """Make a ticket for each prompt and hand both to both engines."""
+        for number, prompt in enumerate(prompts):
+            key = secrets.token_bytes(16)
+            ticket = Ticket(key=key, engine=self._prefill_name, replica=0, deadline=int(DEADLINE * 1000))
+            request = Request(str(number), prompt, key.hex())
+            self.requests[request.id] = request
+            body = {"id": request.id, "ticket": to_json(ticket), "prompt": prompt.tokens, "max_new": max_new,
+                    "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
+            self._lines["prefill"].send("prefill", **body)
+            self._lines["decode"].send("decode", **body)
+
+    def collect(self, on_news: Callable[[Request], None]) -> None:
+        """Until every request is over and prefill has freed what it held."""
+        until = time.monotonic() + DEADLINE + 30
+        while not all(r.over and (r.key in self.freed or r.error) for r in self.requests.values()):
+            for _, word in self._listen():
+                self._take(word, on_news)
+            self._engines.check()
+            if time.monotonic() > until:
+                raise EngineError("the engines did not finish in time")
+
+    def _take(self, word: dict[str, Any], on_news: Callable[[Request], None]) -> None:
+        match word["op"]:
+            case "fatal":
+                raise EngineError(word["error"])
+            case "sent":
+                self.sent.append(word)
+                return
+            case "freed":
+                self.freed.add(word["key"])
+                return
+            case "refused":
+                request = next(r for r in self.requests.values() if r.key == word["key"])
+                request.error = request.error or word["error"]
+            case "failed" | "arrived" | "tokens" | "finished":
+                request = self.requests[word["id"]]
+                if word["op"] == "failed":
+                    request.error = request.error or word["error"]
+                elif word["op"] == "finished":
+                    request.stats = word
+                else:
+                    request.tokens += word["tokens"]
+                    request.arrived = word.get("ranks", request.arrived)
+            case _:
+                return
+        on_news(request)
+
+    def _listen(self) -> list[tuple[str, dict[str, Any]]]:
+        wait([s for line in self._lines.values() for s in line.dialer.sockets], 0.05)
+        return [(name, word) for name, line in self._lines.items() for word in line.receive()]
+
+    def stop(self) -> None:
+        """Tell both engines to end."""
+        for name in ("decode", "prefill"):
+            self._lines[name].send("stop")
+
+    def close(self) -> None:
+        """Close the lines."""
+        for line in self._lines.values():
+            line.dialer.close()

@@ -1,0 +1,71 @@
+"""Starts the rank processes of an engine; rank 0 runs in the process that asked."""
+
+import ctypes
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvproto.errors import KvprotoError
+
+from ..errors import EngineError
+from ..models import SOLO, TensorParallel
+
+Run = Callable[[Any, TensorParallel], int]
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(run: Run, options: Any, size: int, folder: Path) -> int:
+    """Run `run(options, tp)` on every rank; the exit status of rank 0."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    meeting = folder / f"gloo-{secrets.token_hex(8)}"
+    context = multiprocessing.get_context("spawn")
+    others = [
+        context.Process(target=_child, args=(run, options, r, size, meeting, os.getpid()), daemon=True)
+        for r in range(1, size)
+    ]
+    try:
+        for process in others:
+            process.start()
+        return _rank(run, options, 0, size, meeting)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for process in others:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        meeting.unlink(missing_ok=True)
+
+
+def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, parent: int) -> None:
+    # a rank must not outlive its engine, however that ends
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(_rank(run, options, rank, size, meeting))
+
+
+def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path) -> int:
+    torch.set_num_threads(1)
+    try:
+        if size == 1:
+            return run(options, SOLO)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        try:
+            return run(options, TensorParallel(rank, size, dist.group.WORLD))
+        finally:
+            dist.destroy_process_group()
+    except (EngineError, KvprotoError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1

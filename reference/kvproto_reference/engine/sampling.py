@@ -1,0 +1,71 @@
+"""Token choice whose randomness depends on (seed, position, purpose) alone.
+
+So an undivided engine and a prefill/decode pair draw the same tokens, whatever happened in between.
+"""
+
+import hashlib
+import struct
+from typing import Literal
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import EngineError
+
+Purpose = Literal["sample", "draft", "accept", "residual"]
+Probabilities = NDArray[np.float64]
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """Temperature 0 is greedy; `seed` is any integer of 64 bits."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise EngineError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise EngineError(f"seed {self.seed} does not fit 64 bits")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def uniform(seed: int, position: int, purpose: Purpose) -> float:
+    """A number in [0, 1) fixed by its arguments."""
+    key = struct.pack("<QQ", seed % 2**64, position) + purpose.encode()
+    bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    return float((bits >> 11) * 2.0**-53)
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Probabilities:
+    """Float64 distribution [vocab] of logits [vocab]; all mass on the argmax when greedy."""
+    scores: Probabilities = logits.double().numpy()
+    if params.greedy:
+        out = np.zeros_like(scores)
+        out[int(scores.argmax())] = 1.0
+        return out
+    exps: Probabilities = np.exp((scores - scores.max()) / params.temperature)
+    exps /= exps.sum()
+    return exps
+
+
+def pick(probs: Probabilities, number: float) -> int:
+    """The token at which the running sum of `probs` [vocab] passes `number` in [0, 1)."""
+    sums = probs.cumsum()
+    token = int(np.searchsorted(sums, number * sums[-1], side="right"))
+    # Rounding may carry past the end, on to a token without mass.
+    return min(token, int(np.flatnonzero(probs)[-1]))
+
+
+def sample(logits: Tensor, params: SamplingParams, position: int, purpose: Purpose = "sample") -> int:
+    """The token for `position`, drawn from logits [vocab] of the position before."""
+    if params.greedy:
+        return int(logits.argmax())
+    return pick(probabilities(logits, params), uniform(params.seed, position, purpose))
