@@ -40,8 +40,8 @@ def _view(place: Place, op: Op, length: int, region: memoryview) -> Bytes:
 def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, int]:
     """Sum over every byte of byte * A(model, layer, part, row) * B(byte on the lane axis) mod 2^64, by sink group.
 
-    A and B are odd and depend on the global coordinate only, so both layouts give one value, and one changed byte always
-    changes it. Clause KVP-VERIFY-SUM.
+    A and B are odd and depend on the global coordinate only, so both layouts give one value, and one changed byte
+    always changes it. Clause KVP-VERIFY-SUM.
     """
     found: dict[int, int] = {}
     for op in program.ops:

@@ -44,16 +44,21 @@ IntArray = npt.NDArray[np.int64]
 
 
 def gqa(
-    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any
+    id: int,
+    name: str,
+    model: int,
+    kv_heads: int,
+    head_bytes: int,
+    page_size: int,
+    dtype: DType = DType.F32,
+    **more: Any,
 ) -> Group:
     """Paged K and V of multi-head or grouped-query attention; one lane a KV head, `head_bytes` long."""
     parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
     return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
 
 
-def mla(
-    id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any
-) -> Group:
+def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any) -> Group:
     """Paged latent of multi-head latent attention, rope part included: one lane of `row_bytes`."""
     parts = (Part(name="latent", dtype=dtype, lanes=1, lane_bytes=row_bytes),)
     return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
@@ -179,7 +184,9 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
     for p in range(len(group.parts)):
         spans = sorted((s.lo, s.hi) for s in share.lanes if s.part == p)
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
-            raise _bad(f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans))
+            raise _bad(
+                f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans)
+            )
 
 
 def _ascending(keys: Sequence[Any], path: str) -> None:

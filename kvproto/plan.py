@@ -193,9 +193,13 @@ def _check_pair(source: Geometry, sink: Geometry, src: Group, dst: Group, name: 
         if not same:
             raise _incompatible(code, where, mine, yours, "make the two sides equal")
     if max(a.lane_bytes, b.lane_bytes) % min(a.lane_bytes, b.lane_bytes):
-        raise _incompatible(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple")
+        raise _incompatible(
+            ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple"
+        )
     if a.encoding is not None and (src.rows, a.lane_bytes) != (dst.rows, b.lane_bytes):
-        raise _incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", str(src.rows), str(dst.rows), "opaque items move whole")
+        raise _incompatible(
+            ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", str(src.rows), str(dst.rows), "opaque items move whole"
+        )
     return index
 
 
@@ -212,8 +216,13 @@ _Cells = dict[tuple[int, int, int, int], dict[int, list[tuple[int, int]]]]
 
 
 def _elect(
-    sources: tuple[_Claim, ...], sinks: tuple[_Claim, ...], layers: list[int], model: int,
-    order: dict[tuple[int, int, int], int], ordinal: int, part: str,
+    sources: tuple[_Claim, ...],
+    sinks: tuple[_Claim, ...],
+    layers: list[int],
+    model: int,
+    order: dict[tuple[int, int, int], int],
+    ordinal: int,
+    part: str,
 ) -> _Cells:
     """One source for every cell of every sink, spread by the rule of the spec."""
     cells: _Cells = defaultdict(lambda: defaultdict(list))
@@ -226,8 +235,11 @@ def _elect(
             if needy and not candidates:
                 where = f"groups[{sinks[0].group.name}].parts[{part}]"
                 raise _incompatible(
-                    ErrorCode.COVERAGE, where, f"no rank owns bytes {lo}..{hi} of cp rank {c}",
-                    f"rank {needy[0]} needs them", "state every rank in the Description",
+                    ErrorCode.COVERAGE,
+                    where,
+                    f"no rank owns bytes {lo}..{hi} of cp rank {c}",
+                    f"rank {needy[0]} needs them",
+                    "state every rank in the Description",
                 )
             for j, rank in enumerate(needy):
                 for layer in layers:
@@ -296,7 +308,13 @@ def _missing(sink: Geometry, model: int, part: str, layer: int, part_known: bool
     group = next(g for g in sink.groups if g.model == model and any(p.name == part for p in g.parts))
     path = f"groups[{group.name}].parts[{part}]"
     if part_known:
-        return _incompatible(ErrorCode.LAYER_MISSING, path, f"no layer {layer}", f"layer {layer} of model {model}", "serve the same layers")
+        return _incompatible(
+            ErrorCode.LAYER_MISSING,
+            path,
+            f"no layer {layer}",
+            f"layer {layer} of model {model}",
+            "serve the same layers",
+        )
     return _incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {model}", "serve the same models and caches")
 
 

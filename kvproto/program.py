@@ -1,7 +1,7 @@
 """Copy programs: strided copies over shared index arrays.
 
-`lower` turns the routes of a rank pair and one request into a few operations (one for each layer, part and lane piece) that
-share row maps. The number of Python objects does not depend on the number of pages.
+`lower` turns the routes of a rank pair and one request into a few operations (one for each layer, part and lane piece)
+that share row maps. The number of Python objects does not depend on the number of pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int64]
 
 @attrs.frozen
 class Window:
-    """Tokens [first, first + count) of one group and the items that hold them at one rank, from the first owned row's."""
+    """Tokens [first, first + count) of one group and the items that hold them at one rank, first owned row first."""
 
     first: int
     count: int
@@ -73,7 +73,7 @@ class RowMap:
 
 @attrs.frozen
 class Place:
-    """Where one side of an operation lies: byte address = offset + item*item_stride + row*row_stride + lane*lane_stride."""
+    """One side of an operation: byte address = offset + item*item_stride + row*row_stride + lane*lane_stride."""
 
     region: int
     offset: int
@@ -131,8 +131,10 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     return (hi - 1) // group.rows - lo // group.rows + 1 if hi > lo else 0
 
 
-def lower(routes: tuple[Route, ...], source: Side, sink: Side, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
-    """Copy program of one rank pair for one request; windows by group id of their own side, hand-off groups left out."""
+def lower(
+    routes: tuple[Route, ...], source: Side, sink: Side, sources: Mapping[int, Window], sinks: Mapping[int, Window]
+) -> CopyProgram:
+    """Copy program of one rank pair for one request; windows by group id of their own side, no hand-off groups."""
     maps: list[RowMap] = []
     index: dict[tuple[int, int, int, int], int] = {}
     ops: list[Op] = []
@@ -231,7 +233,8 @@ def _pieces(side: Side, group: Group, part: int, layer: int, lo: int, hi: int, f
                 offset = base + (local + lane) * stride + within
                 single = touching or end - cut <= size
                 yield cut, end, Place(
-                    int(columns.region[column]), offset, int(columns.item_stride[column]), int(columns.row_stride[column]),
+                    int(columns.region[column]), offset, int(columns.item_stride[column]),
+                    int(columns.row_stride[column]),
                     0 if single else stride, columns.items, group.rows,
                 )  # fmt: skip
                 cut = end
@@ -249,7 +252,7 @@ def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, in
 
 
 def _advance(piece: _Piece, lo: int, hi: int, fine: int) -> Place:
-    """Bytes [lo, hi) of a piece. Bytes that touch step byte by byte, others by whole lanes, which are then `fine` long."""
+    """Bytes [lo, hi) of a piece. Bytes that touch step byte by byte, others by whole lanes, `fine` long."""
     start, _, place = piece
     if not place.lane_stride:
         return attrs.evolve(place, offset=place.offset + lo - start)
@@ -266,7 +269,9 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
     for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
         group = groups[share.group]
         number = share.layers.size * len(group.parts)
-        arrays = {n: getattr(own, n).astype(object) for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")}
+        arrays = {
+            n: getattr(own, n).astype(object) for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")
+        }
         for name, values in arrays.items():
             if values.size != number:
                 raise _bad(f"columns[{i}].{name}", f"{number} entries", f"{values.size} entries")
@@ -277,7 +282,10 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
             if region is None:
                 raise _bad(f"columns[{i}].region[{k}]", "a region of the Register", str(arrays["region"][k]))
             size = group.parts[p].lane_bytes
-            axes = [(arrays[n][k], c) for n, c in (("item_stride", own.items), ("row_stride", group.rows), ("lane_stride", lanes))]
+            axes = [
+                (arrays[n][k], c)
+                for n, c in (("item_stride", own.items), ("row_stride", group.rows), ("lane_stride", lanes))
+            ]
             reach = size
             for stride, extent in sorted(a for a in axes if a[1] > 1):
                 if stride < reach:
@@ -285,10 +293,14 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
                 reach += stride * (extent - 1)
             if arrays["offset"][k] + reach > region.length:
                 code = ErrorCode.OUT_OF_REGION
-                raise RemoteError(code, f"columns[{i}].offset[{k}]", f"end at most {region.length}", str(arrays["offset"][k] + reach))
+                raise RemoteError(
+                    code, f"columns[{i}].offset[{k}]", f"end at most {region.length}", str(arrays["offset"][k] + reach)
+                )
 
 
-def check_grants(geometry: Geometry, rank: int, columns: Mapping[int, Columns], wanted: tuple[int, ...], grants: tuple[Grants, ...]) -> None:
+def check_grants(
+    geometry: Geometry, rank: int, columns: Mapping[int, Columns], wanted: tuple[int, ...], grants: tuple[Grants, ...]
+) -> None:
     """Raise BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS where a Transfer's grants do not fit the routes of the pair."""
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
@@ -297,14 +309,21 @@ def check_grants(geometry: Geometry, rank: int, columns: Mapping[int, Columns], 
     for i, grant in enumerate(grants):
         group = groups[grant.group]
         if grant.valid < grant.first + grant.count and group.kind != ItemKind.HANDOFF:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", f"at least {grant.first + grant.count}", str(grant.valid))
+            raise RemoteError(
+                ErrorCode.BAD_GRANT, f"grants[{i}].valid", f"at least {grant.first + grant.count}", str(grant.valid)
+            )
         if group.kind == ItemKind.RING and grant.count > group.rows:
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows}", str(grant.count))
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
         if grant.items.size != need:
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", f"{grant.items.size} items")
         if need and int(grant.items.max()) >= columns[grant.group].items:
-            raise RemoteError(ErrorCode.OUT_OF_REGION, f"grants[{i}].items", f"below {columns[grant.group].items}", str(int(grant.items.max())))
+            raise RemoteError(
+                ErrorCode.OUT_OF_REGION,
+                f"grants[{i}].items",
+                f"below {columns[grant.group].items}",
+                str(int(grant.items.max())),
+            )
         if np.unique(grant.items).size != grant.items.size:
             raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
 

@@ -32,15 +32,33 @@ def _check(address: str, insecure: bool) -> None:
     if scheme == "ipc":
         folder = Path(rest).parent
         if not folder.is_dir():
-            raise LocalError(ErrorCode.INTERNAL, "address", "an existing directory", str(folder), "make it with mode 0700")
+            raise LocalError(
+                ErrorCode.INTERNAL, "address", "an existing directory", str(folder), "make it with mode 0700"
+            )
         mode = folder.stat()
         if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
-            raise LocalError(ErrorCode.INTERNAL, "address", "a directory of this user with mode 0700", str(folder), f"chmod 700 {folder}")
+            raise LocalError(
+                ErrorCode.INTERNAL,
+                "address",
+                "a directory of this user with mode 0700",
+                str(folder),
+                f"chmod 700 {folder}",
+            )
     elif scheme == "tcp":
         host = rest.rpartition(":")[0].strip("[]")
-        loopback = host == "localhost" or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback) or host == "::1"
+        loopback = (
+            host == "localhost"
+            or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
+            or host == "::1"
+        )
         if not insecure or not loopback:
-            raise LocalError(ErrorCode.INTERNAL, "address", "ipc, or loopback TCP with --insecure", address, "KV addresses would travel in the clear")
+            raise LocalError(
+                ErrorCode.INTERNAL,
+                "address",
+                "ipc, or loopback TCP with --insecure",
+                address,
+                "KV addresses would travel in the clear",
+            )
     else:
         raise LocalError(ErrorCode.INTERNAL, "address", "ipc:// or tcp://", address, "give a ZeroMQ address")
 
@@ -63,7 +81,9 @@ class Listener:
             self._socket.bind(address)
         except zmq.ZMQError as e:
             self.close()
-            raise LocalError(ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner") from e
+            raise LocalError(
+                ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner"
+            ) from e
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property

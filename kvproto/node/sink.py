@@ -39,7 +39,9 @@ class Received:
 class SinkNode:
     """Everything that a decode rank needs of kvproto, for one source replica; call `poll` often."""
 
-    def __init__(self, party: Party, geometry: Geometry, pool: Pool, dialer: Dialer, seed: str, verify: bool = True) -> None:
+    def __init__(
+        self, party: Party, geometry: Geometry, pool: Pool, dialer: Dialer, seed: str, verify: bool = True
+    ) -> None:
         features = (Feature.VERIFY,) if verify else ()
         self.pool, self._dialer = pool, dialer
         columns = tuple(pool.side.columns.values())
@@ -110,7 +112,12 @@ class SinkNode:
             group = self.pool.side.group(part.group)
             parts = [group.parts[p] for p in sorted({box.part for box in routes[part.group].boxes})]
             if len(part.data) != sum(p.lane_bytes for p in parts):
-                raise RemoteError(ErrorCode.OUT_OF_RANGE, "handoff.data", f"{sum(p.lane_bytes for p in parts)} bytes", f"{len(part.data)} bytes")
+                raise RemoteError(
+                    ErrorCode.OUT_OF_RANGE,
+                    "handoff.data",
+                    f"{sum(p.lane_bytes for p in parts)} bytes",
+                    f"{len(part.data)} bytes",
+                )
             at = 0
             for p in parts:
                 found[group.id, p.name] = bytes(part.data[at : at + p.lane_bytes])

@@ -1,4 +1,4 @@
-"""A source rank: it expects tickets, serves finished requests by copying into the sinks' memory, and says when they are free."""
+"""A source rank: it expects tickets, copies finished requests into the sinks' memory, and says when they are free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvproto.transport import shm
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Transport
 from kvproto.wire.messages import Checksum, HandOff, Ticket
 
-__all__ = ["Finished", "SourceNode", "Sent"]
+__all__ = ["Finished", "Sent", "SourceNode"]
 
 
 @attrs.frozen
@@ -52,7 +52,13 @@ class SourceNode:
     """Everything that a prefill rank needs of kvproto; call `poll` often."""
 
     def __init__(
-        self, party: Party, geometry: Geometry, pool: Pool, listener: Listener, endpoints: dict[int, str], verify: bool = True
+        self,
+        party: Party,
+        geometry: Geometry,
+        pool: Pool,
+        listener: Listener,
+        endpoints: dict[int, str],
+        verify: bool = True,
     ) -> None:
         features = (Feature.VERIFY,) if verify else ()
         self.pool, self._listener = pool, listener
@@ -125,7 +131,11 @@ class SourceNode:
             own = {0: self.pool.memory.buffer}
             theirs = {i: m.buffer for i, m in self._maps[serve.session].items()}
             execute(program, own, theirs)
-            sums = tuple(Checksum(group=g, value=v) for g, v in sorted(checksums(program, own, sink=False).items())) if self._verify else None
+            sums = (
+                tuple(Checksum(group=g, value=v) for g, v in sorted(checksums(program, own, sink=False).items()))
+                if self._verify
+                else None
+            )
         except KvprotoError as error:
             self.endpoint.failed(serve, error, now)
             return []
@@ -149,8 +159,12 @@ class SourceNode:
                 if group.kind == ItemKind.HANDOFF:
                     continue
                 if grant.valid > finished.tokens:
-                    raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{route.group}].valid", str(finished.tokens), str(grant.valid))
-                sources[group.id] = window(group, self.pool.side.owns(group.id).cp_rank, finished.items[group.id], grant.first, grant.count)
+                    raise RemoteError(
+                        ErrorCode.BAD_GRANT, f"grants[{route.group}].valid", str(finished.tokens), str(grant.valid)
+                    )
+                sources[group.id] = window(
+                    group, self.pool.side.owns(group.id).cp_rank, finished.items[group.id], grant.first, grant.count
+                )
         sink = Side(session.sink, session.peer.rank, session.columns)
         return lower(routes, self.pool.side, sink, sources, sinks)
 
@@ -185,5 +199,9 @@ def window(group: object, cp_rank: int, items: list[int], first: int, count: int
     from kvproto.geometry import Group, owned_before
 
     assert isinstance(group, Group)
-    skip = owned_before(group, cp_rank, -(-first // group.tokens_per_row)) // group.rows if group.kind == ItemKind.PAGE else 0
+    skip = (
+        owned_before(group, cp_rank, -(-first // group.tokens_per_row)) // group.rows
+        if group.kind == ItemKind.PAGE
+        else 0
+    )
     return Window(first, count, np.array(items[skip:], np.int64))

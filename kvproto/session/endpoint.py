@@ -1,4 +1,6 @@
-"""What spans sessions: at the source, tickets and who asks for them; at the sink, one session for each routed source rank.
+"""What spans sessions.
+
+At the source, tickets and who asks for them; at the sink, one session for each routed source rank.
 
 Addresses and connections are opaque keys (`Hashable`), so nothing here knows what carries the frames.
 """
@@ -75,7 +77,12 @@ class SourceEndpoint:
     """All sessions of one source rank."""
 
     def __init__(
-        self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...], first_session: int
+        self,
+        me: Party,
+        geometry: Geometry,
+        endpoints: dict[int, str],
+        features: tuple[Feature, ...],
+        first_session: int,
     ) -> None:
         validate(geometry)
         self.me, self.geometry = me, geometry
@@ -108,9 +115,9 @@ class SourceEndpoint:
                 self._ask(session, transfer, now)
         except (WireError, RemoteError) as error:
             request = getattr(message, "request", None)
-            about = {"about": type(message).TYPE} if message is not None else {}
-            head = {"session": session.session} if session else {}
-            tail = {"request": request} if request is not None else {}
+            about: dict[str, Any] = {"about": type(message).TYPE} if message is not None else {}
+            head: dict[str, Any] = {"session": session.session} if session else {}
+            tail: dict[str, Any] = {"request": request} if request is not None else {}
             self._out.append((conn, encode(Error(**head, **tail, **refusal(error), **about))))
             self._events.append(Troubled(session.name if session else "(unknown peer)", error))
         self._after(now)
@@ -122,13 +129,10 @@ class SourceEndpoint:
             self._out.append((conn, encode(Refused(request=hello.request, **refusal(error)))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
-        number = None
-        for known, session in self.sessions.items():
-            if session.peer == peer and self._of[known] == conn and session.state == SessionState.OPEN:
-                number = known  # the same Hello again
+        number = next((n for n, s in self.sessions.items() if self._greeted(s, conn, peer, hello.request)), None)
         if number is None:
             number, self._next_session = self._next_session, self._next_session + 1
-            self.sessions[number] = SourceSession(self.me, peer, number, self.geometry, self._encoded)
+            self.sessions[number] = SourceSession(self.me, peer, number, hello.request, self.geometry, self._encoded)
             self._of[number] = conn
         chosen = tuple(f for f in self._features if f in hello.offered)
         welcome = Welcome(
@@ -138,6 +142,10 @@ class SourceEndpoint:
         )  # fmt: skip
         self._out.append((conn, encode(welcome)))
 
+    def _greeted(self, session: SourceSession, conn: Hashable, peer: Party, request: int) -> bool:
+        """Whether this session was opened by the same Hello."""
+        return session.peer == peer and session.greeting == request and self._of[session.session] == conn
+
     def _unwelcome(self, hello: Hello) -> KvprotoError | None:
         ranges = [(v.major, v.min_minor, v.max_minor) for v in hello.versions]
         if not any(major == 1 and low == 0 for major, low, _ in ranges):
@@ -146,7 +154,9 @@ class SourceEndpoint:
             return RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
         lacking = [f for f in hello.needed if f not in self._features]
         if lacking:
-            return RemoteError(ErrorCode.UNSUPPORTED_VERSION, "needed", str([f.name for f in self._features]), str(lacking))
+            return RemoteError(
+                ErrorCode.UNSUPPORTED_VERSION, "needed", str([f.name for f in self._features]), str(lacking)
+            )
         return None
 
     def expect(self, ticket: Ticket, content: bytes, now: float) -> None:
@@ -170,9 +180,17 @@ class SourceEndpoint:
         sink = (session.peer.engine, session.peer.replica)
         error = claim.error
         if error is None and claim.content is not None and claim.content != transfer.content:
-            error = RemoteError(ErrorCode.CONTENT_MISMATCH, "content", claim.content.hex(), bytes(transfer.content).hex(), "route the same prompt to both")
+            error = RemoteError(
+                ErrorCode.CONTENT_MISMATCH,
+                "content",
+                claim.content.hex(),
+                bytes(transfer.content).hex(),
+                "route the same prompt to both",
+            )
         elif error is None and claim.bound not in (None, sink):
-            error = RemoteError(ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", str(session.peer), "make a new ticket")
+            error = RemoteError(
+                ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", str(session.peer), "make a new ticket"
+            )
         if error is not None:
             session.fail(transfer, error, now)
             return
@@ -225,20 +243,27 @@ class SourceEndpoint:
     def active(self, serve: Serve) -> bool:
         """Whether the transfer of a Serve is still wanted."""
         session = self.sessions.get(serve.session)
-        return session is not None and session.attempts[serve.transfer.sequence, serve.transfer.attempt].state == TransferState.ACCEPTED
+        if session is None or session.state != SessionState.READY:
+            return False
+        return session.attempts[serve.transfer.sequence, serve.transfer.attempt].state == TransferState.ACCEPTED
 
     def on_time(self, now: float) -> None:
         """Resend, expire."""
         for session in self.sessions.values():
             for name in session.on_time(now):
-                self._events.append(SessionClosed(session.session, session.name, f"no answer to {name} in {PATIENCE:.0f} s"))
+                self._events.append(
+                    SessionClosed(session.session, session.name, f"no answer to {name} in {PATIENCE:.0f} s")
+                )
+                session.state = SessionState.CLOSED
         for key, claim in list(self._claims.items()):
             if now >= claim.deadline:
                 del self._claims[key]
                 known = claim.content is not None and claim.error is None
                 code = ErrorCode.DEADLINE if known else ErrorCode.UNKNOWN_TICKET
                 for number, transfer in claim.waiting:
-                    self.sessions[number].fail(transfer, RemoteError(code, "ticket", "not finished in time", "", "make a new ticket"), now)
+                    self.sessions[number].fail(
+                        transfer, RemoteError(code, "ticket", "not finished in time", "", "make a new ticket"), now
+                    )
                 if known:
                     self._events.append(Expired(key))
         self._after(now)
@@ -305,7 +330,7 @@ class SinkEndpoint:
     ) -> None:  # fmt: skip
         validate(geometry)
         self.me, self.geometry, self.columns = me, geometry, {c.group: c for c in columns}
-        self._make = lambda: SinkSession(me, geometry, encode_geometry(geometry), regions, columns, features)
+        self._parts = (me, geometry, encode_geometry(geometry), regions, columns, features)
         self._seed = seed
         self.plan: Plan | None = None
         self.source: Geometry | None = None
@@ -324,7 +349,7 @@ class SinkEndpoint:
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self._sessions:
-            self._sessions[address] = self._make()
+            self._sessions[address] = SinkSession(*self._parts)
             self._sessions[address].hello(now)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
@@ -383,7 +408,9 @@ class SinkEndpoint:
         self._events.append(SessionClosed(session.session, session.name, reason))
         self.ready = False
         if session.state in (SessionState.GREETED, SessionState.DESCRIBING, SessionState.REGISTERING):
-            self.refused = self.refused or RemoteError(ErrorCode.PEER_LOST, "", reason, session.name, "see whether it runs")
+            self.refused = self.refused or RemoteError(
+                ErrorCode.PEER_LOST, "", reason, session.name, "see whether it runs"
+            )
         session.state = SessionState.CLOSED
 
     def _after(self, now: float) -> None:
@@ -414,7 +441,13 @@ class SinkEndpoint:
             session.register(now)
         for rank in required:
             if rank not in session.endpoints:
-                error = RemoteError(ErrorCode.COVERAGE, "endpoints", f"rank {rank}", str(sorted(session.endpoints)), "list every rank in Welcome")
+                error = RemoteError(
+                    ErrorCode.COVERAGE,
+                    "endpoints",
+                    f"rank {rank}",
+                    str(sorted(session.endpoints)),
+                    "list every rank in Welcome",
+                )
                 self.refused = error
             elif rank not in self._ranks and session.endpoints[rank] != address:
                 self._greet(session.endpoints[rank], now)
@@ -430,9 +463,13 @@ class SinkEndpoint:
             if want.error is None and key in session.failures:
                 self._fail(want, session.failures[key], now)
             if want.error is None and session.state == SessionState.CLOSED and key not in session.done:
-                want.error = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
+                want.error = RemoteError(
+                    ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket"
+                )
         states = {r: self._session(r).attempts[k].state for r, k in want.parts.items()}
-        over = {r for r, s in states.items() if s == TransferState.ENDED or self._session(r).state == SessionState.CLOSED}
+        over = {
+            r for r, s in states.items() if s == TransferState.ENDED or self._session(r).state == SessionState.CLOSED
+        }
         if len(over) < len(states):
             return
         del self._wants[number]
@@ -440,7 +477,9 @@ class SinkEndpoint:
             done = tuple(self._session(r).done[k] for r, k in sorted(want.parts.items()))
             self._events.append(Arrived(number, done, now - want.started))
             return
-        drained = [k in self._session(r).done or self._session(r).proofs.get(k) == Proof.PROVEN for r, k in want.parts.items()]
+        drained = [
+            k in self._session(r).done or self._session(r).proofs.get(k) == Proof.PROVEN for r, k in want.parts.items()
+        ]
         self._events.append(Lost(number, want.error, Proof.PROVEN if all(drained) else Proof.UNPROVABLE))
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:

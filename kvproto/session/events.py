@@ -121,5 +121,15 @@ class Troubled:
 
 
 Event = (
-    Planned | RegisterAsked | Ready | Serve | Released | Expired | Arrived | Lost | SessionRefused | SessionClosed | Troubled
+    Planned
+    | RegisterAsked
+    | Ready
+    | Serve
+    | Released
+    | Expired
+    | Arrived
+    | Lost
+    | SessionRefused
+    | SessionClosed
+    | Troubled
 )

@@ -61,7 +61,13 @@ class _Pending:
 def refusal(error: KvprotoError) -> dict[str, Any]:
     """Fields that every refusal carries."""
     advice = {"advice": error.advice[:1000]} if error.advice else {}
-    return {"code": error.code, "path": error.path[:1000], "mine": error.mine[:1000], "yours": error.yours[:1000], **advice}
+    return {
+        "code": error.code,
+        "path": error.path[:1000],
+        "mine": error.mine[:1000],
+        "yours": error.yours[:1000],
+        **advice,
+    }
 
 
 class Peer:

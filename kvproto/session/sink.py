@@ -93,7 +93,9 @@ class SinkSession(Peer):
             case Error():
                 # the request that it is about will not be answered otherwise
                 about = message.request
-                error = RemoteError(ErrorCode(message.code), message.path, message.mine, message.yours, message.advice or "")
+                error = RemoteError(
+                    ErrorCode(message.code), message.path, message.mine, message.yours, message.advice or ""
+                )
                 if about is not None and self.answered(about):
                     self.events.append(SessionRefused(self.name, error, by_us=False))
             case Goodbye():
@@ -123,7 +125,9 @@ class SinkSession(Peer):
                 assert self.peer is not None
                 ours = tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank))
                 if message.routes != ours or message.plan != self.plan.digest:
-                    self._give_up(RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex()))
+                    self._give_up(
+                        RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
+                    )
 
     def _described(self, message: Description) -> None:
         data = bytes(message.geometry)
@@ -148,7 +152,8 @@ class SinkSession(Peer):
         assert self.peer is not None
         self.step("Register")
         self.request(
-            Register, now, source=digest(self._source_encoded), sink=digest(self._encoded), epoch=1, access=Access.WRITE,
+            Register, now, source=digest(self._source_encoded), sink=digest(self._encoded), epoch=1,
+            access=Access.WRITE,
             regions=self._regions, columns=self._columns, plan=self.plan.digest,
             routes=tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank)),
         )  # fmt: skip
@@ -179,7 +184,9 @@ class SinkSession(Peer):
     def _attempt(self, message: Any) -> Attempt:
         found = self.attempts.get((message.sequence, message.attempt))
         if found is None:
-            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", "a transfer of this session", str(message.sequence))
+            raise RemoteError(
+                ErrorCode.UNEXPECTED_MESSAGE, "sequence", "a transfer of this session", str(message.sequence)
+            )
         return found
 
     def _outcome(self, message: Done | Failed) -> None:
@@ -196,21 +203,28 @@ class SinkSession(Peer):
             else:
                 self.answered(message.request)
                 code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-                self.failures[attempt.key] = RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
+                self.failures[attempt.key] = RemoteError(
+                    code, message.path, message.mine, message.yours, message.advice or ""
+                )
             self.move(attempt, "DoneAck")
-        self.notice(DoneAck(session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt))
+        self.notice(
+            DoneAck(session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt)
+        )
 
     def _check_done(self, message: Done) -> None:
         assert self.plan is not None
         assert self.peer is not None
         flags = self.plan.send_flags(self.peer.rank, self.me.rank)
         if message.writer != self.peer.rank or tuple(message.groups.tolist()) != flags:
-            raise RemoteError(ErrorCode.WRONG_PEER, "groups", f"rank {self.peer.rank}, groups {flags}", f"rank {message.writer}, groups {message.groups.tolist()}")
+            raise RemoteError(
+                ErrorCode.WRONG_PEER,
+                "groups",
+                f"rank {self.peer.rank}, groups {flags}",
+                f"rank {message.writer}, groups {message.groups.tolist()}",
+            )
 
     def goodbye(self, reason: str) -> None:
         """End the session in order."""
         if self.state not in (SessionState.CLOSED, SessionState.IDLE, SessionState.GREETED):
             self.step("Goodbye")
             self.notice(Goodbye(session=self.session, reason=reason[:1000]))
-
-

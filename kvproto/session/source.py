@@ -37,9 +37,11 @@ __all__ = ["SourceSession"]
 class SourceSession(Peer):
     """Source side of a rank pair, from Welcome on."""
 
-    def __init__(self, me: Party, peer: Party, session: int, geometry: Geometry, encoded: bytes) -> None:
+    def __init__(
+        self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes
+    ) -> None:
         super().__init__(me)
-        self.peer, self.session = peer, session
+        self.peer, self.session, self.greeting = peer, session, greeting
         self.geometry, self._encoded = geometry, encoded
         self.sink: Geometry | None = None
         self.plan: Plan | None = None
@@ -57,8 +59,10 @@ class SourceSession(Peer):
         """Take one message; returns a Transfer that is legal and new, for the endpoint to match with its ticket."""
         match message:
             case Describe() | Register():
-                if not self.repeated(message.request):
-                    self._try(message, now)
+                # a Register whose memory is being mapped is answered once, when that is done
+                mapping = self._asked is not None and self._asked.request == message.request
+                if not mapping and not self.repeated(message.request):
+                    self._try(message)
             case Transfer():
                 if not self.repeated(message.request):
                     return self._transfer(message)
@@ -73,7 +77,7 @@ class SourceSession(Peer):
                 raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", "source", type(message).__name__)
         return None
 
-    def _try(self, message: Describe | Register, now: float) -> None:
+    def _try(self, message: Describe | Register) -> None:
         before = self.state
         try:
             self.step(type(message).__name__)
@@ -100,7 +104,13 @@ class SourceSession(Peer):
         self.plan = plan(self.geometry, sink)
         self.sink, self._sink_encoded, self._sink_version = sink, data, message.version
         self.step("Description")
-        mine = Description(session=self.session, request=message.request, version=1, geometry=self._encoded, digest=digest(self._encoded))
+        mine = Description(
+            session=self.session,
+            request=message.request,
+            version=1,
+            geometry=self._encoded,
+            digest=digest(self._encoded),
+        )
         self.reply(mine, message.request)
         self.events.append(Planned(self.session, self.name, self.plan, tuple(differences(self.geometry, sink))))
 
@@ -110,7 +120,9 @@ class SourceSession(Peer):
             ("sink", digest(self._sink_encoded), message.sink),
         ):
             if ours != theirs:
-                raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
+                raise RemoteError(
+                    ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again"
+                )
         if message.access != Access.WRITE:
             raise RemoteError(ErrorCode.NO_TRANSPORT, "access", "WRITE", Access(message.access).name)
         assert self.plan is not None
@@ -121,7 +133,9 @@ class SourceSession(Peer):
             theirs_ref = message.routes[i] if i < len(message.routes) else None
             if theirs_ref != ref:
                 got = f"group {theirs_ref.group} {bytes(theirs_ref.digest).hex()}" if theirs_ref else "(absent)"
-                raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", f"group {ref.group} {ref.digest.hex()}", got)
+                raise RemoteError(
+                    ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", f"group {ref.group} {ref.digest.hex()}", got
+                )
         if len(message.routes) != len(ours_refs) or message.plan != self.plan.digest:
             raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
         regions = {r.id: r for r in message.regions}
@@ -138,7 +152,10 @@ class SourceSession(Peer):
         self.step("Registered")
         routes = tuple(r.ref for r in self.plan.between(self.me.rank, self.peer.rank))
         self.reply(
-            Registered(session=self.session, request=asked.request, epoch=asked.epoch, transport=transport, routes=routes, plan=self.plan.digest),
+            Registered(
+                session=self.session, request=asked.request, epoch=asked.epoch, transport=transport, routes=routes,
+                plan=self.plan.digest,
+            ),
             asked.request,
         )  # fmt: skip
 
@@ -156,9 +173,13 @@ class SourceSession(Peer):
             if known is not None and known.state in (TransferState.ABORTING, TransferState.ENDED):
                 raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
             if message.sequence <= self._low_water or known is not None:
-                raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", f"above {self._low_water}", str(message.sequence))
+                raise RemoteError(
+                    ErrorCode.STALE_TRANSFER, "sequence", f"above {self._low_water}", str(message.sequence)
+                )
             if self.state != SessionState.READY:
-                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", f"session {self.state.value}", "Transfer", "register first")
+                raise RemoteError(
+                    ErrorCode.UNEXPECTED_MESSAGE, "", f"session {self.state.value}", "Transfer", "register first"
+                )
             self._check(message)
         except RemoteError as error:
             self.reply(Failed(**self._head(message), **refusal(error)), message.request)
@@ -184,8 +205,13 @@ class SourceSession(Peer):
         wanted = self.plan.send_flags(self.me.rank, self.peer.rank)
         check_grants(self.sink, self.peer.rank, self.columns, wanted, message.grants)
 
-    def _head(self, message: Transfer) -> dict[str, int]:
-        return {"session": self.session, "request": message.request, "sequence": message.sequence, "attempt": message.attempt}
+    def _head(self, message: Transfer) -> dict[str, Any]:
+        return {
+            "session": self.session,
+            "request": message.request,
+            "sequence": message.sequence,
+            "attempt": message.attempt,
+        }
 
     def accept(self, message: Transfer, state: RequestState) -> None:
         """Answer a Transfer; Done or Failed will follow."""
@@ -230,7 +256,10 @@ class SourceSession(Peer):
         self.move(attempt, "Drained")
         self._low_water = max(self._low_water, message.sequence)
         self.reply(
-            Drained(session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt, proof=Proof.PROVEN),
+            Drained(
+                session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt,
+                proof=Proof.PROVEN,
+            ),
             message.request,
         )  # fmt: skip
 

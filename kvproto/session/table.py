@@ -1,8 +1,8 @@
 """The transition table: the only place that decides which message is legal when.
 
-Theory. A session and each of its transfers are two small machines. An event is the name of a message, whoever sends it: both
-sides walk the same table, the sender when it queues the message, the receiver when it reads it, so they cannot disagree about
-the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal.
+Theory. A session and each of its transfers are two small machines. An event is the name of a message, whoever sends
+it: both sides walk the same table, the sender when it queues the message, the receiver when it reads it, so they cannot
+disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transport `shm`: anonymous shared memory of one host, numpy strided copies.
 
-A region is a memfd. Its handle names the owner's process, descriptor and a random nonce; a peer opens it through /proc, checks
-the nonce in the file's name, and maps it. Nothing has a name in the file system, so nothing is left behind, however a
-process ends.
+A region is a memfd. Its handle names the owner's process, descriptor and a random nonce; a peer opens it through /proc,
+checks the nonce in the file's name, and maps it. Nothing has a name in the file system, so nothing is left behind,
+however a process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class SharedMemory:
             os.posix_fallocate(self._fd, 0, length)
         except OSError as e:
             os.close(self._fd)
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller") from e
+            raise LocalError(
+                ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
+            ) from e
         self._map = mmap.mmap(self._fd, length)
         self.buffer = memoryview(self._map)
         self.id, self.length = id, length
@@ -71,7 +73,9 @@ def connect(region: Region, path: str) -> Mapping:
     """Map a peer's region; raises NO_TRANSPORT or TRANSPORT_FAILED."""
     handle = next((h for h in region.handles if h.transport == Transport.SHM), None)
     if handle is None or region.boot != boot_id():
-        raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", "SHM on this host", "none", "use a common transport")
+        raise RemoteError(
+            ErrorCode.NO_TRANSPORT, f"{path}.handles", "SHM on this host", "none", "use a common transport"
+        )
     try:
         pid, fd, nonce = msgpack.unpackb(bytes(handle.data))
         link = f"/proc/{int(pid)}/fd/{int(fd)}"

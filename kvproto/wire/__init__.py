@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # late, because the codec needs kvproto.errors, which needs kvproto.wire.enums; and the generator must run without either
+    # late: the codec needs kvproto.errors, which needs kvproto.wire.enums, and the generator runs without either
     if name in ("decode", "decode_struct", "encode", "encode_struct"):
         from kvproto.wire import codec
 

@@ -23,7 +23,11 @@ T = TypeVar("T")
 _ENVELOPE = struct.Struct("<4sBBHHHI")
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _WIDTHS = {code: width for width, code in tables.ARRAY_CODES.items()}
-_MESSAGES: dict[int, type[Any]] = {getattr(messages, name).TYPE: getattr(messages, name) for name in tables.FIELDS if hasattr(getattr(messages, name), "TYPE")}
+_MESSAGES: dict[int, type[Any]] = {
+    getattr(messages, name).TYPE: getattr(messages, name)
+    for name in tables.FIELDS
+    if hasattr(getattr(messages, name), "TYPE")
+}
 
 Read = Callable[[Reader, str, int], Any]
 Write = Callable[[Any, str], Any]
@@ -53,7 +57,7 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
         if not tables.MAGIC.startswith(known):
             raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), known.hex())
         raise refuse(ErrorCode.TRUNCATED, "@length", f"{tables.HEADER_BYTES} bytes", f"{len(view)} bytes")
-    magic, major, minor, number, flags, _, length = _ENVELOPE.unpack_from(view)
+    magic, major, _, number, flags, _, length = _ENVELOPE.unpack_from(view)
     if magic != tables.MAGIC:
         raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), magic.hex())
     if major not in (tables.FROZEN_MAJOR, tables.MAJOR):
@@ -64,7 +68,12 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
     if cls is None:
         raise refuse(ErrorCode.UNKNOWN_MESSAGE, "@type", "a type of v1", f"{number:#06x}")
     if (major == tables.FROZEN_MAJOR) != (cls.__name__ in tables.FROZEN):
-        raise refuse(ErrorCode.UNSUPPORTED_VERSION, "@major", tables.FROZEN_MAJOR if cls.__name__ in tables.FROZEN else tables.MAJOR, major)
+        raise refuse(
+            ErrorCode.UNSUPPORTED_VERSION,
+            "@major",
+            tables.FROZEN_MAJOR if cls.__name__ in tables.FROZEN else tables.MAJOR,
+            major,
+        )
     if length > tables.MAX_BODY:
         raise refuse(ErrorCode.TOO_LARGE, "@length", tables.MAX_BODY, length)
     if length > len(view) - tables.HEADER_BYTES:
@@ -224,7 +233,9 @@ def _writer(field: tables.Field) -> Write:
     _, _, type_, _, low, high, length = field
     if type_.startswith("list<"):
         item = _writer((0, "", type_[5:-1], True, None, None, None))
-        return lambda value, path: [item(v, f"{path}[{i}]") for i, v in enumerate(_bounded(value, path, tables.MAX_LIST))]
+        return lambda value, path: [
+            item(v, f"{path}[{i}]") for i, v in enumerate(_bounded(value, path, tables.MAX_LIST))
+        ]
     if type_.startswith("struct:"):
         name = type_[7:]
         return lambda value, path: _WRITERS[name](value, path)
@@ -253,7 +264,9 @@ def _writer(field: tables.Field) -> Write:
         def write_str(value: str, path: str) -> str:
             size = len(value.encode())
             if not (low or 0) <= size <= (high if high is not None else tables.MAX_STRING):
-                raise refuse(ErrorCode.OUT_OF_RANGE, path, f"{low or 0}..{high or tables.MAX_STRING} bytes", f"{size} bytes")
+                raise refuse(
+                    ErrorCode.OUT_OF_RANGE, path, f"{low or 0}..{high or tables.MAX_STRING} bytes", f"{size} bytes"
+                )
             return value
 
         return write_str

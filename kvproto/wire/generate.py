@@ -70,7 +70,9 @@ def messages_module(facts: dict[str, Any]) -> str:
                 annotation = python_type(field["type"], facts)
                 options = []
                 if field["presence"] == "optional":
-                    annotation = f"{annotation} | None" if not annotation.startswith('"') else f'"{annotation[1:-1]} | None"'
+                    annotation = (
+                        f"{annotation} | None" if not annotation.startswith('"') else f'"{annotation[1:-1]} | None"'
+                    )
                     options.append("default=None")
                 if field.get("secret"):
                     options.append("repr=False")
@@ -78,7 +80,10 @@ def messages_module(facts: dict[str, Any]) -> str:
                     options.append("eq=_same")
                 default = f" = attrs.field({', '.join(options)})" if options else ""
                 unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
-                out += [f"    {field['name']}: {annotation}{default}", f'    """{field["doc"]}{unit} Since {field["since"]}."""']
+                out += [
+                    f"    {field['name']}: {annotation}{default}",
+                    f'    """{field["doc"]}{unit} Since {field["since"]}."""',
+                ]
             out.append("")
     out += ["", "Message = (", "    " + "\n    | ".join(facts["message"]), ")"]
     return "\n".join(out) + "\n"
@@ -101,7 +106,15 @@ def tables_module(facts: dict[str, Any]) -> str:
         for name, body in facts[kind].items():
             out.append(f'    "{name}": (')
             for f in body["field"]:
-                row = (f["id"], f["name"], f["type"], f["presence"] == "required", f.get("min"), f.get("max"), f.get("length"))
+                row = (
+                    f["id"],
+                    f["name"],
+                    f["type"],
+                    f["presence"] == "required",
+                    f.get("min"),
+                    f.get("max"),
+                    f.get("length"),
+                )
                 out.append("        " + repr(row).replace("'", '"') + ",")
             out.append("    ),")
     return "\n".join([*out, "}"]) + "\n"
@@ -112,14 +125,32 @@ def tables_markdown(facts: dict[str, Any]) -> str:
     out = ["# Messages and structs", "", f"<!-- {HEAD} -->", ""]
     out += ["| id | message | sender | delivery | answered by | |", "|---|---|---|---|---|---|"]
     for name, m in facts["message"].items():
-        out.append(f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {', '.join(m['reply']) or '-'} | {m['doc']} |")
+        out.append(
+            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {', '.join(m['reply']) or '-'} | {m['doc']} |"
+        )
     for kind in ("message", "struct"):
         for name, body in facts[kind].items():
-            out += ["", f"## {name}", "", body["doc"], "", "| id | field | type | unit | presence | range | secret | |", "|---|---|---|---|---|---|---|---|"]
+            out += [
+                "",
+                f"## {name}",
+                "",
+                body["doc"],
+                "",
+                "| id | field | type | unit | presence | range | secret | |",
+                "|---|---|---|---|---|---|---|---|",
+            ]
             for f in body["field"]:
-                span = f"{f.get('length')} bytes" if "length" in f else f"{f.get('min', '')}..{f.get('max', '')}" if "min" in f or "max" in f else ""
+                span = (
+                    f"{f.get('length')} bytes"
+                    if "length" in f
+                    else f"{f.get('min', '')}..{f.get('max', '')}"
+                    if "min" in f or "max" in f
+                    else ""
+                )
                 type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
-                out.append(f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {span} | {'yes' if f.get('secret') else ''} | {f['doc']} |")
+                out.append(
+                    f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {span} | {'yes' if f.get('secret') else ''} | {f['doc']} |"
+                )
     out += ["", "## Enums", ""]
     for name, enum in facts["enum"].items():
         values = ", ".join(f"{k} = {v}" for k, v in enum["values"].items())
@@ -129,9 +160,19 @@ def tables_markdown(facts: dict[str, Any]) -> str:
 
 def errors_markdown(facts: dict[str, Any]) -> str:
     """spec/v1/errors.md"""
-    out = ["# Errors", "", f"<!-- {HEAD} -->", "", "Every refusal carries `code`, `path`, `mine` (of the writer of the refusal) and `yours`.", ""]
+    out = [
+        "# Errors",
+        "",
+        f"<!-- {HEAD} -->",
+        "",
+        "Every refusal carries `code`, `path`, `mine` (of the writer of the refusal) and `yours`.",
+        "",
+    ]
     out += ["| code | name | class | recovery | |", "|---|---|---|---|---|"]
-    out += [f"| `0x{e['code']:04X}` | {n} | {e['class']} | {e['recovery']} | {e['doc']} |" for n, e in facts["error"].items()]
+    out += [
+        f"| `0x{e['code']:04X}` | {n} | {e['class']} | {e['recovery']} | {e['doc']} |"
+        for n, e in facts["error"].items()
+    ]
     return "\n".join(out) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Strict reader of canonical msgpack: every length is checked against its limit and the buffer before anything is made."""
+"""Strict reader of canonical msgpack: lengths meet their limits and the buffer before anything is made."""
 
 from __future__ import annotations
 
@@ -67,7 +67,15 @@ class Reader:
             raise self._wrong(head, path, "a boolean")
         return head == 0xC3
 
-    def _length(self, path: str, head: int, fix: tuple[int, int] | None, forms: dict[int, tuple[int, int]], kind: str, limit: int) -> int:
+    def _length(
+        self,
+        path: str,
+        head: int,
+        fix: tuple[int, int] | None,
+        forms: dict[int, tuple[int, int]],
+        kind: str,
+        limit: int,
+    ) -> int:
         if fix is not None and fix[0] <= head <= fix[1]:
             return head - fix[0]
         form = forms.get(head)
@@ -86,7 +94,9 @@ class Reader:
         """Elements of a list; each takes one byte at least."""
         return self._count(path, depth, (0x90, 0x9F), _ARRAY, "a list", 1)
 
-    def _count(self, path: str, depth: int, fix: tuple[int, int], forms: dict[int, tuple[int, int]], kind: str, least: int) -> int:
+    def _count(
+        self, path: str, depth: int, fix: tuple[int, int], forms: dict[int, tuple[int, int]], kind: str, least: int
+    ) -> int:
         if depth > tables.MAX_DEPTH:
             raise refuse(ErrorCode.TOO_DEEP, path, tables.MAX_DEPTH, depth)
         count = self._length(path, self._byte(path), fix, forms, kind, tables.MAX_LIST)

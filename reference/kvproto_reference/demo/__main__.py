@@ -19,6 +19,7 @@ from rich.table import Table
 from kvproto.errors import KvprotoError
 
 from ..engine.sampling import SamplingParams
+from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import EOS, decode
@@ -50,7 +51,9 @@ class DemoOptions:
 
 def parse(argv: list[str] | None) -> DemoOptions:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(prog="make demo", description="Hand over target and draft KV of real text, and prove it.")
+    parser = argparse.ArgumentParser(
+        prog="make demo", description="Hand over target and draft KV of real text, and prove it."
+    )
     add = parser.add_argument
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
@@ -127,9 +130,11 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         sampling = SamplingParams(temperature=prompt.temperature, seed=prompt.seed)
         try:
             result = engine.generate(bytes(prompt.tokens), sampling, options.max_new)
-        except EngineError as error:
-            raise EngineError(f"{prompt.name}: {request.error or error}") from error
-        found.append(Compared(request, result.tokens, result.stats))
+        except EngineError:
+            # too long for one engine too; the pair has said so
+            found.append(Compared(request, [], SpeculationStats()))
+        else:
+            found.append(Compared(request, result.tokens, result.stats))
     return found
 
 
@@ -142,7 +147,13 @@ def _stream(router: Router, console: Console, silent: bool) -> Iterator[Callable
         with Live(console=console, auto_refresh=False) as live:
             yield lambda request: live.update(_continuations(router), refresh=True)
     else:
-        yield lambda request: console.print(f"{request.prompt.name}: {_text(request)}", highlight=False, markup=False) if request.over else None
+        yield (
+            lambda request: (
+                console.print(f"{request.prompt.name}: {_text(request)}", highlight=False, markup=False)
+                if request.over
+                else None
+            )
+        )
 
 
 def _continuations(router: Router) -> Table:

@@ -85,17 +85,22 @@ class DecodeRank:
             for rank, said in enumerate(self._lockstep.exchange(self._hear())):
                 for word in said:
                     if word["op"] == "stop":
-                        self.node.close("stopped")
-                        return 0
+                        self._tell("stopped")
+                        return self._end("stopped", 0)
                     getattr(self, "on_" + word["op"])(rank, word)
             if self._fatal is not None:
                 self._tell("fatal", error=self._fatal)
-                self.node.close("refused")
                 if self.tp.rank == 0:
                     print(f"error: {self._fatal}", file=sys.stderr, flush=True)
-                return 1
+                return self._end("refused", 1)
             self._fetch()
             self._decode_one()
+
+    def _end(self, reason: str, status: int) -> int:
+        self.node.close(reason)
+        if self.control is not None:
+            self.control.listener.close()
+        return status
 
     def _hear(self) -> Said:
         said: Said = self.control.receive() if self.control is not None else []
@@ -107,19 +112,30 @@ class DecodeRank:
                     said.append({
                         "op": "received", "transfer": event.transfer, "seconds": event.seconds,
                         "finished": event.outcome == Outcome.FINISHED,
-                        "first": int.from_bytes(event.handoff[FIRST, "token"], "little") if (FIRST, "token") in event.handoff else None,
+                        "first": _first_token(event),
                         "bytes": {str(w): n for w, n in event.bytes.items()},
                         "checksums": [[w, g, f"{a:016x}", f"{b:016x}"] for (w, g), (a, b) in event.checksums.items()],
                     })  # fmt: skip
                 case Lost():
-                    said.append({"op": "lost", "transfer": event.transfer, "error": str(event.error), "proven": event.proof == Proof.PROVEN})
+                    said.append(
+                        {
+                            "op": "lost",
+                            "transfer": event.transfer,
+                            "error": str(event.error),
+                            "proven": event.proof == Proof.PROVEN,
+                        }
+                    )
                 case SessionRefused():
                     names = (self.options.name, event.peer) if event.by_us else (event.peer, self.options.name)
                     said.append({"op": "gone", "error": f"{names[0]} refused {names[1]}: {event.error}"})
                 case SessionClosed():
                     said.append({"op": "gone", "error": f"{event.peer} closed the session: {event.reason}"})
                 case Troubled():
-                    print(f"{self.options.name} rank {self.tp.rank}: {event.peer}: {event.error}", file=sys.stderr, flush=True)
+                    print(
+                        f"{self.options.name} rank {self.tp.rank}: {event.peer}: {event.error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 case _:
                     pass
         return said
@@ -194,6 +210,9 @@ class DecodeRank:
         """A request starts when all ranks have received it, and ends when one has lost it and all have spoken."""
         job = self._fetching[word["transfer"]]
         job.verdicts[rank] = word
+        if word["op"] == "lost" and rank != self.tp.rank:
+            # nothing of it is wanted any more; a rank that has spoken already ignores this
+            self.node.abort(word["transfer"], "lost by another rank")
         if len(job.verdicts) < self.tp.size:
             return
         del self._fetching[word["transfer"]]
@@ -226,11 +245,17 @@ class DecodeRank:
         self._release(job)
         stats = job.sequence.stats
         self._tell("finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
-                   accepted=stats.accepted, proposed=stats.proposed, available=[a.available for a in self._pages.values()])  # fmt: skip
+                   accepted=stats.accepted, proposed=stats.proposed,
+                   available=[a.available for a in self._pages.values()])  # fmt: skip
 
     def _release(self, job: Job) -> None:
         self._pages[TARGET].free(job.sequence.target_pages)
         self._pages[DRAFT].free(job.sequence.draft_pages)
+
+
+def _first_token(event: Received) -> int | None:
+    token = event.handoff.get((FIRST, "token"))
+    return None if token is None else int.from_bytes(token, "little")
 
 
 def _run(node: type[SinkNode], options: EngineOptions, tp: TensorParallel) -> int:

@@ -42,13 +42,25 @@ class EngineOptions:
 
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
     """Options of `kvproto-prefill` or `kvproto-decode`."""
-    parser = argparse.ArgumentParser(prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch).")
+    parser = argparse.ArgumentParser(
+        prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch)."
+    )
     add = parser.add_argument
-    add("--dir", type=Path, required=True, help="private directory that both engines and the router use; made if missing")
+    add(
+        "--dir",
+        type=Path,
+        required=True,
+        help="private directory that both engines and the router use; made if missing",
+    )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--target", default="mla", help="mla, gqa, or a checkpoint folder (default mla)")
     add("--draft", default="gqa", help="mla, gqa, or a checkpoint folder (default gqa)")
-    add("--prefill", default=None, metavar="ADDRESS", help="where rank 0 of the prefill engine listens (default: ipc in DIR)")
+    add(
+        "--prefill",
+        default=None,
+        metavar="ADDRESS",
+        help="where rank 0 of the prefill engine listens (default: ipc in DIR)",
+    )
     add("--insecure", action="store_true", help="allow loopback TCP without encryption")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")

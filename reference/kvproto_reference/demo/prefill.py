@@ -83,6 +83,8 @@ class PrefillRank:
                 for word in said:
                     if word["op"] == "stop":
                         self.node.close("stopped")
+                        if self.control is not None:
+                            self.control.listener.close()
                         return 0
                     getattr(self, "on_" + word["op"])(rank, word)
             self._advance()
@@ -99,7 +101,11 @@ class PrefillRank:
                 case Expired():
                     said.append({"op": "expired", "key": event.key.hex()})
                 case SessionRefused() | Troubled():
-                    print(f"{self.options.name} rank {self.tp.rank}: {event.peer}: {event.error}", file=sys.stderr, flush=True)
+                    print(
+                        f"{self.options.name} rank {self.tp.rank}: {event.peer}: {event.error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 case _:
                     pass
         return said
@@ -127,7 +133,9 @@ class PrefillRank:
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
             job = Job(ticket, Sequence(prompt=prompt, max_new=word["max_new"], sampling=sampling))
         except EngineError as error:
-            self.node.refuse(key, LocalError(ErrorCode.PROMPT_TOO_LONG, "prompt", f"room for {self.options.pages} pages", str(error)))
+            self.node.refuse(
+                key, LocalError(ErrorCode.PROMPT_TOO_LONG, "prompt", f"room for {self.options.pages} pages", str(error))
+            )
             self._tell("refused", key=key.hex(), error=str(error))
             return
         self._jobs[key] = job

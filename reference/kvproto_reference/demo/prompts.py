@@ -24,12 +24,13 @@ def default_prompts(page_size: int) -> list[Prompt]:
     text = load_text()
     start = text.index("Alice was beginning")
     later = text.index("\n\n", start + 1500) + 2
-    document = min(documents(text), key=lambda d: abs(len(d) - 5 * page_size))
+    document = documents(text)[0]
     return [
         Prompt(name="several pages", tokens=_cut(text, start, 13 * page_size + 5)),
         Prompt(name="shorter than a page", tokens=_cut(text, start, max(page_size - 5, 1))),
         Prompt(name="ends on a page", tokens=_cut(text, later, 6 * page_size)),
         Prompt(name="sampled, seed 7", tokens=_cut(text, later + 40, 4 * page_size + 3), temperature=0.8, seed=7),
+        Prompt(name="words of our own", tokens=encode(b"The Cheshire Cat said: the cache that you lost is not my")),
         Prompt(name="a whole document", tokens=encode(document.encode())),
     ]
 

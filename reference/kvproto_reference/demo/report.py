@@ -61,13 +61,21 @@ def as_json(router: Router, compared: list[Compared], verdicts: dict[str, bool])
             "same_tokens": c.same_tokens, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
     matrix = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(_matrix(router).items())]
-    return {"plan": router.plan, "matrix": matrix, "requests": rows, "verdicts": verdicts, "identical": all(verdicts.values())}
+    return {
+        "plan": router.plan,
+        "matrix": matrix,
+        "requests": rows,
+        "verdicts": verdicts,
+        "identical": all(verdicts.values()),
+    }
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
     """Tables for people."""
     console.print(_routes(router))
-    required = ", ".join(f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items())
+    required = ", ".join(
+        f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items()
+    )
     console.print(f"required responses: {required}")
     copies = [s["seconds"] for s in router.sent]
     total = sum(sum(s["bytes"].values()) for s in router.sent)
@@ -118,7 +126,15 @@ def _requests(compared: list[Compared]) -> Table:
     for c in compared:
         r = c.request
         if r.error is not None:
-            table.add_row(r.prompt.name, str(len(r.prompt.tokens)), "-", "-", "-", f"{c.stats.mean_acceptance:.2f}", f"[red]{r.error}")
+            table.add_row(
+                r.prompt.name,
+                str(len(r.prompt.tokens)),
+                "-",
+                "-",
+                "-",
+                f"{c.stats.mean_acceptance:.2f}",
+                f"[red]{r.error}",
+            )
             continue
         seconds = max((rank["seconds"] for rank in r.arrived or []), default=0.0)
         table.add_row(

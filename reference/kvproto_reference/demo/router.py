@@ -16,6 +16,7 @@ from kvproto.net.sockets import wait
 from kvproto.wire import to_json
 from kvproto.wire.messages import Ticket
 
+from ..engine.launch import die_with_parent
 from ..errors import EngineError
 from .control import Line
 from .prompts import Prompt
@@ -53,7 +54,9 @@ class Engines:
 
     def start(self, name: str, command: list[str]) -> None:
         """Start one; what it says on stderr is ours to show."""
-        self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._processes[name] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+        )
 
     def check(self) -> None:
         """Raise if one has ended."""
@@ -64,7 +67,9 @@ class Engines:
     def __enter__(self) -> "Engines":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes.values():
             if process.poll() is None and kind is not None:
                 process.send_signal(signal.SIGTERM)
@@ -163,9 +168,12 @@ class Router:
         return [(name, word) for name, line in self._lines.items() for word in line.receive()]
 
     def stop(self) -> None:
-        """Tell both engines to end."""
-        for name in ("decode", "prefill"):
-            self._lines[name].send("stop")
+        """Tell both engines to end, decode first, so that it is not told goodbye."""
+        self._lines["decode"].send("stop")
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not any(word["op"] == "stopped" for _, word in self._listen()):
+            pass
+        self._lines["prefill"].send("stop")
 
     def close(self) -> None:
         """Close the lines."""

@@ -20,6 +20,7 @@ from ..models import SOLO, TensorParallel
 
 Run = Callable[[Any, TensorParallel], int]
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def launch(run: Run, options: Any, size: int, folder: Path) -> int:
@@ -46,9 +47,13 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
         meeting.unlink(missing_ok=True)
 
 
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, parent: int) -> None:
-    # a rank must not outlive its engine, however that ends
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

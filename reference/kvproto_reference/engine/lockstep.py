@@ -1,4 +1,4 @@
-"""Keeps the ranks of an engine in one state: each step, every rank hears what every rank has to say, in the same order."""
+"""Keeps the ranks of an engine in one state: each step, every rank hears what all have to say, in one order."""
 
 import json
 from typing import Any

@@ -1,0 +1,99 @@
+"""`kvproto`: look into frames and at the tables of the spec."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvproto import __version__
+from kvproto.errors import KvprotoError
+from kvproto.wire import decode, tables, to_json
+from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    parser = argparse.ArgumentParser(prog="kvproto", description="The contract for handing over KV caches.")
+    parser.add_argument(
+        "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    show = commands.add_parser("decode", help="print one frame, field by field; secrets are left out")
+    show.add_argument("frame", help="a file, - for standard input, or hex digits")
+    show.add_argument("--json", action="store_true", help="the JSON form, for programs")
+    commands.add_parser("errors", help="print every error code, its class and what to do")
+    args = parser.parse_args(argv)
+    if args.command == "errors":
+        for code in ErrorCode:
+            print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
+        return 0
+    return _decode(args.frame, args.json)
+
+
+def _decode(source: str, as_json: bool) -> int:
+    try:
+        message = decode(_read(source))
+    except KvprotoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {source}: {error.strerror}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps({"message": type(message).__name__, "fields": to_json(message, redact=True)}))
+        return 0
+    print(f"{type(message).__name__} (0x{message.TYPE:04x})")
+    for line in _lines(message, "  "):
+        print(line)
+    return 0
+
+
+def _read(source: str) -> bytes:
+    if source == "-":
+        return sys.stdin.buffer.read()
+    digits = source.replace(" ", "")
+    if digits and len(digits) % 2 == 0 and set(digits) <= set(string.hexdigits) and not Path(source).exists():
+        return bytes.fromhex(digits)
+    return Path(source).read_bytes()
+
+
+def _lines(value: Any, indent: str) -> Iterator[str]:
+    secret = {a.name for a in value.__attrs_attrs__ if not a.repr}
+    for number, name, type_, *_ in tables.FIELDS[type(value).__name__]:
+        item = getattr(value, name)
+        if item is None:
+            continue
+        head = f"{indent}{number:>3} {name}"
+        if name in secret:
+            yield f"{head} = (secret)"
+        elif type_.startswith("struct:"):
+            yield f"{head}:"
+            yield from _lines(item, indent + "    ")
+        elif type_.startswith("list<struct:"):
+            yield f"{head}: {len(item)}"
+            for i, part in enumerate(item):
+                yield f"{indent}    [{i}]"
+                yield from _lines(part, indent + "      ")
+        else:
+            yield f"{head} = {_text(item)}  ({type_})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, memoryview | bytes):
+        return f"{bytes(value[:32]).hex()}{'...' if len(value) > 32 else ''} [{len(value)} bytes]"
+    if isinstance(value, np.ndarray):
+        return f"{np.array2string(value, threshold=16, separator=', ')} [{value.size}]"
+    return value.name if hasattr(value, "name") else repr(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The main job as a stranger would run it, and what they would get wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kvproto_reference.demo.__main__ import DemoOptions, run
+from rich.console import Console
+
+DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
+FLIP = str(Path(__file__).with_name("flip.py"))
+TEXT = "Alice was beginning to get very tired of sitting by her sister\n\nThe cat said\n\nbut the Rabbit actually took a watch out"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = set(Path(tempfile.gettempdir()).glob("kvproto-*")) | set(Path("/dev/shm").iterdir())
+    yield
+    assert not [
+        p.cmdline() for p in psutil.Process().children(recursive=True) if "kvproto_reference" in " ".join(p.cmdline())
+    ]
+    assert set(Path(tempfile.gettempdir()).glob("kvproto-*")) | set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def demo(*args: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def report(result: subprocess.CompletedProcess[str]) -> Any:
+    assert result.stdout, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_demo_as_in_the_readme() -> None:
+    result = demo()
+    assert result.returncode == 0, result.stderr
+    for line in ("P0 -> D0", "P1 -> D0", "decode rank 0 awaits 2 (P0, P1)", "24 of 24 equal", "nothing was lost"):
+        assert line in result.stdout
+
+
+@pytest.mark.parametrize("target", ["mla", "gqa"])
+@pytest.mark.parametrize("draft", ["mla", "gqa"])
+def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: Path) -> None:
+    args = ["--prefill-tp", "1", "--decode-tp", "2", "--target", target, "--draft", draft, "--prompt-file", prompts]
+    result = demo(*args, "--json", "--max-new", "24")
+    assert result.returncode == 0, result.stderr
+    told = report(result)
+    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(0, d, g) for d in (0, 1) for g in "01"}
+    assert max(r["acceptance"] for r in told["requests"]) > 1.5
+
+
+def test_first_token_that_ends_the_text() -> None:
+    result = demo("--json", "--target", "gqa", "--prefill-tp", "1", "--max-new", "8")
+    assert result.returncode == 0, result.stderr
+    (request,) = [r for r in report(result)["requests"] if r["name"] == "a whole document"]
+    assert request["tokens"] == [256]
+
+
+def flipped(group: str, verify: bool, prompts: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    command = (sys.executable, FLIP, group)
+    status = run(
+        DemoOptions(prefill_tp=1, json=True, verify=verify, prompt_file=prompts, decode_command=command, max_new=24),
+        Console(),
+    )
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("group", ["target", "draft"])
+def test_flipped_bit_fails_verify_and_the_demo(group: str, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = flipped(group, True, prompts, capsys)
+    assert status == 1
+    assert not told["verdicts"]["checksums"]
+    assert all(f"VERIFY_FAILED at checksums[{group}]" in r["error"] for r in told["requests"])
+
+
+def test_flipped_target_changes_tokens_without_verify(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, told = flipped("target", False, prompts, capsys)
+    assert status == 1
+    assert not told["verdicts"]["tokens"]
+
+
+def test_flipped_draft_changes_acceptance_but_no_token_without_verify(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told = flipped("draft", False, prompts, capsys)
+    assert status == 1
+    assert told["verdicts"]["tokens"]
+    assert not told["verdicts"]["acceptance"]
+
+
+def bad_prompts(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    return path
+
+
+def test_empty_prompt_file(tmp_path: Path) -> None:
+    result = demo("--prompt-file", bad_prompts(tmp_path, "\n\n"))
+    assert result.returncode == 1
+    assert "has no prompt in it" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_prompt_file_and_checkpoint(tmp_path: Path) -> None:
+    result = demo("--prompt-file", tmp_path / "none.txt")
+    assert (result.returncode, "cannot be read" in result.stderr) == (1, True)
+    result = demo("--target", tmp_path / "none")
+    assert result.returncode == 1
+    assert f"checkpoint folder {tmp_path / 'none'} does not exist" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -> None:
+    path = bad_prompts(tmp_path, "Alice " * 60 + "\n\nAlice was")
+    result = demo("--prompt-file", path, "--pages", "8", "--json", "--max-new", "8", "--prefill-tp", "1")
+    assert result.returncode == 1
+    long, short = report(result)["requests"]
+    assert "pages" in long["error"]
+    assert short["error"] is None
+    assert short["same_tokens"]
+
+
+def test_tensor_parallel_that_does_not_divide() -> None:
+    result = demo("--prefill-tp", "3", "--decode-tp", "1")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "error:" in result.stderr
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_demo_leaves_nothing(stop: signal.Signals, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [*DEMO, "--max-new", "400"],
+        start_new_session=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    folder = when(lambda: next(iter(tmp_path.glob("kvproto-*/kv-1")), None), process)
+    engines = psutil.Process(process.pid).children(recursive=True)
+    assert len(engines) >= 3
+    if stop == signal.SIGINT:
+        os.killpg(process.pid, stop)
+    else:
+        process.send_signal(stop)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(engines, timeout=10)
+    assert not alive
+    assert stop == signal.SIGKILL or not folder.parent.exists()
+
+
+def when(found: Any, process: subprocess.Popen[bytes]) -> Path:
+    """What `found` gives, as soon as it gives something."""
+    while process.poll() is None:
+        if path := found():
+            assert isinstance(path, Path)
+            return path
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("ended before")

@@ -1,0 +1,60 @@
+"""Where frames may travel."""
+
+from pathlib import Path
+
+import pytest
+
+from kvproto.errors import LocalError
+from kvproto.net import Dialer, Listener, private_address
+from kvproto.net.sockets import wait
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def test_frames_both_ways(folder: Path) -> None:
+    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+    dialer.send(listener.address, b"ask")
+    wait([listener.socket], 5)
+    ((conn, frame),) = listener.receive()
+    assert frame == b"ask"
+    assert listener.send(conn, b"answer")
+    wait(dialer.sockets, 5)
+    assert dialer.receive() == [(listener.address, b"answer")]
+    dialer.close()
+    listener.close()
+
+
+def test_unknown_peer_is_no_crash(folder: Path) -> None:
+    listener = Listener(private_address(folder, "kv-0"))
+    assert not listener.send(b"nobody", b"frame")
+    listener.close()
+
+
+def test_address_in_use(folder: Path) -> None:
+    listener = Listener(private_address(folder, "kv-0"))
+    with pytest.raises(LocalError, match="in use"):
+        Listener(private_address(folder, "kv-0"))
+    listener.close()
+    Listener(private_address(folder, "kv-0")).close()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://*:0", "inproc://x", "nonsense"])
+def test_in_the_clear_is_refused(address: str) -> None:
+    with pytest.raises(LocalError):
+        Listener(address)
+
+
+def test_loopback_tcp_when_insecure_is_said() -> None:
+    Listener("tcp://127.0.0.1:*", insecure=True).close()
+    with pytest.raises(LocalError):
+        Listener("tcp://0.0.0.0:*", insecure=True)
+
+
+def test_directory_that_others_may_enter(folder: Path) -> None:
+    folder.chmod(0o755)
+    with pytest.raises(LocalError, match="0700"):
+        Listener(private_address(folder, "kv-0"))

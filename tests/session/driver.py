@@ -1,0 +1,116 @@
+"""A source and sinks whose frames pass through plain lists; time is a number."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
+from kvproto.node.pool import Pool, allocate
+from kvproto.program import items_needed
+from kvproto.session import Party, SinkEndpoint, SourceEndpoint
+from kvproto.session.events import Event, RegisterAsked
+from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport
+from kvproto.wire.messages import Grants, Ticket
+
+PAGES = 8
+Filter = Callable[[str, bytes], int]
+"""How often a frame arrives at its address."""
+
+
+def geometry(
+    tp: int, dtype: DType = DType.F32, weights: str = "a", groups: tuple[Group, ...] | None = None
+) -> Geometry:
+    """MLA target of 3 layers, GQA draft of 1 layer and 2 heads, first token."""
+    made = groups or (
+        mla(0, "target", 0, 40, 4, dtype),
+        gqa(1, "draft", 1, 2, 16, 4, dtype),
+        handoff(2, "first token", {"token": (DType.U32, 4)}),
+    )
+    ranks = []
+    for r in range(tp):
+        heads = (r * 2 // tp, max(r * 2 // tp + 1, (r + 1) * 2 // tp))
+        ranks.append(Rank(rank=r, owns=(owns(made[0], range(3)), owns(made[1], [0], [heads]), owns(made[2], [0]))))
+    return Geometry(replica=0, facts=facts({"weights": weights}), groups=made, ranks=tuple(ranks))
+
+
+def ticket(deadline: float = 60.0) -> Ticket:
+    return Ticket(key=secrets.token_bytes(16), engine="p", replica=0, deadline=int(deadline * 1000))
+
+
+class World:
+    """One source replica, any number of sink ranks, and what they said."""
+
+    def __init__(self, source: Geometry) -> None:
+        self.now = 0.0
+        self.sources: dict[str, SourceEndpoint] = {}
+        addresses = {r.rank: f"s{r.rank}" for r in source.ranks}
+        for rank, address in addresses.items():
+            party = Party("p", 0, rank, 100 + rank)
+            self.sources[address] = SourceEndpoint(party, source, addresses, (Feature.VERIFY,), 1000 * (rank + 1))
+        self.sinks: dict[str, SinkEndpoint] = {}
+        self.pools: dict[str, Pool] = {}
+        self.told: dict[str, list[Event]] = {a: [] for a in self.sources}
+        self.keep: Filter = lambda to, frame: True
+
+    def sink(self, name: str, sink: Geometry, rank: int = 0, engine: str = "d") -> SinkEndpoint:
+        pool = allocate(sink, rank, {g.id: PAGES for g in sink.groups})
+        party = Party(engine, sink.replica, rank, secrets.randbits(60))
+        columns = tuple(pool.side.columns.values())
+        endpoint = SinkEndpoint(party, sink, (pool.memory.region,), columns, (Feature.VERIFY,), "s0")
+        self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
+        endpoint.dial(self.now)
+        return endpoint
+
+    def run(self) -> None:
+        """Pass frames until nobody has any."""
+        moved = True
+        while moved:
+            moved = False
+            for name, sink in self.sinks.items():
+                for address, frame in sink.to_send(self.now):
+                    moved = True
+                    for _ in range(self.keep(str(address), frame)):
+                        self.sources[str(address)].receive(name, frame, self.now)
+            for address, source in self.sources.items():
+                for event in source.take_events():
+                    if isinstance(event, RegisterAsked):
+                        source.sessions[event.session].accept_register(Transport.SHM)
+                        moved = True
+                    self.told[address].append(event)
+                for conn, frame in source.to_send(self.now):
+                    moved = True
+                    for _ in range(self.keep(str(conn), frame)):
+                        self.sinks[str(conn)].receive(address, frame, self.now)
+            for name, sink in self.sinks.items():
+                self.told[name] += sink.take_events()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for endpoint in (*self.sources.values(), *self.sinks.values()):
+            endpoint.on_time(self.now)
+        self.run()
+
+    def transfer(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> int:
+        return self.sinks[name].transfer(bytes(made.key), content, grants(self.pools[name], tokens), self.now)
+
+    def serve(self, address: str = "s0") -> None:
+        """Answer every Serve told so far as if the bytes were there."""
+        for event in self.events(address, "Serve"):
+            if self.sources[address].active(event):
+                self.sources[address].done(event, self.now, 1, Outcome.CONTINUE, (), None)
+        self.run()
+
+    def events(self, name: str, kind: str) -> list[Any]:
+        return [e for e in self.told[name] if type(e).__name__ == kind]
+
+
+def grants(pool: Pool, tokens: int) -> dict[int, Grants]:
+    found = {}
+    for group in pool.side.geometry.groups:
+        need = 0 if group.kind == ItemKind.HANDOFF else items_needed(group, 0, 0, tokens)
+        found[group.id] = Grants(
+            group=group.id, first=0, count=tokens, valid=tokens, items=np.arange(need, dtype=np.uint32)
+        )
+    return found

@@ -1,0 +1,379 @@
+"""The lifecycle, frame by frame, without sockets or clocks."""
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import LocalError, RemoteError
+from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import DType, ErrorCode, Proof
+from kvproto.wire.messages import Abort, Describe, DoneAck, Drained, Error, Failed, Register, Transfer
+from tests.session.driver import World, geometry, ticket
+
+CONTENT = b"c" * 32
+
+
+def ready(source_tp: int = 2, sink_tp: int = 1) -> World:
+    world = World(geometry(source_tp))
+    for rank in range(sink_tp):
+        world.sink(f"d{rank}", geometry(sink_tp), rank)
+    world.run()
+    assert all(s.ready for s in world.sinks.values())
+    return world
+
+
+def test_registration_reaches_every_routed_rank() -> None:
+    world = ready(2, 1)
+    (event,) = world.events("d0", "Ready")
+    assert event.plan.required(0) == (0, 1)
+    assert event.plan == next(iter(world.sources["s1"].sessions.values())).plan
+
+
+@pytest.mark.parametrize("expect_first", [True, False])
+@pytest.mark.parametrize("finish_first", [True, False])
+def test_transfer_before_during_or_after_prefill(expect_first: bool, finish_first: bool) -> None:
+    world, made = ready(1, 2), ticket()
+    source = world.sources["s0"]
+    steps = [
+        lambda: source.expect(made, CONTENT, world.now),
+        lambda: [world.transfer(d, made, CONTENT) for d in world.sinks],
+    ]
+    for step in steps if expect_first else reversed(steps):
+        step()
+        if finish_first:
+            source.finish(bytes(made.key))
+        world.run()
+    source.finish(bytes(made.key))
+    world.run()
+    world.serve()
+    assert [len(world.events(d, "Arrived")) for d in world.sinks] == [1, 1]
+    assert len(world.events("s0", "Released")) == 1
+
+
+def test_release_waits_for_every_sink_rank() -> None:
+    world, made = ready(1, 2), ticket()
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.sources["s0"].finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.serve()
+    assert not world.events("s0", "Released")
+    world.transfer("d1", made, CONTENT)
+    world.run()
+    world.serve()
+    (event,) = world.events("s0", "Released")
+    assert event.routed == (0,)
+
+
+def test_other_prompt_is_refused_before_a_byte_moves() -> None:
+    world, made = ready(1), ticket()
+    world.sources["s0"].expect(made, b"x" * 32, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    (event,) = world.events("d0", "Lost")
+    assert event.error.code == ErrorCode.CONTENT_MISMATCH
+    assert not world.events("s0", "Serve")
+
+
+def test_ticket_is_bound_to_its_first_sink() -> None:
+    world, made = ready(1), ticket()
+    world.sink("other", geometry(1), engine="e")
+    world.run()
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.transfer("other", made, CONTENT)
+    world.run()
+    (event,) = world.events("other", "Lost")
+    assert event.error.code == ErrorCode.TICKET_BOUND
+    assert not world.events("d0", "Lost")
+
+
+def test_unknown_ticket_ends_at_its_time() -> None:
+    world = ready(1)
+    world.transfer("d0", ticket(), CONTENT)
+    world.run()
+    world.pass_time(11.0)
+    (event,) = world.events("d0", "Lost")
+    assert (event.error.code, event.proof) == (ErrorCode.UNKNOWN_TICKET, Proof.PROVEN)
+
+
+def test_unfetched_prefill_expires() -> None:
+    world, made = ready(1), ticket(deadline=5)
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.sources["s0"].finish(bytes(made.key))
+    world.pass_time(5.0)
+    assert len(world.events("s0", "Expired")) == 1
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.pass_time(11.0)
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNKNOWN_TICKET
+
+
+def test_refused_prompt_reaches_the_sink_before_and_after() -> None:
+    world, made = ready(1), ticket()
+    error = LocalError(ErrorCode.PROMPT_TOO_LONG, "prompt", "8 pages", "9 pages")
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.sources["s0"].refuse(bytes(made.key), error, 0.0)
+    world.run()
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    assert [e.error.code for e in world.events("d0", "Lost")] == [ErrorCode.PROMPT_TOO_LONG] * 2
+
+
+def test_abort_is_drained_and_proven() -> None:
+    world, made = ready(2), ticket()
+    for source in world.sources.values():
+        source.expect(made, CONTENT, 0.0)
+    number = world.transfer("d0", made, CONTENT)
+    world.run()
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    (event,) = world.events("d0", "Lost")
+    assert (event.error.code, event.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+    for source in world.sources.values():
+        source.finish(bytes(made.key))
+    world.run()
+    assert not [e for a in world.sources for e in world.events(a, "Serve") if world.sources[a].active(e)]
+
+
+MISFITS = {
+    "dtype": (
+        geometry(1, dtype=DType.BF16),
+        ErrorCode.DTYPE_MISMATCH,
+        "groups[target].parts[latent].dtype",
+        "F32",
+        "BF16",
+    ),
+    "weights": (geometry(1, weights="b"), ErrorCode.IDENTITY_MISMATCH, "facts[weights]", "a", "b"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_misfit_is_refused_by_name_and_the_next_peer_is_served(misfit: str) -> None:
+    sink, code, path, mine, yours = MISFITS[misfit]
+    world = World(geometry(2))
+    world.sink("bad", sink)
+    world.run()
+    for name, by_us in (("bad", False), ("s0", True)):
+        (event,) = world.events(name, "SessionRefused")
+        error = event.error
+        assert (error.code, error.path, error.mine, error.yours, event.by_us) == (code, path, mine, yours, by_us)
+    assert not world.sinks["bad"].ready
+    world.sink("good", geometry(1))
+    world.run()
+    assert world.sinks["good"].ready
+
+
+def swap(cls: type, **changes: object) -> World:
+    """A world in which the sink's messages of one class are changed on their way."""
+    world = World(geometry(1))
+    sink = world.sink("d0", geometry(1))
+
+    def to_send(now: float) -> list[tuple[object, bytes]]:
+        out = []
+        for address, frame in original(now):
+            message = decode(frame)
+            out.append((address, encode(attrs.evolve(message, **changes)) if isinstance(message, cls) else frame))
+        return out
+
+    original, sink.to_send = sink.to_send, to_send  # type: ignore[method-assign, assignment]
+    world.run()
+    return world
+
+
+LIES = {
+    "digest": (Describe, {"digest": bytes(32)}, ErrorCode.BAD_DIGEST, "digest"),
+    "geometry": (Describe, {"geometry": b"\x80", "digest": __import__("hashlib").sha256(b"\x80").digest()}, ErrorCode.MISSING_FIELD, "geometry.replica"),
+    "source": (Register, {"source": bytes(32)}, ErrorCode.DESCRIPTION_MISMATCH, "source"),
+    "routes": (Register, {"routes": ()}, ErrorCode.ROUTE_MISMATCH, "routes[0]"),
+    "plan": (Register, {"plan": bytes(32)}, ErrorCode.ROUTE_MISMATCH, "plan"),
+    "columns": (Register, {"columns": ()}, ErrorCode.BAD_COLUMNS, "columns"),
+    "regions": (Register, {"regions": ()}, ErrorCode.BAD_COLUMNS, "columns[0].region[0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_registration_that_lies_is_refused(lie: str) -> None:
+    cls, changes, code, path = LIES[lie]
+    world = swap(cls, **changes)
+    (event,) = world.events("d0", "SessionRefused")
+    assert (event.error.code, event.error.path) == (code, path)
+    world.sink("good", geometry(1))
+    world.run()
+    assert world.sinks["good"].ready
+
+
+GRANTS = {
+    "token count": ({"count": 7, "valid": 7}, ErrorCode.BAD_GRANT),
+    "valid": ({"valid": 5}, ErrorCode.BAD_GRANT),
+    "too few items": ({"items": np.array([0])}, ErrorCode.BAD_GRANT),
+    "item outside": ({"items": np.array([0, 8])}, ErrorCode.OUT_OF_REGION),
+    "item twice": ({"items": np.array([3, 3])}, ErrorCode.ITEM_ALIAS),
+}
+
+
+@pytest.mark.parametrize("grant", GRANTS)
+def test_grant_that_lies_is_failed_and_the_next_is_served(grant: str) -> None:
+    changes, code = GRANTS[grant]
+    world, made = ready(1), ticket()
+    source = world.sources["s0"]
+    source.expect(made, CONTENT, 0.0)
+    source.finish(bytes(made.key))
+    from tests.session.driver import grants
+
+    given_grants = grants(world.pools["d0"], 6 if grant != "token count" else 9)
+    given_grants[0] = attrs.evolve(given_grants[0], **({"count": 4, "valid": 4} if grant == "token count" else changes))
+    world.sinks["d0"].transfer(bytes(made.key), CONTENT, given_grants, 0.0)
+    world.run()
+    (event,) = world.events("d0", "Lost")
+    assert event.error.code == code
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_frame_of_an_unknown_session_has_no_effect() -> None:
+    world = ready(1)
+    source = world.sources["s0"]
+    source.receive("d0", encode(Abort(session=7, request=1, sequence=1, attempt=1, reason="")), 0.0)
+    ((conn, frame),) = source.to_send(0.0)
+    answer = decode(frame)
+    assert isinstance(answer, Error)
+    assert (conn, answer.code) == ("d0", ErrorCode.UNKNOWN_SESSION)
+
+
+def test_session_of_another_connection_cannot_be_used() -> None:
+    world = ready(1)
+    source = world.sources["s0"]
+    (number,) = source.sessions
+    source.receive("thief", encode(Abort(session=number, request=1, sequence=1, attempt=1, reason="")), 0.0)
+    ((conn, frame),) = source.to_send(0.0)
+    assert (conn, decode(frame).code) == ("thief", ErrorCode.UNKNOWN_SESSION)  # type: ignore[union-attr]
+
+
+def test_drained_covers_what_was_never_seen_and_refuses_it_later() -> None:
+    world, made = ready(1), ticket()
+    source = world.sources["s0"]
+    source.expect(made, CONTENT, 0.0)
+    lost: list[bytes] = []
+
+    def first_transfer_is_late(to: str, frame: bytes) -> int:
+        late = isinstance(decode(frame), Transfer) and not lost
+        if late:
+            lost.append(frame)
+        return not late
+
+    world.keep = first_transfer_is_late
+    number = world.transfer("d0", made, CONTENT)
+    world.run()
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
+    source.receive("d0", lost[0], 0.0)
+    answers = [decode(frame) for _, frame in source.to_send(0.0)]
+    assert [(type(a), a.code) for a in answers if isinstance(a, Failed)] == [(Failed, ErrorCode.ABORTED)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.floats(0.0, 0.6))
+def test_lost_and_doubled_frames_change_nothing(random: object, rate: float) -> None:
+    """Every frame may be lost or come twice; resends under the same id bring the same end."""
+    world, made = World(geometry(2)), ticket(deadline=300)
+    keep = lambda to, frame: 0 if (x := random.random()) < rate else 2 if x > 0.9 else 1  # type: ignore[attr-defined] # noqa: E731
+    world.keep = keep
+    world.sink("d0", geometry(1))
+    for source in world.sources.values():
+        source.expect(made, CONTENT, 0.0)
+        source.finish(bytes(made.key))
+    asked = False
+    for step in range(120):
+        world.keep = keep if step < 12 else lambda to, frame: True
+        world.run()
+        for address in world.sources:
+            world.serve(address)
+        if world.sinks["d0"].ready and not asked:
+            asked = True
+            world.transfer("d0", made, CONTENT)
+        if world.events("d0", "Arrived"):
+            break
+        world.pass_time(1.0)
+    assert len(world.events("d0", "Arrived")) == 1
+    world.keep = lambda to, frame: True
+    for _ in range(4):
+        world.pass_time(2.5)
+    assert [len(world.events(a, "Released")) for a in world.sources] == [1, 1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=80))
+def test_noise_gets_a_typed_answer_and_costs_nobody_anything(noise: bytes) -> None:
+    world = ready(1)
+    world.sources["s0"].receive("noise", noise, 0.0)
+    ((conn, frame),) = world.sources["s0"].to_send(0.0)
+    assert conn == "noise"
+    assert isinstance(decode(frame), Error)
+    world.sinks["d0"].receive("s0", noise, 0.0)
+    made = ticket()
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.sources["s0"].finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_an_error_is_never_answered() -> None:
+    world = ready(1)
+    world.sources["s0"].receive("d0", encode(Error(code=ErrorCode.BUSY, path="", mine="", yours="")), 0.0)
+    assert world.sources["s0"].to_send(0.0) == []
+
+
+def test_replies_nobody_asked_for_are_harmless() -> None:
+    world = ready(1)
+    (number,) = world.sources["s0"].sessions
+    for message in (
+        DoneAck(session=number, request=99, sequence=9, attempt=1),
+        Drained(session=number, request=99, sequence=9, attempt=1, proof=Proof.PROVEN),
+    ):
+        world.sources["s0"].receive("d0", encode(message), 0.0)
+        world.sinks["d0"].receive("s0", encode(message), 0.0)
+    assert world.sinks["d0"].ready
+
+
+def test_goodbye_closes_both_ends() -> None:
+    world = ready(1)
+    world.sinks["d0"].goodbye("over")
+    world.run()
+    assert not world.sources["s0"].sessions
+    assert world.events("s0", "SessionClosed")[0].reason == "over"
+
+
+def test_silent_source_is_given_up() -> None:
+    world = World(geometry(1))
+    world.keep = lambda to, frame: False
+    world.sink("d0", geometry(1))
+    world.run()
+    world.pass_time(31.0)
+    assert world.sinks["d0"].refused is not None
+    assert world.sinks["d0"].refused.code == ErrorCode.PEER_LOST
+
+
+def test_every_pair_outside_the_tables_is_illegal() -> None:
+    messages = {m for _, m in (*SESSION, *TRANSFER)}
+    for state in SessionState:
+        for name in messages:
+            if (state, name) not in SESSION:
+                with pytest.raises(RemoteError):
+                    next_session(state, name)
+    for step in TransferState:
+        for name in messages:
+            if (step, name) not in TRANSFER:
+                with pytest.raises(RemoteError):
+                    next_transfer(step, name)
