@@ -13,8 +13,12 @@ class KvprotoError(Exception):
         super().__init__(code, path, mine, yours, advice)
 
     def __str__(self) -> str:
+        return self.between("mine", "yours", " ")
+
+    def between(self, mine: str, yours: str, verb: str = " has ") -> str:
+        """The sentence with the names of the two sides, that of the refusing one first."""
         where = f" at {self.path}" if self.path else ""
-        sides = f": mine {self.mine}, yours {self.yours}" if self.mine or self.yours else ""
+        sides = f": {mine}{verb}{self.mine}, {yours}{verb}{self.yours}" if self.mine or self.yours else ""
         return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
 
 

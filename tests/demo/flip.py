@@ -2,12 +2,11 @@
 
 import sys
 
-from kvproto_reference.demo.decode import main
-from kvproto_reference.engine.description import DRAFT, TARGET
-
 from kvproto.node import SinkNode
 from kvproto.node.sink import Received
 from kvproto.session.events import Arrived, Lost
+from kvproto_reference.demo.decode import main
+from kvproto_reference.engine.description import DRAFT, TARGET
 
 GROUP = {"target": TARGET, "draft": DRAFT}[sys.argv[1]]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from kvproto_reference.demo.__main__ import DemoOptions, run
 from rich.console import Console
+
+from kvproto_reference.demo.__main__ import DemoOptions, run
 
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
 FLIP = str(Path(__file__).with_name("flip.py"))

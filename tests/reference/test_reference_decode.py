@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvproto_reference import checkpoint
 from kvproto_reference.data import documents, load_text, paragraphs
 from kvproto_reference.engine import (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+
 from kvproto_reference.engine import KVPool, ModelRunner, PageAllocator
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import SOLO, Decoder, DenseCache, TensorParallel

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
 from kvproto_reference import checkpoint
 from kvproto_reference.engine import KVPool, ModelRunner, PageAllocator, SpeculativeDecoder, prefill
 from kvproto_reference.engine import Sequence as Request
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import SOLO, Decoder, ModelConfig, TensorParallel, kv_head_range
-from torch.multiprocessing.spawn import spawn
 
 PROMPT = [(5 * i * i + i) % 257 for i in range(21)]
 CASES = (("target-gqa", "draft-mla"), ("target-mla", "draft-gqa"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+
 from kvproto_reference import checkpoint
 from kvproto_reference.data import documents, load_text, passages
 from kvproto_reference.engine import PageAllocator, pages_for, rows_needed

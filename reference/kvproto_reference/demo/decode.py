@@ -127,7 +127,9 @@ class DecodeRank:
                     )
                 case SessionRefused():
                     names = (self.options.name, event.peer) if event.by_us else (event.peer, self.options.name)
-                    said.append({"op": "gone", "error": f"{names[0]} refused {names[1]}: {event.error}"})
+                    said.append(
+                        {"op": "gone", "error": f"{names[0]} refused {names[1]}: {event.error.between(*names)}"}
+                    )
                 case SessionClosed():
                     said.append({"op": "gone", "error": f"{event.peer} closed the session: {event.reason}"})
                 case Troubled():

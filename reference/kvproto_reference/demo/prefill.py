@@ -100,12 +100,13 @@ class PrefillRank:
                     said.append({"op": "released", "key": event.key.hex(), "routed": list(event.routed)})
                 case Expired():
                     said.append({"op": "expired", "key": event.key.hex()})
-                case SessionRefused() | Troubled():
-                    print(
-                        f"{self.options.name} rank {self.tp.rank}: {event.peer}: {event.error}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                case SessionRefused():
+                    mine = f"{self.options.name} rank {self.tp.rank}"
+                    sentence = f"{mine} refused {event.peer}: {event.error.between(mine, event.peer)}"
+                    print(sentence, file=sys.stderr, flush=True)
+                case Troubled():
+                    mine = f"{self.options.name} rank {self.tp.rank}"
+                    print(f"{mine} from {event.peer}: {event.error}", file=sys.stderr, flush=True)
                 case _:
                     pass
         return said

@@ -54,9 +54,7 @@ class Engines:
 
     def start(self, name: str, command: list[str]) -> None:
         """Start one; what it says on stderr is ours to show."""
-        self._processes[name] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
-        )
+        self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
 
     def check(self) -> None:
         """Raise if one has ended."""

@@ -1,0 +1,24 @@
+"""Entry points of the engines, which say what to install where torch is missing."""
+
+import importlib
+import sys
+
+
+def prefill() -> int:
+    """`kvproto-prefill`."""
+    return _run("prefill")
+
+
+def decode() -> int:
+    """`kvproto-decode`."""
+    return _run("decode")
+
+
+def _run(role: str) -> int:
+    try:
+        module = importlib.import_module(f"kvproto_reference.demo.{role}")
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is missing; pip install 'kvproto[torch,cli]'", file=sys.stderr)
+        return 1
+    status: int = module.main()
+    return status
