@@ -138,6 +138,9 @@ def validate(geometry: Geometry) -> None:
     _ascending([f.name for f in geometry.facts], "facts")
     _ascending([g.id for g in geometry.groups], "groups")
     _ascending([r.rank for r in geometry.ranks], "ranks")
+    claims = sum(share.layers.size * len(share.lanes) for rank in geometry.ranks for share in rank.owns)
+    if claims > _LARGEST_CLAIM:
+        raise _bad("ranks", f"at most {_LARGEST_CLAIM} layers times intervals", str(claims))
     groups = {g.id: g for g in geometry.groups}
     for i, group in enumerate(geometry.groups):
         _check_group(group, f"groups[{i}]")
@@ -157,12 +160,22 @@ def validate(geometry: Geometry) -> None:
                     seen.add(key)
 
 
+_LARGEST_DEAL = 1 << 20
+"""Rows after which a token deal repeats, at most."""
+_LARGEST_CLAIM = 1 << 18
+"""Layers times lane intervals that one Description states, at most."""
+
+
 def _check_group(group: Group, path: str) -> None:
     names = [p.name for p in group.parts]
     if not names or len(set(names)) != len(names):
         raise _bad(f"{path}.parts", "at least one part, each name once", repr(names))
     if group.cp_size > 1 and (group.kind != ItemKind.PAGE or (group.interleave | group.origin) % group.tokens_per_row):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
+    if group.cp_size > 1 and group.cp_size * group.interleave > _LARGEST_DEAL:
+        raise _bad(
+            f"{path}.cp_size", f"at most {_LARGEST_DEAL} tokens in one deal", str(group.cp_size * group.interleave)
+        )
     if group.live_rows is not None and group.live_rows > group.rows:
         raise _bad(f"{path}.live_rows", f"at most {group.rows}", str(group.live_rows))
 

@@ -22,6 +22,10 @@ from kvproto.wire.messages import RouteRef
 __all__ = ["Box", "Plan", "Route", "differences", "plan"]
 
 
+_LARGEST_PERIOD = 1 << 22
+"""Rows after which both token deals repeat, at most."""
+
+
 @attrs.frozen(order=True)
 class Box:
     """Layers [layer_lo, layer_hi) of one part, bytes [lo, hi) of its lane axis, rows of one token class."""
@@ -269,6 +273,11 @@ def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
     step = src.tokens_per_row
     start = max(g.origin // step for g in (src, dst))
     period = lcm(*(g.cp_size * max(g.interleave // step, 1) for g in (src, dst)))
+    if period > _LARGEST_PERIOD:
+        deals = [f"{g.cp_size} ranks of {g.interleave} tokens" for g in (src, dst)]
+        path = f"groups[{dst.name}].interleave"
+        advice = "use interleaves with a small common multiple"
+        raise _incompatible(ErrorCode.ROW_MISMATCH, path, deals[0], deals[1], advice)
     rows = np.arange(start, start + period, dtype=np.int64)
     both = np.unique(owner(src, rows) * dst.cp_size + owner(dst, rows))
     return [divmod(int(x), dst.cp_size) for x in both]

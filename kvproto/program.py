@@ -269,12 +269,11 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
     for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
         group = groups[share.group]
         number = share.layers.size * len(group.parts)
-        arrays = {
-            n: getattr(own, n).astype(object) for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")
-        }
-        for name, values in arrays.items():
-            if values.size != number:
-                raise _bad(f"columns[{i}].{name}", f"{number} entries", f"{values.size} entries")
+        arrays = {}
+        for name in ("region", "offset", "item_stride", "row_stride", "lane_stride"):
+            if getattr(own, name).size != number:
+                raise _bad(f"columns[{i}].{name}", f"{number} entries", f"{getattr(own, name).size} entries")
+            arrays[name] = getattr(own, name).astype(object)
         for k in range(number):
             p = k % len(group.parts)
             lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
@@ -286,6 +285,8 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
                 (arrays[n][k], c)
                 for n, c in (("item_stride", own.items), ("row_stride", group.rows), ("lane_stride", lanes))
             ]
+            if any(stride > region.length for stride, _ in axes):
+                raise _bad(f"columns[{i}]", f"strides of at most {region.length}", f"column {k}: {max(axes)[0]}")
             reach = size
             for stride, extent in sorted(a for a in axes if a[1] > 1):
                 if stride < reach:

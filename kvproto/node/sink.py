@@ -14,7 +14,7 @@ from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
 from kvproto.program import Side, Window, items_needed, lower
 from kvproto.session import Party, SinkEndpoint
-from kvproto.session.events import Arrived, Event, Lost
+from kvproto.session.events import Arrived, Event, Lost, SessionRefused
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
 from kvproto.wire.messages import Columns, Done, Grants, Ticket
 
@@ -47,6 +47,7 @@ class SinkNode:
         columns = tuple(pool.side.columns.values())
         self.endpoint = SinkEndpoint(party, geometry, (pool.memory.region,), columns, features, seed)
         self._grants: dict[int, dict[int, Grants]] = {}
+        self._failed: list[Event] = []
         self.endpoint.dial(time.monotonic())
 
     def transfer(self, ticket: Ticket, content: bytes, first: int, tokens: int, items: dict[int, list[int]]) -> int:
@@ -74,7 +75,8 @@ class SinkNode:
             self.endpoint.receive(address, frame, now)
         self.endpoint.on_time(now)
         self._flush()
-        told: list[Event | Received] = []
+        told: list[Event | Received] = [*self._failed]
+        self._failed.clear()
         for event in self.endpoint.take_events():
             if isinstance(event, Arrived):
                 told.append(self._received(event))
@@ -86,7 +88,10 @@ class SinkNode:
 
     def _flush(self) -> None:
         for address, frame in self.endpoint.to_send(time.monotonic()):
-            self._dialer.send(address, frame)
+            try:
+                self._dialer.send(address, frame)
+            except KvprotoError as error:  # an address of Welcome that may not be used
+                self._failed.append(SessionRefused(str(address), error, by_us=True))
 
     def _received(self, event: Arrived) -> Received | Lost:
         grants = self._grants.pop(event.transfer)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 
 import attrs
+import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums, execute
-from kvproto.geometry import Geometry
+from kvproto.geometry import Geometry, Group, owned_before
 from kvproto.net import Listener
 from kvproto.node.pool import Pool
 from kvproto.program import CopyProgram, Side, Window, lower
@@ -192,16 +193,8 @@ class SourceNode:
         self._listener.close()
 
 
-def window(group: object, cp_rank: int, items: list[int], first: int, count: int) -> Window:
+def window(group: Group, cp_rank: int, items: list[int], first: int, count: int) -> Window:
     """The window of a request whose items begin with the one of token 0."""
-    import numpy as np
-
-    from kvproto.geometry import Group, owned_before
-
-    assert isinstance(group, Group)
-    skip = (
-        owned_before(group, cp_rank, -(-first // group.tokens_per_row)) // group.rows
-        if group.kind == ItemKind.PAGE
-        else 0
-    )
+    paged = group.kind == ItemKind.PAGE
+    skip = owned_before(group, cp_rank, -(-first // group.tokens_per_row)) // group.rows if paged else 0
     return Window(first, count, np.array(items[skip:], np.int64))

@@ -7,13 +7,14 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.events import Event
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode
-from kvproto.wire.messages import Message
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Goodbye, Message
 
-__all__ = ["RESEND", "Attempt", "Party", "Peer", "refusal"]
+__all__ = ["RESEND", "Attempt", "Party", "Peer", "refusal", "refused"]
 
 RESEND = 2.0
 """Seconds until a request goes out again under its id."""
@@ -58,6 +59,12 @@ class _Pending:
     until: float
 
 
+def refused(message: Any) -> RemoteError:
+    """The error that a Refused, Failed or Error reports; a code that is not known here counts as INTERNAL."""
+    code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
+    return RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
+
+
 def refusal(error: KvprotoError) -> dict[str, Any]:
     """Fields that every refusal carries."""
     advice = {"advice": error.advice[:1000]} if error.advice else {}
@@ -79,6 +86,8 @@ class Peer:
         self.session = 0
         self.state = SessionState.IDLE
         self.attempts: dict[tuple[int, int], Attempt] = {}
+        self.low_water = 0
+        """Every sequence at or below it is over and forgotten."""
         self.events: list[Event] = []
         self._outbox: list[bytes] = []
         self._pending: dict[int, _Pending] = {}
@@ -117,6 +126,26 @@ class Peer:
     def step(self, event: str) -> None:
         """Move the session."""
         self.state = next_session(self.state, event)
+
+    def goodbye(self, reason: str) -> None:
+        """End the session in order; before its Welcome there is nothing to end."""
+        if self.state not in (SessionState.CLOSED, SessionState.IDLE, SessionState.GREETED):
+            self.step("Goodbye")
+            self.notice(Goodbye(session=self.session, reason=reason[:1000]))
+
+    def ended(self, key: tuple[int, int]) -> bool:
+        """Whether the attempt is over, be it forgotten or not."""
+        attempt = self.attempts.get(key)
+        return attempt is None or attempt.state == TransferState.ENDED
+
+    def forget(self) -> None:
+        """Raise the low-water mark over what is over."""
+        while keys := [k for k in self.attempts if k[0] == self.low_water + 1]:
+            if not all(self.ended(k) for k in keys):
+                break
+            for key in keys:
+                del self.attempts[key]
+            self.low_water += 1
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move a transfer."""

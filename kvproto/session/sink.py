@@ -10,8 +10,8 @@ from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
 from kvproto.plan import Plan, differences, plan
 from kvproto.session.events import Planned, SessionClosed, SessionRefused
-from kvproto.session.peer import Attempt, Party, Peer
-from kvproto.session.table import SessionState, TransferState
+from kvproto.session.peer import Attempt, Party, Peer, refused
+from kvproto.session.table import TransferState
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role
 from kvproto.wire.messages import (
     Abort,
@@ -93,11 +93,8 @@ class SinkSession(Peer):
             case Error():
                 # the request that it is about will not be answered otherwise
                 about = message.request
-                error = RemoteError(
-                    ErrorCode(message.code), message.path, message.mine, message.yours, message.advice or ""
-                )
                 if about is not None and self.answered(about):
-                    self.events.append(SessionRefused(self.name, error, by_us=False))
+                    self.events.append(SessionRefused(self.name, refused(message), by_us=False))
             case Goodbye():
                 self.step("Goodbye")
                 self.events.append(SessionClosed(self.session, self.name, message.reason))
@@ -108,9 +105,7 @@ class SinkSession(Peer):
         self.step(type(message).__name__)
         match message:
             case Refused():
-                code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-                error = RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
-                self.events.append(SessionRefused(self.name, error, by_us=False))
+                self.events.append(SessionRefused(self.name, refused(message), by_us=False))
             case Welcome():
                 self.session = message.session
                 self.peer = Party(message.engine, message.replica, message.rank, message.incarnation)
@@ -181,6 +176,12 @@ class SinkSession(Peer):
             self.move(attempt, "Abort")
             self.request(Abort, now, sequence=attempt.sequence, attempt=attempt.attempt, reason=reason[:1000])
 
+    def settle(self, key: tuple[int, int]) -> None:
+        """The endpoint has taken the outcome of this attempt."""
+        for kept in (self.done, self.failures, self.proofs):
+            kept.pop(key, None)
+        self.forget()
+
     def _attempt(self, message: Any) -> Attempt:
         found = self.attempts.get((message.sequence, message.attempt))
         if found is None:
@@ -190,10 +191,14 @@ class SinkSession(Peer):
         return found
 
     def _outcome(self, message: Done | Failed) -> None:
-        attempt = self._attempt(message)
         name = type(message).__name__
-        first = attempt.state in (TransferState.ASKED, TransferState.ACCEPTED)
-        if first:
+        attempt = self.attempts.get((message.sequence, message.attempt))
+        if attempt is None and message.sequence > self.low_water:
+            raise RemoteError(
+                ErrorCode.UNEXPECTED_MESSAGE, "sequence", "a transfer of this session", str(message.sequence)
+            )
+        first = attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED)
+        if attempt is not None and first:
             if attempt.state == TransferState.ASKED and name == "Done":
                 self.move(attempt, "Accepted")  # the reply was overtaken
             self.move(attempt, name)
@@ -202,10 +207,7 @@ class SinkSession(Peer):
                 self.done[attempt.key] = message
             else:
                 self.answered(message.request)
-                code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-                self.failures[attempt.key] = RemoteError(
-                    code, message.path, message.mine, message.yours, message.advice or ""
-                )
+                self.failures[attempt.key] = refused(message)
             self.move(attempt, "DoneAck")
         self.notice(
             DoneAck(session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt)
@@ -222,9 +224,3 @@ class SinkSession(Peer):
                 f"rank {self.peer.rank}, groups {flags}",
                 f"rank {message.writer}, groups {message.groups.tolist()}",
             )
-
-    def goodbye(self, reason: str) -> None:
-        """End the session in order."""
-        if self.state not in (SessionState.CLOSED, SessionState.IDLE, SessionState.GREETED):
-            self.step("Goodbye")
-            self.notice(Goodbye(session=self.session, reason=reason[:1000]))

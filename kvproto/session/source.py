@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
 from kvproto.plan import Plan, differences, plan
@@ -34,12 +36,14 @@ from kvproto.wire.messages import (
 __all__ = ["SourceSession"]
 
 
+_MOST_TRANSFERS = 1024
+"""Sequences above the low-water mark that a session may use."""
+
+
 class SourceSession(Peer):
     """Source side of a rank pair, from Welcome on."""
 
-    def __init__(
-        self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes
-    ) -> None:
+    def __init__(self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes) -> None:
         super().__init__(me)
         self.peer, self.session, self.greeting = peer, session, greeting
         self.geometry, self._encoded = geometry, encoded
@@ -47,11 +51,9 @@ class SourceSession(Peer):
         self.plan: Plan | None = None
         self.columns: dict[int, Columns] = {}
         self.epoch = 0
-        self.transfers: dict[tuple[int, int], Transfer] = {}
         self._sink_encoded = b""
         self._asked: Register | None = None
         self._sink_version = 0
-        self._low_water = 0
         self.step("Hello")
         self.step("Welcome")
 
@@ -139,6 +141,10 @@ class SourceSession(Peer):
         if len(message.routes) != len(ours_refs) or message.plan != self.plan.digest:
             raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
         regions = {r.id: r for r in message.regions}
+        if len(regions) != len(message.regions):
+            raise RemoteError(
+                ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8])
+            )
         check_columns(self.sink, self.peer.rank, regions, message.columns)
         self._asked = message
         self.events.append(RegisterAsked(self.session, message))
@@ -172,9 +178,13 @@ class SourceSession(Peer):
         try:
             if known is not None and known.state in (TransferState.ABORTING, TransferState.ENDED):
                 raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
-            if message.sequence <= self._low_water or known is not None:
+            if message.sequence <= self.low_water or known is not None:
                 raise RemoteError(
-                    ErrorCode.STALE_TRANSFER, "sequence", f"above {self._low_water}", str(message.sequence)
+                    ErrorCode.STALE_TRANSFER, "sequence", f"above {self.low_water}", str(message.sequence)
+                )
+            if message.sequence > self.low_water + _MOST_TRANSFERS:
+                raise RemoteError(
+                    ErrorCode.BUSY, "sequence", f"{_MOST_TRANSFERS} transfers at once", str(message.sequence)
                 )
             if self.state != SessionState.READY:
                 raise RemoteError(
@@ -184,9 +194,7 @@ class SourceSession(Peer):
         except RemoteError as error:
             self.reply(Failed(**self._head(message), **refusal(error)), message.request)
             return None
-        self._low_water = message.sequence
         self.attempts[attempt.key] = attempt
-        self.transfers[attempt.key] = message
         self.move(attempt, "Transfer")
         return message
 
@@ -238,8 +246,8 @@ class SourceSession(Peer):
         self.move(self.attempts[message.sequence, message.attempt], "Done")
         self.request(
             Done, now, sequence=message.sequence, attempt=message.attempt, writer=self.me.rank,
-            groups=_u32(self.plan.send_flags(self.me.rank, self.peer.rank)), bytes=written, outcome=outcome,
-            handoff=handoff, checksums=checksums,
+            groups=np.array(self.plan.send_flags(self.me.rank, self.peer.rank), np.uint32),
+            bytes=written, outcome=outcome, handoff=handoff, checksums=checksums,
         )  # fmt: skip
 
     def _ended(self, message: DoneAck) -> None:
@@ -250,11 +258,13 @@ class SourceSession(Peer):
 
     def _abort(self, message: Abort) -> None:
         key = (message.sequence, message.attempt)
-        attempt = self.attempts.setdefault(key, Attempt(*key))
+        if message.sequence <= self.low_water or message.sequence > self.low_water + _MOST_TRANSFERS:
+            attempt = Attempt(*key)  # over, or refused whenever it comes
+        else:
+            attempt = self.attempts.setdefault(key, Attempt(*key))
         # copies run to their end inside one call, so none is under way here
         self.move(attempt, "Abort")
         self.move(attempt, "Drained")
-        self._low_water = max(self._low_water, message.sequence)
         self.reply(
             Drained(
                 session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt,
@@ -262,15 +272,3 @@ class SourceSession(Peer):
             ),
             message.request,
         )  # fmt: skip
-
-    def goodbye(self, reason: str) -> None:
-        """End the session in order."""
-        if self.state != SessionState.CLOSED:
-            self.step("Goodbye")
-            self.notice(Goodbye(session=self.session, reason=reason))
-
-
-def _u32(values: tuple[int, ...]) -> Any:
-    import numpy as np
-
-    return np.array(values, np.uint32)

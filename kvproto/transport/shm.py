@@ -7,6 +7,7 @@ however a process ends.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -33,9 +34,11 @@ class SharedMemory:
 
     def __init__(self, length: int, id: int = 0) -> None:
         self._nonce = secrets.token_hex(16)
-        self._fd = os.memfd_create(_NAME + self._nonce)
+        self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._fd, 0, length)
+            # a peer that has mapped it must not be killed by our making it shorter
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as e:
             os.close(self._fd)
             raise LocalError(
@@ -82,9 +85,10 @@ def connect(region: Region, path: str) -> Mapping:
         if os.readlink(link).split(" ")[0] != f"/memfd:{_NAME}{nonce}":
             raise OSError("another file")
         opened = os.open(link, os.O_RDWR)
-        if os.fstat(opened).st_size < region.length:
+        sealed = fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or os.fstat(opened).st_size < region.length:
             os.close(opened)
-            raise OSError("shorter than the region says")
+            raise OSError("not sealed, or shorter than the region says")
         return Mapping(opened, region.length)
     except KvprotoError:
         raise

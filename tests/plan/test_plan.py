@@ -268,6 +268,8 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
     "layer": (PAGED, engine(2, [GQA], [3]), ErrorCode.LAYER_MISSING, "groups[draft].parts[k]", "no layer 2", "layer 2 of model 1"),
     "part": (engine(2, [MLA], [2]), PAGED, ErrorCode.PART_MISSING, "groups[draft].parts[k]", "(absent)", "model 1"),
     "opaque": (changed(parts=part(encoding="tiled")), PAGED, ErrorCode.LAYOUT_OPAQUE, "groups[draft].parts[k].encoding", "tiled", "None"),
+    "common multiple": (changed(cp_size=1021, interleave=1019), changed(cp_size=1013, interleave=1013), ErrorCode.ROW_MISMATCH,
+               "groups[draft].interleave", "1021 ranks of 1019 tokens", "1013 ranks of 1013 tokens"),
     "nobody": (attrs.evolve(PAGED, ranks=PAGED.ranks[:1]), PAGED, ErrorCode.COVERAGE, "groups[draft].parts[k]",
                "no rank owns bytes 1024..2048 of cp rank 0", "rank 1 needs them"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
+from kvproto.geometry import encode_geometry
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof
@@ -278,7 +279,7 @@ def test_drained_covers_what_was_never_seen_and_refuses_it_later() -> None:
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     source.receive("d0", lost[0], 0.0)
     answers = [decode(frame) for _, frame in source.to_send(0.0)]
-    assert [(type(a), a.code) for a in answers if isinstance(a, Failed)] == [(Failed, ErrorCode.ABORTED)]
+    assert [(type(a), a.code) for a in answers if isinstance(a, Failed)] == [(Failed, ErrorCode.STALE_TRANSFER)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -377,3 +378,68 @@ def test_every_pair_outside_the_tables_is_illegal() -> None:
             if (step, name) not in TRANSFER:
                 with pytest.raises(RemoteError):
                     next_transfer(step, name)
+
+
+def test_nothing_is_kept_of_what_is_over() -> None:
+    world = ready(1, 2)
+    source = world.sources["s0"]
+    for _ in range(100):
+        made = ticket()
+        source.expect(made, CONTENT, world.now)
+        source.finish(bytes(made.key))
+        for name in world.sinks:
+            world.transfer(name, made, CONTENT)
+        world.run()
+        world.serve()
+    assert not source._claims
+    for session in source.sessions.values():
+        assert (session.attempts, session.low_water) == ({}, 100)
+    for sink in world.sinks.values():
+        assert not sink._wants
+        for peer in sink._peers():
+            assert [peer.attempts, peer.done, peer.failures, peer.proofs, peer._pending] == [{}] * 5
+
+
+def test_aborted_before_the_prompt_is_refused_or_late() -> None:
+    """A transfer that waits for its prompt and is aborted must not fail a second time."""
+    world, made = ready(1), ticket()
+    source = world.sources["s0"]
+    number = world.transfer("d0", made, CONTENT)
+    world.run()
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    source.expect(made, CONTENT, 0.0)
+    source.refuse(bytes(made.key), LocalError(ErrorCode.PROMPT_TOO_LONG, "", "", ""), 0.0)
+    world.pass_time(100.0)
+    assert [e.error.code for e in world.events("d0", "Lost")] == [ErrorCode.ABORTED]
+
+
+def test_error_with_a_code_of_the_future() -> None:
+    world = World(geometry(1))
+    sink = world.sink("d0", geometry(1))
+    ((address, frame),) = sink.to_send(0.0)
+    answer = Error(request=decode(frame).request, code=0xABCD, path="", mine="", yours="")  # type: ignore[union-attr]
+    sink.receive(address, encode(answer), 0.0)
+    assert sink.refused is not None
+    assert sink.refused.code == ErrorCode.INTERNAL
+
+
+HOSTILE = {
+    "deal": (attrs.evolve(geometry(1).groups[0], cp_size=2**32 - 1, interleave=2**32 - 1), ErrorCode.BAD_GEOMETRY),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_descriptions_that_would_eat_memory(case: str) -> None:
+    group, code = HOSTILE[case]
+    world = World(geometry(1))
+    good = geometry(1)
+    hostile = attrs.evolve(good, groups=(group, *good.groups[1:]))
+    sink = world.sink("d0", good)
+    sink.geometry = hostile
+    sink._parts = (sink._parts[0], hostile, encode_geometry(hostile), *sink._parts[3:])
+    sink._sessions.clear()
+    sink.dial(0.0)
+    world.run()
+    (event,) = world.events("d0", "SessionRefused")
+    assert event.error.code == code

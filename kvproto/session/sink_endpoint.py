@@ -1,0 +1,201 @@
+"""The sessions of one sink rank with one source replica; connections are the source's addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import attrs
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError, WireError
+from kvproto.geometry import Geometry, encode_geometry, validate
+from kvproto.plan import Plan
+from kvproto.session.endpoint import Endpoint
+from kvproto.session.events import Arrived, Lost, Planned, Ready, SessionClosed, SessionRefused, Troubled
+from kvproto.session.peer import PATIENCE, Party
+from kvproto.session.sink import SinkSession
+from kvproto.session.table import SessionState
+from kvproto.wire import decode
+from kvproto.wire.enums import ErrorCode, Feature, Proof
+from kvproto.wire.messages import Columns, Grants, Region
+
+__all__ = ["SinkEndpoint"]
+
+
+@attrs.define
+class _Want:
+    """A transfer at the sink: one attempt in the session of each required rank."""
+
+    parts: dict[int, tuple[int, int]]
+    started: float
+    error: KvprotoError | None = None
+
+
+class SinkEndpoint(Endpoint):
+    """All sessions of one sink rank with one source replica; connections are the source's addresses."""
+
+    def __init__(
+        self, me: Party, geometry: Geometry, regions: tuple[Region, ...], columns: tuple[Columns, ...],
+        features: tuple[Feature, ...], seed: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        validate(geometry)
+        self.me, self.geometry, self.columns = me, geometry, {c.group: c for c in columns}
+        self._parts = (me, geometry, encode_geometry(geometry), regions, columns, features)
+        self._seed = seed
+        self.plan: Plan | None = None
+        self.source: Geometry | None = None
+        self.ready = False
+        self.refused: KvprotoError | None = None
+        self._sessions: dict[str, SinkSession] = {}
+        self._ranks: dict[int, str] = {}
+        self._wants: dict[int, _Want] = {}
+        self._next = 1
+
+    def dial(self, now: float) -> None:
+        """Greet the seed; the other ranks follow from its Welcome and the plan."""
+        self._greet(self._seed, now)
+
+    def _greet(self, address: str, now: float) -> None:
+        if address not in self._sessions:
+            self._sessions[address] = SinkSession(*self._parts)
+            self._sessions[address].hello(now)
+
+    def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
+        """Take one frame from the source rank at this address."""
+        session = self._sessions.get(str(conn))
+        try:
+            message = decode(frame)
+            if session is not None:
+                session.receive(message, now)
+        except (WireError, RemoteError) as error:
+            self._events.append(Troubled(session.name if session else str(conn), error))
+        self._after(now)
+
+    def features(self) -> tuple[int, ...]:
+        """Features that every session has."""
+        return tuple(f for f in Feature if all(f in s.features for s in self._sessions.values()))
+
+    def transfer(self, key: bytes, content: bytes, grants: dict[int, Grants], now: float) -> int:
+        """Ask every required rank for one request; returns the number that Arrived or Lost will carry."""
+        if not self.ready or self.plan is None:
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+        number, self._next = self._next, self._next + 1
+        parts = {
+            rank: self._sessions[self._ranks[rank]].transfer(now, key, content, grants)
+            for rank in self.plan.required(self.me.rank)
+        }
+        self._wants[number] = _Want(parts, now)
+        self._after(now)
+        return number
+
+    def abort(self, number: int, error: KvprotoError, now: float) -> None:
+        """Stop a transfer; Lost follows, with what is known of its writes."""
+        want = self._wants.get(number)
+        if want is not None and want.error is None:
+            self._fail(want, error, now)
+            self._after(now)
+
+    def _fail(self, want: _Want, error: KvprotoError, now: float) -> None:
+        want.error = error
+        for rank, key in want.parts.items():
+            session = self._session(rank)
+            if key not in session.done:
+                session.abort(key, now, str(error))
+
+    def _session(self, rank: int) -> SinkSession:
+        return self._sessions[self._ranks[rank]]
+
+    def on_time(self, now: float) -> None:
+        """Resend, give up."""
+        for session in self._sessions.values():
+            for name in session.on_time(now):
+                self._gone(session, f"no answer to {name} in {PATIENCE:.0f} s", now)
+        self._after(now)
+
+    def _gone(self, session: SinkSession, reason: str, now: float) -> None:
+        self._events.append(SessionClosed(session.session, session.name, reason))
+        self.ready = False
+        if session.state in (SessionState.GREETED, SessionState.DESCRIBING, SessionState.REGISTERING):
+            self.refused = self.refused or RemoteError(
+                ErrorCode.PEER_LOST, "", reason, session.name, "see whether it runs"
+            )
+        session.state = SessionState.CLOSED
+
+    def _after(self, now: float) -> None:
+        for address, session in list(self._sessions.items()):
+            for event in session.take_events():
+                self._events.append(event)
+                if isinstance(event, SessionRefused):
+                    self.refused = event.error
+                if isinstance(event, SessionClosed):
+                    self.ready = False
+                if isinstance(event, Planned):
+                    self._planned(session, address, event.plan, now)
+            self._out += [(address, frame) for frame in session.to_send()]
+        if self.plan is not None and not self.ready and self._all_ready():
+            self.ready = True
+            self._events.append(Ready(self.plan))
+        for number, want in list(self._wants.items()):
+            self._progress(number, want, now)
+        for address, session in self._sessions.items():
+            self._out += [(address, frame) for frame in session.to_send()]
+
+    def _planned(self, session: SinkSession, address: str, plan: Plan, now: float) -> None:
+        self.plan, self.source = plan, session.source
+        assert session.peer is not None
+        self._ranks[session.peer.rank] = address
+        required = plan.required(self.me.rank)
+        if session.peer.rank in required:
+            session.register(now)
+        for rank in required:
+            if rank not in session.endpoints:
+                error = RemoteError(
+                    ErrorCode.COVERAGE,
+                    "endpoints",
+                    f"rank {rank}",
+                    str(sorted(session.endpoints)),
+                    "list every rank in Welcome",
+                )
+                self.refused = error
+            elif rank not in self._ranks and session.endpoints[rank] != address:
+                self._greet(session.endpoints[rank], now)
+
+    def _all_ready(self) -> bool:
+        assert self.plan is not None
+        required = self.plan.required(self.me.rank)
+        return all(r in self._ranks and self._session(r).state == SessionState.READY for r in required)
+
+    def _progress(self, number: int, want: _Want, now: float) -> None:
+        for rank, key in want.parts.items():
+            session = self._session(rank)
+            if want.error is None and key in session.failures:
+                self._fail(want, session.failures[key], now)
+            if want.error is None and session.state == SessionState.CLOSED and key not in session.done:
+                want.error = RemoteError(
+                    ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket"
+                )
+        over = {r for r, k in want.parts.items() if self._over(r, k)}
+        if len(over) < len(want.parts):
+            return
+        del self._wants[number]
+        if want.error is None:
+            done = tuple(self._session(r).done[k] for r, k in sorted(want.parts.items()))
+            self._events.append(Arrived(number, done, now - want.started))
+            self._settle(want)
+            return
+        drained = [
+            k in self._session(r).done or self._session(r).proofs.get(k) == Proof.PROVEN for r, k in want.parts.items()
+        ]
+        self._events.append(Lost(number, want.error, Proof.PROVEN if all(drained) else Proof.UNPROVABLE))
+        self._settle(want)
+
+    def _over(self, rank: int, key: tuple[int, int]) -> bool:
+        session = self._session(rank)
+        return session.ended(key) or session.state == SessionState.CLOSED
+
+    def _settle(self, want: _Want) -> None:
+        for rank, key in want.parts.items():
+            self._session(rank).settle(key)
+
+    def _peers(self) -> list[SinkSession]:
+        return list(self._sessions.values())

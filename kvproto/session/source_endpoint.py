@@ -1,0 +1,274 @@
+"""The sessions of one source rank: tickets, who asks for them, and when a request may be freed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import attrs
+
+from kvproto.errors import KvprotoError, RemoteError, WireError
+from kvproto.geometry import Geometry, encode_geometry, validate
+from kvproto.session.endpoint import Endpoint
+from kvproto.session.events import Expired, Released, Serve, SessionClosed, SessionRefused, Troubled
+from kvproto.session.peer import PATIENCE, Party, refusal
+from kvproto.session.sink import LIMITS
+from kvproto.session.source import SourceSession
+from kvproto.session.table import SessionState, TransferState
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, RequestState, Role
+from kvproto.wire.messages import Checksum, Error, HandOff, Hello, Refused, Ticket, Transfer, Version, Welcome
+from kvproto.wire.messages import Endpoint as Address
+
+__all__ = ["SourceEndpoint"]
+
+UNCLAIMED = 10.0
+"""Seconds that a Transfer waits for its ticket to become known here."""
+_MOST_SESSIONS = 4096
+
+
+@attrs.define
+class _Claim:
+    """A ticket at the source."""
+
+    deadline: float
+    content: bytes | None = None
+    """None until the engine expects the request."""
+    bound: tuple[str, int] | None = None
+    waiting: list[tuple[int, Transfer]] = attrs.Factory(list)
+    """(session, transfer) accepted and not answered."""
+    asked: list[tuple[int, tuple[int, int]]] = attrs.Factory(list)
+    """(session, attempt key) of every transfer that took the ticket."""
+    finished: bool = False
+    error: KvprotoError | None = None
+    """Why the engine cannot produce the request."""
+
+
+class SourceEndpoint(Endpoint):
+    """All sessions of one source rank."""
+
+    def __init__(
+        self,
+        me: Party,
+        geometry: Geometry,
+        endpoints: dict[int, str],
+        features: tuple[Feature, ...],
+        first_session: int,
+    ) -> None:
+        super().__init__()
+        validate(geometry)
+        self.me, self.geometry = me, geometry
+        self._encoded = encode_geometry(geometry)
+        self._endpoints, self._features = endpoints, features
+        self.sessions: dict[int, SourceSession] = {}
+        self._of: dict[int, Hashable] = {}
+        self._claims: dict[bytes, _Claim] = {}
+        self._next_session = first_session
+
+    def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
+        """Take one frame; whatever it holds, no other session is touched."""
+        message = None
+        session = None
+        try:
+            message = decode(frame)
+            if isinstance(message, Hello):
+                self._hello(conn, message)
+                return
+            number = getattr(message, "session", None)
+            session = self.sessions.get(number) if number is not None else None
+            if isinstance(message, Error):
+                return
+            if session is None or self._of[session.session] != conn:
+                raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), "greet again")
+            transfer = session.receive(message, now)
+            if transfer is not None:
+                self._ask(session, transfer, now)
+        except (WireError, RemoteError) as error:
+            request = getattr(message, "request", None)
+            about: dict[str, Any] = {"about": type(message).TYPE} if message is not None else {}
+            head: dict[str, Any] = {"session": session.session} if session else {}
+            tail: dict[str, Any] = {"request": request} if request is not None else {}
+            self._out.append((conn, encode(Error(**head, **tail, **refusal(error), **about))))
+            self._events.append(Troubled(session.name if session else "(unknown peer)", error))
+        self._after(now)
+
+    def _hello(self, conn: Hashable, hello: Hello) -> None:
+        peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
+        error = self._unwelcome(hello)
+        if error is not None:
+            self._out.append((conn, encode(Refused(request=hello.request, **refusal(error)))))
+            self._events.append(SessionRefused(str(peer), error, by_us=True))
+            return
+        number = next((n for n, s in self.sessions.items() if self._greeted(s, conn, peer, hello.request)), None)
+        if number is None:
+            number, self._next_session = self._next_session, self._next_session + 1
+            self.sessions[number] = SourceSession(self.me, peer, number, hello.request, self.geometry, self._encoded)
+            self._of[number] = conn
+        chosen = tuple(f for f in self._features if f in hello.offered)
+        welcome = Welcome(
+            session=number, request=hello.request, version=Version(major=1, minor=0), engine=self.me.engine,
+            incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica, features=chosen, limits=LIMITS,
+            endpoints=tuple(Address(rank=r, address=a) for r, a in sorted(self._endpoints.items())),
+        )  # fmt: skip
+        self._out.append((conn, encode(welcome)))
+
+    def _greeted(self, session: SourceSession, conn: Hashable, peer: Party, request: int) -> bool:
+        """Whether this session was opened by the same Hello."""
+        return session.peer == peer and session.greeting == request and self._of[session.session] == conn
+
+    def _unwelcome(self, hello: Hello) -> KvprotoError | None:
+        ranges = [(v.major, v.min_minor, v.max_minor) for v in hello.versions]
+        if not any(major == 1 and low == 0 for major, low, _ in ranges):
+            return RemoteError(ErrorCode.UNSUPPORTED_VERSION, "versions", "1.0", str(ranges), "offer 1.0")
+        if hello.role != Role.SINK:
+            return RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
+        if len(self.sessions) >= _MOST_SESSIONS:
+            return RemoteError(ErrorCode.BUSY, "", f"{_MOST_SESSIONS} sessions", "one more", "try again later")
+        lacking = [f for f in hello.needed if f not in self._features]
+        if lacking:
+            return RemoteError(
+                ErrorCode.UNSUPPORTED_VERSION, "needed", str([f.name for f in self._features]), str(lacking)
+            )
+        return None
+
+    def expect(self, ticket: Ticket, content: bytes, now: float) -> None:
+        """The engine has the request of this ticket; its first use binds it to one sink."""
+        key = bytes(ticket.key)
+        claim = self._claims.setdefault(key, _Claim(now))
+        claim.deadline, claim.content = now + ticket.deadline / 1000, content
+        for number, transfer in self._waiting(claim):
+            self._match(claim, self.sessions[number], transfer, now)
+        self._after(now)
+
+    def _ask(self, session: SourceSession, transfer: Transfer, now: float) -> None:
+        claim = self._claims.setdefault(bytes(transfer.ticket), _Claim(now + UNCLAIMED))
+        claim.asked.append((session.session, (transfer.sequence, transfer.attempt)))
+        self._match(claim, session, transfer, now)
+
+    def _match(self, claim: _Claim, session: SourceSession, transfer: Transfer, now: float) -> None:
+        """Accept a transfer whose ticket, sink and prompt are right."""
+        assert session.peer is not None
+        sink = (session.peer.engine, session.peer.replica)
+        error = claim.error
+        if error is None and claim.content is not None and claim.content != transfer.content:
+            error = RemoteError(
+                ErrorCode.CONTENT_MISMATCH,
+                "content",
+                claim.content.hex(),
+                bytes(transfer.content).hex(),
+                "route the same prompt to both",
+            )
+        elif error is None and claim.bound not in (None, sink):
+            error = RemoteError(
+                ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", str(session.peer), "make a new ticket"
+            )
+        if error is not None:
+            session.fail(transfer, error, now)
+            return
+        claim.bound = sink
+        attempt = session.attempts[transfer.sequence, transfer.attempt]
+        if attempt.state == TransferState.ASKED:
+            known = RequestState.PENDING if claim.content is None else RequestState.RUNNING
+            session.accept(transfer, RequestState.READY if claim.finished else known)
+        claim.waiting.append((session.session, transfer))
+        self._serve(bytes(transfer.ticket), claim)
+
+    def _waiting(self, claim: _Claim) -> list[tuple[int, Transfer]]:
+        """Take out the transfers that are still wanted."""
+        waiting, claim.waiting = claim.waiting, []
+        return [(n, t) for n, t in waiting if self._state(n, t) in (TransferState.ASKED, TransferState.ACCEPTED)]
+
+    def _state(self, number: int, transfer: Transfer) -> TransferState:
+        session = self.sessions.get(number)
+        attempt = session.attempts.get((transfer.sequence, transfer.attempt)) if session else None
+        closed = session is None or session.state == SessionState.CLOSED
+        return TransferState.ENDED if attempt is None or closed else attempt.state
+
+    def finish(self, key: bytes) -> None:
+        """Prefill of this request is over: whoever waits is served."""
+        claim = self._claims.get(key)
+        if claim is not None:
+            claim.finished = True
+            self._serve(key, claim)
+
+    def _serve(self, key: bytes, claim: _Claim) -> None:
+        if claim.finished and claim.content is not None:
+            self._events += [Serve(key, number, transfer) for number, transfer in self._waiting(claim)]
+
+    def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
+        """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
+        claim = self._claims.get(key)
+        if claim is not None:
+            claim.error = error
+            for number, transfer in self._waiting(claim):
+                self.sessions[number].fail(transfer, error, now)
+        self._after(now)
+
+    def done(
+        self, serve: Serve, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
+        checksums: tuple[Checksum, ...] | None,
+    ) -> None:  # fmt: skip
+        """The copy of a Serve is complete."""
+        if self.active(serve):
+            self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
+
+    def failed(self, serve: Serve, error: KvprotoError, now: float) -> None:
+        """The copy of a Serve failed."""
+        if self.active(serve):
+            self.sessions[serve.session].fail(serve.transfer, error, now)
+
+    def active(self, serve: Serve) -> bool:
+        """Whether the transfer of a Serve is still wanted."""
+        return self._state(serve.session, serve.transfer) == TransferState.ACCEPTED
+
+    def on_time(self, now: float) -> None:
+        """Resend, expire."""
+        for session in self.sessions.values():
+            for name in session.on_time(now):
+                self._events.append(
+                    SessionClosed(session.session, session.name, f"no answer to {name} in {PATIENCE:.0f} s")
+                )
+                session.state = SessionState.CLOSED
+        for key, claim in list(self._claims.items()):
+            if now >= claim.deadline:
+                del self._claims[key]
+                known = claim.content is not None and claim.error is None
+                code = ErrorCode.DEADLINE if known else ErrorCode.UNKNOWN_TICKET
+                for number, transfer in self._waiting(claim):
+                    self.sessions[number].fail(
+                        transfer, RemoteError(code, "ticket", "not finished in time", "", "make a new ticket"), now
+                    )
+                if known:
+                    self._events.append(Expired(key))
+        self._after(now)
+
+    def _after(self, now: float) -> None:
+        """Collect what the sessions made; release requests that every routed sink rank has ended."""
+        for number, session in self.sessions.items():
+            self._out += [(self._of[number], frame) for frame in session.to_send()]
+            self._events += session.take_events()
+        for key, claim in list(self._claims.items()):
+            if claim.finished and claim.asked and not claim.waiting and self._all_ended(claim):
+                plan = self.sessions[claim.asked[0][0]].plan
+                routed = tuple(sorted({r.source for r in plan.routes})) if plan else ()
+                del self._claims[key]
+                self._events.append(Released(key, routed))
+        for session in self.sessions.values():
+            session.forget()
+        for number in [n for n, s in self.sessions.items() if s.state == SessionState.CLOSED]:
+            if not any(n == number for claim in self._claims.values() for n, _ in claim.asked):
+                del self.sessions[number], self._of[number]
+
+    def _all_ended(self, claim: _Claim) -> bool:
+        first = self.sessions[claim.asked[0][0]]
+        needed = set(first.plan.served(self.me.rank)) if first.plan else set()
+        for number, key in claim.asked:
+            session = self.sessions[number]
+            if not session.ended(key) and session.state != SessionState.CLOSED:
+                return False
+            if session.peer is not None and (session.peer.engine, session.peer.replica) == claim.bound:
+                needed.discard(session.peer.rank)
+        return not needed
+
+    def _peers(self) -> list[SourceSession]:
+        return list(self.sessions.values())
