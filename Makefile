@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a minute or two)"
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[torch,cli,conformance,dev]'
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[torch,cli,conformance,dev]'
 	@touch $@
 
 demo: $(STAMP)
