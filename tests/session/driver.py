@@ -71,7 +71,8 @@ class World:
             for name, sink in self.sinks.items():
                 for address, frame in sink.to_send(self.now):
                     moved = True
-                    for _ in range(self.keep(str(address), frame)):
+                    known = str(address) in self.sources
+                    for _ in range(self.keep(str(address), frame) if known else 0):
                         self.sources[str(address)].receive(name, frame, self.now)
             for address, source in self.sources.items():
                 for event in source.take_events():
