@@ -50,7 +50,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
         total = found.get(op.group, 0)
         for index, data in _gather(op, rows, regions, sink):
             tall = data.reshape(-1, op.lanes * op.lane_bytes).astype(np.uint64)
-            seed = _mix(np.array([op.model << 48 | op.layer << 16 | op.part], np.uint64))
+            seed = _mix(np.array([(op.model << 48 | op.layer << 16 | op.part) & (1 << 64) - 1], np.uint64))
             total += int((_mix(index.reshape(-1) + seed) * (tall @ weight)).sum(dtype=np.uint64))
         found[op.group] = total & (1 << 64) - 1
     return found

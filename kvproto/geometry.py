@@ -144,9 +144,9 @@ def validate(geometry: Geometry) -> None:
     groups = {g.id: g for g in geometry.groups}
     for i, group in enumerate(geometry.groups):
         _check_group(group, f"groups[{i}]")
+    held: dict[tuple[int, str, int], int] = {}
     for i, rank in enumerate(geometry.ranks):
         _ascending([o.group for o in rank.owns], f"ranks[{i}].owns")
-        seen: set[tuple[int, str, int]] = set()
         for j, share in enumerate(rank.owns):
             path = f"ranks[{i}].owns[{j}]"
             if share.group not in groups:
@@ -155,9 +155,8 @@ def validate(geometry: Geometry) -> None:
             for part in groups[share.group].parts:
                 for layer in share.layers.tolist():
                     key = (groups[share.group].model, part.name, layer)
-                    if key in seen:
+                    if held.setdefault(key, share.group) != share.group:
                         raise _bad(f"{path}.layers", "each layer and part in one group", f"layer {layer} twice")
-                    seen.add(key)
 
 
 _LARGEST_DEAL = 1 << 20
@@ -170,7 +169,8 @@ def _check_group(group: Group, path: str) -> None:
     names = [p.name for p in group.parts]
     if not names or len(set(names)) != len(names):
         raise _bad(f"{path}.parts", "at least one part, each name once", repr(names))
-    if group.cp_size > 1 and (group.kind != ItemKind.PAGE or (group.interleave | group.origin) % group.tokens_per_row):
+    cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
+    if group.cp_size > 1 and (group.kind != ItemKind.PAGE or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
     if group.cp_size > 1 and group.cp_size * group.interleave > _LARGEST_DEAL:
         raise _bad(

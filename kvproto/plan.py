@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 from math import lcm
 
 import attrs
 import numpy as np
 
 from kvproto.errors import PlanError
-from kvproto.geometry import Geometry, Group, owner
+from kvproto.geometry import Geometry, Group
 from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import RouteRef
 
@@ -105,28 +106,31 @@ def plan(source: Geometry, sink: Geometry) -> Plan:
     have, want = _claims(source), _claims(sink)
     order = _layer_order(sink)
     boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
-    for (model, part), layers in want.items():
-        found = have.get((model, part), {})
+    rows: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
+    for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts)]:
+        found = have.get((dst.model, part), {})
         alike: dict[tuple[tuple[_Claim, ...], tuple[_Claim, ...]], list[int]] = defaultdict(list)
-        for layer, sinks in layers.items():
+        for layer, sinks in sorted(want.get((dst.model, part), {}).items()):
+            if sinks[0].group.id != dst.id:
+                continue
             sources = found.get(layer)
             if not sources:
-                raise _missing(sink, model, part, layer, bool(found))
+                raise _missing(sink, dst.model, part, layer, bool(found))
             alike[tuple(sources), tuple(sinks)].append(layer)
+        cells: _Cells = defaultdict(dict)
         for (sources_of, sinks_of), ids in alike.items():
-            src, dst = sources_of[0].group, sinks_of[0].group
-            index = _check_pair(source, sink, src, dst, part)
-            cells = _elect(sources_of, sinks_of, ids, model, order, sink.replica, part)
-            for (a, b, c, d), spans in cells.items():
-                made = (Box(model, lo, hi, index, x, y, c, d, src.id) for lo, hi, x, y in _merge(spans))
-                boxes[a, b, dst.id].extend(made)
-    routes = []
-    everything: list[tuple[int, ...]] = []
-    for (a, b, group), made_boxes in sorted(boxes.items()):
-        rows = [_row(a, b, group, box, sink.replica) for box in made_boxes]
-        everything += rows
-        routes.append(Route(a, b, group, tuple(sorted(made_boxes)), _digest(rows)))
-    return Plan(tuple(routes), _digest(everything))
+            _check_pair(sources_of[0].group, dst, part)
+            for key, spans in _elect(sources_of, sinks_of, ids, dst.model, order, sink.replica, part).items():
+                cells[key].update(spans)
+        for (a, b, c, d), spans in cells.items():
+            for lo, hi, x, y in _merge(spans):
+                rows[a, b, dst.id].append((a, b, dst.id, dst.model, lo, hi, index, x, y, c, d, sink.replica))
+                # the digest does not know the source's groups; lowering does
+                for id, run in groupby(range(lo, hi), lambda layer, found=found: found[layer][0].group.id):
+                    first, *others = run
+                    boxes[a, b, dst.id].append(Box(dst.model, first, first + len(others) + 1, index, x, y, c, d, id))
+    routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
+    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]))
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
@@ -177,12 +181,9 @@ def _layer_order(geometry: Geometry) -> dict[tuple[int, int, int], int]:
     return order
 
 
-def _check_pair(source: Geometry, sink: Geometry, src: Group, dst: Group, name: str) -> int:
-    """Raise where a paired part cannot be mapped; return its index in the sink's group."""
-    names = [p.name for p in dst.parts]
-    index = names.index(name)
-    a = next(p for p in src.parts if p.name == name)
-    b = dst.parts[index]
+def _check_pair(src: Group, dst: Group, name: str) -> None:
+    """Raise where a paired part cannot be mapped."""
+    a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
     path = f"groups[{dst.name}]"
     at = f"{path}.parts[{name}]"
     for code, where, mine, yours in (
@@ -204,7 +205,6 @@ def _check_pair(source: Geometry, sink: Geometry, src: Group, dst: Group, name: 
         raise _incompatible(
             ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", str(src.rows), str(dst.rows), "opaque items move whole"
         )
-    return index
 
 
 def _extent(lanes: int, size: int) -> str:
@@ -271,15 +271,21 @@ def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
     if src.cp_size == dst.cp_size == 1:
         return [(0, 0)]
     step = src.tokens_per_row
-    start = max(g.origin // step for g in (src, dst))
-    period = lcm(*(g.cp_size * max(g.interleave // step, 1) for g in (src, dst)))
+    runs = [g.interleave // step if g.cp_size > 1 else 1 for g in (src, dst)]
+    start = max(g.origin for g in (src, dst)) // step
+    period = lcm(src.cp_size * runs[0], dst.cp_size * runs[1])
     if period > _LARGEST_PERIOD:
         deals = [f"{g.cp_size} ranks of {g.interleave} tokens" for g in (src, dst)]
         path = f"groups[{dst.name}].interleave"
         advice = "use interleaves with a small common multiple"
         raise _incompatible(ErrorCode.ROW_MISMATCH, path, deals[0], deals[1], advice)
-    rows = np.arange(start, start + period, dtype=np.int64)
-    both = np.unique(owner(src, rows) * dst.cp_size + owner(dst, rows))
+    rows = np.arange(period, dtype=np.int64)
+    # rows from the later origin on, counted from each side's own, modulo its deal: an origin may be beyond int64
+    turns = [
+        (rows + (start - g.origin // step) % (run * g.cp_size)) // run % g.cp_size
+        for g, run in zip((src, dst), runs, strict=True)
+    ]
+    both = np.unique(turns[0] * dst.cp_size + turns[1])
     return [divmod(int(x), dst.cp_size) for x in both]
 
 
@@ -302,11 +308,6 @@ def _merge(spans: dict[int, list[tuple[int, int]]]) -> Iterator[tuple[int, int, 
             if i == len(layers) or layers[i] != layers[i - 1] + 1:
                 yield layers[begin], layers[i - 1] + 1, lo, hi
                 begin = i
-
-
-def _row(source: int, sink: int, group: int, box: Box, ordinal: int) -> tuple[int, ...]:
-    return (source, sink, group, box.model, box.layer_lo, box.layer_hi, box.part, box.lo, box.hi,
-            box.source_class, box.sink_class, ordinal)  # fmt: skip
 
 
 def _digest(rows: list[tuple[int, ...]]) -> bytes:

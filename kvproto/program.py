@@ -67,7 +67,7 @@ class RowMap:
     def by_length(self) -> Iterator[tuple[int, slice]]:
         """Run length and the slice of the arrays that has it."""
         starts = np.flatnonzero(np.diff(self.rows, prepend=-1))
-        for lo, hi in zip(starts, [*starts[1:], len(self.rows)], strict=True):
+        for lo, hi in zip(starts, [*starts[1:], len(self.rows)], strict=False):
             yield int(self.rows[lo]), slice(int(lo), int(hi))
 
 
@@ -182,15 +182,19 @@ def _row_map(src: Group, dst: Group, box: Box, source: Window, sink: Window) -> 
 
 
 def _place_rows(group: Group, window: Window, cp_rank: int, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Item id and row within it of each global row."""
-    if group.kind == ItemKind.SLOT:
-        return np.broadcast_to(window.items[:1], rows.shape), rows
-    if group.kind == ItemKind.RING:
-        return np.broadcast_to(window.items[:1], rows.shape), rows % group.rows
-    local = local_row(group, rows) if group.cp_size > 1 else rows
-    base = owned_before(group, cp_rank, _rows(group, window.first, window.count)[0]) // group.rows
-    item, row = np.divmod(local, group.rows)
-    return window.items[item - base], row
+    """Item id and row within it of each global row; raises BAD_GRANT where the window does not hold them."""
+    if group.kind == ItemKind.PAGE:
+        local = local_row(group, rows) if group.cp_size > 1 else rows
+        base = owned_before(group, cp_rank, _rows(group, window.first, window.count)[0]) // group.rows
+        item, row = np.divmod(local, group.rows)
+        item -= base
+    else:
+        item, row = np.zeros_like(rows), rows if group.kind == ItemKind.SLOT else rows % group.rows
+    held = rows.size <= group.rows or group.kind != ItemKind.RING
+    if rows.size and not (held and item.min() >= 0 and item.max() < window.items.size):
+        asked = f"rows {rows.min()} to {rows.max()}"
+        raise RemoteError(ErrorCode.BAD_GRANT, f"groups[{group.name}]", f"{window.items.size} items", asked)
+    return window.items[item], row
 
 
 def _ops(source: Side, sink: Side, src: Group, dst: Group, box: Box, at: int) -> Iterator[Op]:
@@ -313,8 +317,16 @@ def check_grants(
             raise RemoteError(
                 ErrorCode.BAD_GRANT, f"grants[{i}].valid", f"at least {grant.first + grant.count}", str(grant.valid)
             )
-        if group.kind == ItemKind.RING and grant.count > group.rows:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows}", str(grant.count))
+        if group.kind == ItemKind.RING:
+            lo, hi = _rows(group, grant.first, grant.count)
+            if hi - lo > group.rows:
+                raise RemoteError(
+                    ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows} rows", f"{hi - lo} rows"
+                )
+        if group.cp_size > 1 and grant.count and grant.first < group.origin:
+            raise RemoteError(
+                ErrorCode.BAD_GRANT, f"grants[{i}].first", f"at least {group.origin}", str(grant.first)
+            )
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
         if grant.items.size != need:
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", f"{grant.items.size} items")

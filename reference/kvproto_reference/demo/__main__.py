@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(argv)
     try:
-        return run(options, Console())
+        return run(options, Console(highlight=False))
     except (EngineError, KvprotoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
