@@ -117,6 +117,7 @@ def plan(source: Geometry, sink: Geometry) -> Plan:
             if not sources:
                 raise _missing(sink, dst.model, part, layer, bool(found))
             alike[tuple(sources), tuple(sinks)].append(layer)
+        group_of = {layer: sources[0].group.id for layer, sources in found.items()}
         cells: _Cells = defaultdict(dict)
         for (sources_of, sinks_of), ids in alike.items():
             _check_pair(sources_of[0].group, dst, part)
@@ -126,7 +127,7 @@ def plan(source: Geometry, sink: Geometry) -> Plan:
             for lo, hi, x, y in _merge(spans):
                 rows[a, b, dst.id].append((a, b, dst.id, dst.model, lo, hi, index, x, y, c, d, sink.replica))
                 # the digest does not know the source's groups; lowering does
-                for id, run in groupby(range(lo, hi), lambda layer, found=found: found[layer][0].group.id):
+                for id, run in groupby(range(lo, hi), group_of.__getitem__):
                     first, *others = run
                     boxes[a, b, dst.id].append(Box(dst.model, first, first + len(others) + 1, index, x, y, c, d, id))
     routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
