@@ -1,20 +1,28 @@
-"""Every byte by its global coordinate, with loops only: shares no formula with the planner.
+"""What the planner must find, by loops over tokens, rows and bytes: shares no formula with it.
 
-A pool is a flat array. The oracle knows, for a rank, which global coordinate each of its bytes stands for, by walking
-tokens one by one and counting.
+A pool is a flat array for each region. The oracle knows, for a rank, which global coordinate each of its bytes stands
+for, by walking tokens one by one and counting; and who must send what, by electing a source for each byte apart.
 """
 
+import functools
 import hashlib
-from collections.abc import Iterator
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns, Geometry, Group, Owns
 
 Coordinate = tuple[int, int, str, int, int]
 """model, layer, part, row, byte on the lane axis"""
+Row = tuple[int, ...]
+"""A box as the digest sees it: twelve numbers."""
+Pools = dict[int, npt.NDArray[np.uint8]]
+"""By region id."""
 
 
 @attrs.frozen
@@ -23,75 +31,208 @@ class Request:
 
     first: int
     count: int
-    items: list[int]
+    items: Sequence[int]
 
 
 def value(at: Coordinate) -> int:
     """The byte that stands at a global coordinate."""
-    return hashlib.blake2b(repr(at).encode(), digest_size=1).digest()[0]
+    return _line(*at[:4])[at[4]]
 
 
-def rows_of(group: Group, cp_rank: int, request: Request) -> Iterator[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=1 << 16)
+def _line(model: int, layer: int, part: str, row: int) -> bytes:
+    return hashlib.blake2b(repr((model, layer, part, row)).encode(), digest_size=64).digest()
+
+
+def cp_rank_of(group: Group, row: int) -> int | None:
+    """Whose row it is; None before the origin of the deal."""
+    if group.cp_size == 1:
+        return 0
+    turn, left, token = 0, group.interleave, group.origin
+    if row * group.tokens_per_row < token:
+        return None
+    while token < row * group.tokens_per_row:
+        token, left = token + 1, left - 1
+        if not left:
+            turn, left = (turn + 1) % group.cp_size, group.interleave
+    return turn
+
+
+@functools.lru_cache(maxsize=4096)
+def held(group: Group, cp_rank: int, tokens: int) -> list[int]:
+    """Global rows that start below `tokens`, in the order in which the rank stores them."""
+    step = group.tokens_per_row
+    return [row for row in range(-(-tokens // step)) if cp_rank_of(group, row) == cp_rank]
+
+
+def pages(group: Group, cp_rank: int, first: int, count: int) -> list[tuple[int, int, int]]:
+    """Global row, page counted from that of token 0, and row in the page, of each owned row that the tokens cover."""
+    step, end = group.tokens_per_row, first + count
+    whole = [
+        (row, i) for i, row in enumerate(held(group, cp_rank, end)) if row * step >= first and row * step + step <= end
+    ]
+    return [(row, i // group.rows, i % group.rows) for row, i in whole]
+
+
+def need(group: Group, cp_rank: int, first: int, count: int) -> int:
+    """Items that a rank must name."""
+    if group.kind in (ItemKind.SLOT, ItemKind.RING):
+        return 1
+    found = [page for _, page, _ in pages(group, cp_rank, first, count)]
+    return found[-1] - found[0] + 1 if found else 0
+
+
+def rows_of(group: Group, cp_rank: int, request: Request) -> list[tuple[int, int, int]]:
     """Global row, item and row in the item, of each requested row that the rank owns."""
     if group.kind == ItemKind.SLOT:
-        for row in range(group.live_rows or group.rows):
-            yield row, request.items[0], row
-        return
-    step = group.tokens_per_row
-    local = 0
-    base = None
-    end = request.first + request.count
-    for row in range(end // step):
-        token = row * step
-        if group.kind == ItemKind.RING:
-            if token >= request.first:
-                yield row, request.items[0], row % group.rows
-            continue
-        if group.cp_size > 1 and ((token - group.origin) // group.interleave) % group.cp_size != cp_rank:
-            continue
-        if token >= group.origin or group.cp_size == 1:
-            if token >= request.first:
-                if base is None:
-                    base = local // group.rows
-                yield row, request.items[local // group.rows - base], local % group.rows
-            local += 1
+        return [(row, request.items[0], row) for row in range(group.live_rows or group.rows)]
+    if group.kind == ItemKind.RING:
+        step, end = group.tokens_per_row, request.first + request.count
+        whole = [row for row in range(end) if request.first <= row * step and row * step + step <= end]
+        return [(row, request.items[0], row % group.rows) for row in whole]
+    found = pages(group, cp_rank, request.first, request.count)
+    return [(row, request.items[page - found[0][1]], within) for row, page, within in found]
 
 
-def bytes_of(group: Group, share: Owns, columns: Columns, request: Request) -> Iterator[tuple[int, Coordinate]]:
-    """Offset in the region and global coordinate of every requested byte that the rank owns."""
-    rows = list(rows_of(group, share.cp_rank, request))
+def lanes_of(share: Owns, part: int) -> list[int]:
+    """Lanes of a part in local order."""
+    return [lane for span in share.lanes if span.part == part for lane in range(span.lo, span.hi)]
+
+
+def bytes_of(
+    group: Group, share: Owns, columns: Columns, request: Request
+) -> Iterator[tuple[tuple[int, int], Coordinate]]:
+    """Region and offset, and global coordinate, of every requested byte that the rank owns."""
+    rows = rows_of(group, share.cp_rank, request)
     column = 0
     for layer in share.layers.tolist():
         for p, part in enumerate(group.parts):
-            lanes = [lane for span in share.lanes if span.part == p for lane in range(span.lo, span.hi)]
+            region, offset, item_stride, row_stride, lane_stride = (
+                int(getattr(columns, name)[column])
+                for name in ("region", "offset", "item_stride", "row_stride", "lane_stride")
+            )
             for row, item, within in rows:
-                for local, lane in enumerate(lanes):
-                    at = (
-                        int(columns.offset[column])
-                        + item * int(columns.item_stride[column])
-                        + within * int(columns.row_stride[column])
-                        + local * int(columns.lane_stride[column])
-                    )
+                for local, lane in enumerate(lanes_of(share, p)):
+                    at = offset + item * item_stride + within * row_stride + local * lane_stride
                     for byte in range(part.lane_bytes):
-                        yield at + byte, (group.model, layer, part.name, row, lane * part.lane_bytes + byte)
+                        yield (region, at + byte), (group.model, layer, part.name, row, lane * part.lane_bytes + byte)
             column += 1
 
 
-def fill(
-    geometry: Geometry, rank: int, columns: dict[int, Columns], requests: dict[int, Request], length: int
-) -> np.ndarray:
-    """A pool whose owned, requested bytes hold their value, and noise elsewhere."""
-    pool = np.random.default_rng(rank).integers(0, 256, length, np.uint8)
-    for at, where in walk(geometry, rank, columns, requests):
-        pool[at] = value(where)
-    return pool
-
-
 def walk(
-    geometry: Geometry, rank: int, columns: dict[int, Columns], requests: dict[int, Request]
-) -> Iterator[tuple[int, Coordinate]]:
+    geometry: Geometry, rank: int, columns: Mapping[int, Columns], requests: Mapping[int, Request]
+) -> Iterator[tuple[tuple[int, int], Coordinate]]:
     """`bytes_of` over all groups of a rank."""
     groups = {g.id: g for g in geometry.groups}
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         if groups[share.group].kind != ItemKind.HANDOFF:
             yield from bytes_of(groups[share.group], share, columns[share.group], requests[share.group])
+
+
+def noise(lengths: Mapping[int, int], seed: int) -> Pools:
+    """Pools that hold nothing."""
+    random = np.random.default_rng(seed)
+    return {region: random.integers(0, 256, length, np.uint8) for region, length in lengths.items()}
+
+
+Owner = dict[tuple[int, str, int, int], dict[int, int]]
+"""(model, part name, layer, byte) -> rank -> cp rank."""
+
+
+def owners(geometry: Geometry) -> Owner:
+    """Who owns each byte of the lane axis."""
+    groups = {g.id: g for g in geometry.groups}
+    found: Owner = defaultdict(dict)
+    for rank in geometry.ranks:
+        for share in rank.owns:
+            group = groups[share.group]
+            for p, part in enumerate(group.parts):
+                for lane in lanes_of(share, p):
+                    for layer in share.layers.tolist():
+                        for byte in range(lane * part.lane_bytes, (lane + 1) * part.lane_bytes):
+                            found[group.model, part.name, layer, byte][rank.rank] = share.cp_rank
+    return found
+
+
+def group_of(geometry: Geometry) -> dict[tuple[int, str, int], Group]:
+    """The group of each model, part name and layer."""
+    groups = {g.id: g for g in geometry.groups}
+    return {
+        (groups[s.group].model, part.name, layer): groups[s.group]
+        for rank in geometry.ranks
+        for s in rank.owns
+        for part in groups[s.group].parts
+        for layer in s.layers.tolist()
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def meeting(src: Group, dst: Group) -> set[tuple[int, int]]:
+    """(source cp rank, sink cp rank) that have a row in common."""
+    both = ((cp_rank_of(src, row), cp_rank_of(dst, row)) for row in range(180 if src.cp_size * dst.cp_size > 1 else 1))
+    return {(c, d) for c, d in both if c is not None and d is not None}
+
+
+def boxes(source: Geometry, sink: Geometry) -> list[Row]:
+    """Every box of the plan, elected byte by byte, joined as the spec says, as the rows of the digest."""
+    have, want = owners(source), owners(sink)
+    sources, sinks = group_of(source), group_of(sink)
+    layers_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for (model, _, layer, _), ranks in want.items():
+        for rank in ranks:
+            layers_of[rank].add((model, layer))
+    place = {rank: {x: i for i, x in enumerate(sorted(found))} for rank, found in layers_of.items()}
+    cells: dict[Row, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (model, part, layer, byte), ranks in sorted(want.items()):
+        dst = sinks[model, part, layer]
+        for c, d in meeting(sources[model, part, layer], dst):
+            needy = sorted(r for r, k in ranks.items() if k == d)
+            able = sorted(r for r, k in have[model, part, layer, byte].items() if k == c)
+            for j, rank in enumerate(needy):
+                m = len(needy)
+                if m >= len(able):
+                    chosen = able[j * len(able) // m]
+                else:
+                    chosen = able[(place[rank][model, layer] * m + j + sink.replica) % len(able)]
+                index = [p.name for p in dst.parts].index(part)
+                cells[chosen, rank, dst.id, model, index, c, d][layer].append(byte)
+    found = []
+    for (a, b, group, model, index, c, d), by_layer in cells.items():
+        open_: dict[tuple[int, int], int] = {}
+        for layer in range(min(by_layer), max(by_layer) + 2):
+            now = set(_intervals(by_layer.get(layer, [])))
+            for lo, hi in [x for x in open_ if x not in now]:
+                found.append((a, b, group, model, open_.pop((lo, hi)), layer, index, lo, hi, c, d, sink.replica))
+            for x in now:
+                open_.setdefault(x, layer)
+    return sorted(found)
+
+
+def _intervals(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    for number in numbers:
+        if number - 1 not in numbers:
+            end = number
+            while end in numbers:
+                end += 1
+            yield number, end
+
+
+def digest(rows: list[Row]) -> bytes:
+    """SHA-256 of sorted rows."""
+    return hashlib.sha256(b"".join(struct.pack("<12Q", *row) for row in sorted(rows))).digest()
+
+
+def checksum(coordinates: Mapping[Coordinate, int], index: Mapping[tuple[int, str], int]) -> int:
+    """The sum of feature VERIFY, byte by byte; `index` is the part's number in the sink's group."""
+    total = 0
+    for (model, layer, part, row, at), byte in coordinates.items():
+        seed = _mix((model << 48) + (layer << 16) + index[model, part])
+        total += byte * _mix(row + seed) * _mix(at)
+    return total % 2**64
+
+
+def _mix(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) | 1

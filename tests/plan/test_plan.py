@@ -1,184 +1,113 @@
-"""The planner against brute force, and its refusals."""
+"""The planner against brute force, concrete plans, and refusals."""
 
 import itertools
+import random
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.errors import PlanError, RemoteError
-from kvproto.execute import checksums, execute
-from kvproto.geometry import (
-    Geometry,
-    Group,
-    LaneSpan,
-    Owns,
-    Part,
-    Rank,
-    decode_geometry,
-    encode_geometry,
-    facts,
-    gqa,
-    handoff,
-    mla,
-    owns,
-    validate,
-)
-from kvproto.plan import Plan, plan
-from kvproto.program import Side, Window, check_columns, items_needed, lower
-from kvproto.wire.enums import DType, ErrorCode, ItemKind, MemoryKind
-from kvproto.wire.messages import Columns, Region
-from tests.plan.oracle import Request, fill, value, walk
-
-ITEMS = 14
+from kvproto.errors import PlanError
+from kvproto.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
+from kvproto.plan import Plan, differences, plan
+from kvproto.program import Side, lower
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import Fact
+from tests.plan import oracle
+from tests.plan.worlds import caches, side
 
 
-@attrs.frozen
-class Cache:
-    """What both sides agree on for one model's group."""
-
-    model: int
-    kind: ItemKind
-    names: tuple[str, ...]
-    heads: int
-    lane_bytes: int
-    layers: tuple[int, ...]
-    tokens_per_row: int
-
-
-@st.composite
-def caches(draw: st.DrawFn) -> list[Cache]:
-    found = []
-    for model in range(draw(st.integers(1, 2))):
-        kind = draw(st.sampled_from([ItemKind.PAGE, ItemKind.PAGE, ItemKind.PAGE, ItemKind.SLOT, ItemKind.RING]))
-        names = draw(st.sampled_from([("k", "v"), ("latent",)]))
-        heads = draw(st.integers(1, 4))
-        layers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted).map(tuple))
-        step = draw(st.sampled_from([1, 1, 2])) if kind == ItemKind.PAGE else 1
-        found.append(Cache(model, kind, names, heads, draw(st.sampled_from([2, 4])), layers, step))
-    return found
-
-
-@st.composite
-def sides(draw: st.DrawFn, cached: list[Cache], replica: int) -> Geometry:
-    """One side's way of holding the caches: any split of layers, lanes and tokens over ranks, replicated or not."""
-    size = draw(st.integers(1, 4))
-    groups, shares = [], {r: [] for r in range(size)}
-    for cache in cached:
-        fold = draw(st.sampled_from([1, 2]))
-        paged = cache.kind == ItemKind.PAGE
-        cp = draw(st.integers(1, min(3, size))) if paged else 1
-        step = cache.tokens_per_row
-        parts = tuple(
-            Part(name=n, dtype=DType.U8, lanes=cache.heads * fold, lane_bytes=cache.lane_bytes // fold)
-            for n in cache.names
+def rows_of(made: Plan, ordinal: int) -> list[oracle.Row]:
+    """The routes' boxes as the digest sees them."""
+    return sorted(
+        (
+            r.source,
+            r.sink,
+            r.group,
+            b.model,
+            b.layer_lo,
+            b.layer_hi,
+            b.part,
+            b.lo,
+            b.hi,
+            b.source_class,
+            b.sink_class,
+            ordinal,
         )
-        rows = draw(st.integers(12, 14)) if cache.kind == ItemKind.RING else draw(st.integers(1, 4)) if paged else 5
-        group = Group(
-            id=cache.model + 3 * replica, name=f"m{cache.model}", model=cache.model, kind=cache.kind, rows=rows,
-            tokens_per_row=step, cp_size=cp, interleave=step * draw(st.integers(1, 3)), parts=parts,
-            origin=step * draw(st.integers(0, 2)) if cp > 1 else 0, live_rows=3 if cache.kind == ItemKind.SLOT else None,
-        )  # fmt: skip
-        groups.append(group)
-        for r in range(size):
-            lanes = cache.heads * fold
-            cut = draw(st.lists(st.integers(0, lanes), min_size=2, max_size=2, unique=True).map(sorted))
-            pieces = [(cut[0], cut[1])] if draw(st.booleans()) else [(0, lanes)]
-            if pieces[0][1] - pieces[0][0] > 1 and draw(st.booleans()):
-                lo, hi = pieces[0]
-                middle = draw(st.integers(lo + 1, hi - 1))
-                pieces = [(middle, hi), (lo, middle)]
-            layers = draw(st.lists(st.sampled_from(cache.layers), min_size=1, unique=True).map(sorted))
-            shares[r].append(owns(group, layers, pieces, cp_rank=r % cp))
-        # one whole copy of every class, so that a source covers what any sink may want
-        if replica == 0:
-            for c in range(cp):
-                shares.setdefault(100 + c, []).append(owns(group, cache.layers, None, cp_rank=c))
-    return Geometry(
-        replica=replica, facts=(), groups=tuple(groups),
-        ranks=tuple(Rank(rank=r, owns=tuple(s)) for r, s in sorted(shares.items())),
-    )  # fmt: skip
+        for r in made.routes
+        for b in r.boxes
+    )
 
 
-def columns_of(geometry: Geometry, rank: int, draw: st.DrawFn) -> tuple[dict[int, Columns], int]:
-    """Any layout of strides: NHD or HND, padded, all in one region."""
-    groups = {g.id: g for g in geometry.groups}
-    found, at = {}, draw(st.integers(0, 9))
-    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
-        group = groups[share.group]
-        rows = []
-        for _ in share.layers:
-            for p, part in enumerate(group.parts):
-                lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
-                axes = {"row": group.rows, "lane": lanes}
-                order = draw(st.permutations(["row", "lane"]))
-                strides, step = {}, part.lane_bytes
-                for axis in order:
-                    strides[axis] = step + draw(st.integers(0, 1))
-                    step = strides[axis] * (axes[axis] - 1) + step
-                item = step + draw(st.integers(0, 3))
-                rows.append((at, item, strides["row"], strides["lane"]))
-                at += item * ITEMS + draw(st.integers(0, 2))
-        offset, item_stride, row_stride, lane_stride = np.array(rows, np.uint64).T.copy()
-        found[group.id] = Columns(
-            group=group.id, items=ITEMS, region=np.zeros(len(rows), np.uint32), offset=offset, item_stride=item_stride,
-            row_stride=row_stride, lane_stride=lane_stride,
-        )  # fmt: skip
-    return found, at
+def cells(rows: list[oracle.Row]) -> list[tuple[int, ...]]:
+    """Each layer and byte apart."""
+    return sorted(
+        (a, b, group, model, layer, part, byte, c, d)
+        for a, b, group, model, x, y, part, lo, hi, c, d, _ in rows
+        for layer in range(x, y)
+        for byte in range(lo, hi)
+    )
 
 
-def request(group: Group, share: Owns, first: int, count: int, draw: st.DrawFn, skip_nothing: bool = False) -> Request:
-    need = items_needed(group, share.cp_rank, first, count)
-    return Request(first, count, draw(st.permutations(range(ITEMS)))[:need])
+def one_group_each(geometry: Geometry) -> bool:
+    names = [(g.model, g.parts[0].name) for g in geometry.groups]
+    return len(set(names)) == len(names)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_every_byte_against_brute_force(data: st.DataObject) -> None:
-    cached = data.draw(caches())
-    source, sink = data.draw(sides(cached, 0)), data.draw(sides(cached, 1))
-    for geometry in (source, sink):
-        validate(geometry)
-        assert encode_geometry(decode_geometry(encode_geometry(geometry))) == encode_geometry(geometry)
-    made = plan(source, sink)
-    assert made == plan(source, sink)
-    span = {c.model: (data.draw(st.integers(4, 9)), data.draw(st.integers(0, 12))) for c in cached}
-    held = {}
-    for geometry in (source, sink):
-        groups = {g.id: g for g in geometry.groups}
-        for rank in geometry.ranks:
-            columns, length = columns_of(geometry, rank.rank, data.draw)
-            region = Region(id=0, base=0, length=length, kind=MemoryKind.HOST, boot=bytes(16), handles=())
-            check_columns(geometry, rank.rank, {0: region}, tuple(columns.values()))
-            asked = {s.group: request(groups[s.group], s, *span[groups[s.group].model], data.draw) for s in rank.owns}
-            held[geometry.replica, rank.rank] = columns, asked, fill(geometry, rank.rank, columns, asked, length)
-    for rank in sink.ranks:
-        columns, asked, pool = held[1, rank.rank]
-        wanted = pool.copy()
-        targets = dict(walk(sink, rank.rank, columns, asked))
-        for at, where in targets.items():
-            pool[at] ^= 0xFF
-            wanted[at] = value(where)
-        written = 0
-        for number in made.required(rank.rank):
-            theirs, their_asked, their_pool = held[0, number]
-            program = lower(
-                made.between(number, rank.rank), Side(source, number, theirs), Side(sink, rank.rank, columns),
-                windows(their_asked), windows(asked),
-            )  # fmt: skip
-            regions = {0: memoryview(their_pool)}, {0: memoryview(pool)}
-            written += execute(program, *regions)
-            assert program.bytes == sum(program.bytes_by_group().values())
-            assert checksums(program, regions[0], sink=False) == checksums(program, regions[1], sink=True)
-        assert np.array_equal(pool, wanted)
-        assert written == len(targets)  # each byte exactly once
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_plan_against_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    cached = caches(rng)
+    source, sink = (
+        side(rng, cached, rng.randint(0, 3), complete=True),
+        side(rng, cached, rng.randint(0, 3), complete=False),
+    )
+    made, wanted = plan(source, sink), oracle.boxes(source, sink)
+    got = rows_of(made, sink.replica)
+    assert cells(got) == cells(wanted)
+    if one_group_each(source):
+        assert got == wanted
+    assert made.digest == oracle.digest(wanted)
+    assert [(r.source, r.sink, r.group) for r in made.routes] == sorted({row[:3] for row in wanted})
+    for route in made.routes:
+        assert (
+            route.digest
+            == route.ref.digest
+            == oracle.digest([w for w in wanted if w[:3] == (route.source, route.sink, route.group)])
+        )
+    exactly_once(made, source, sink)
+    for d in sink.ranks:
+        assert made.required(d.rank) == tuple(sorted({w[0] for w in wanted if w[1] == d.rank}))
+        for s in source.ranks:
+            flags = made.send_flags(s.rank, d.rank)
+            assert flags == tuple(sorted({w[2] for w in wanted if w[:2] == (s.rank, d.rank)}))
+            assert bool(flags) == (d.rank in made.served(s.rank)) == (s.rank in made.required(d.rank))
+    # what identity and order of objects could change, does not
+    again = plan(attrs.evolve(source, groups=tuple(attrs.evolve(g) for g in source.groups)), attrs.evolve(sink))
+    assert again == made
 
 
-def windows(asked: dict[int, Request]) -> dict[int, Window]:
-    return {g: Window(r.first, r.count, np.array(r.items, np.int64)) for g, r in asked.items()}
+def exactly_once(made: Plan, source: Geometry, sink: Geometry) -> None:
+    """Every byte of the lane axis of every row has one route, from a rank that owns it."""
+    have, want = oracle.owners(source), oracle.owners(sink)
+    sources, sinks = oracle.group_of(source), oracle.group_of(sink)
+    expected = [
+        (rank, sinks[key[:3]].id, *key, c, d)
+        for key, ranks in want.items()
+        for rank, d in ranks.items()
+        for c, other in oracle.meeting(sources[key[:3]], sinks[key[:3]])
+        if other == d
+    ]
+    got = []
+    names = {(g.id, i): p.name for g in sink.groups for i, p in enumerate(g.parts)}
+    for a, b, group, model, layer, part, byte, c, d in cells(rows_of(made, sink.replica)):
+        key = (model, names[group, part], layer, byte)
+        assert have[key][a] == c
+        got.append((b, group, *key, c, d))
+    assert sorted(got) == sorted(expected)
 
 
 def heads(kv_heads: int, tp: int, rank: int) -> tuple[int, int]:
@@ -217,6 +146,94 @@ def test_mla_target_with_gqa_draft_8_to_4() -> None:
         for s in range(8)
     ]
     assert max(load) - min(load) <= 1
+
+
+def test_mla_2_to_1_deals_layers_alternately() -> None:
+    made = plan(engine(2, [MLA], [5]), engine(1, [MLA], [5]))
+    assert [(r.source, [b.layer_lo for b in r.boxes]) for r in made.routes] == [(0, [0, 2, 4]), (1, [1, 3])]
+    other = plan(engine(2, [MLA], [5]), engine(1, [MLA], [5], replica=1))
+    assert [(r.source, [b.layer_lo for b in r.boxes]) for r in other.routes] == [(0, [1, 3]), (1, [0, 2, 4])]
+
+
+@pytest.mark.parametrize(
+    ("heads_", "source", "sink", "wanted"),
+    [
+        (8, 2, 1, [(0, 0, 0, 4), (1, 0, 4, 8)]),
+        (8, 1, 2, [(0, 0, 0, 4), (0, 1, 4, 8)]),
+        (6, 3, 2, [(0, 0, 0, 2), (1, 0, 2, 3), (1, 1, 3, 4), (2, 1, 4, 6)]),
+        (2, 4, 2, [(0, 0, 0, 1), (2, 1, 1, 2)]),  # each head on two source ranks, one layer: the first of them
+        (2, 2, 4, [(0, 0, 0, 1), (0, 1, 0, 1), (1, 2, 1, 2), (1, 3, 1, 2)]),
+    ],
+)
+def test_heads_go_where_they_are_wanted(heads_: int, source: int, sink: int, wanted: list[tuple[int, ...]]) -> None:
+    group = gqa(1, "target", 0, heads_, 16, 4)
+    made = plan(engine(source, [group], [1]), engine(sink, [group], [1]))
+    for p in (0, 1):
+        assert [
+            (r.source, r.sink, b.lo // 16, b.hi // 16) for r in made.routes for b in r.boxes if b.part == p
+        ] == wanted
+
+
+def test_layers_of_unlike_owners_join_into_one_box() -> None:
+    whole = [owns(MLA, [0, 1])], [owns(MLA, [0])]
+    ranks = tuple(Rank(rank=r, owns=tuple(o)) for r, o in enumerate(whole))
+    source = Geometry(replica=0, facts=(), groups=(MLA,), ranks=ranks)
+    sink = engine(1, [MLA], [2])
+    # layer 0 has two candidates and layer 1 one: rank 0 both times, so one box
+    (route,) = plan(source, sink).routes
+    assert [(b.layer_lo, b.layer_hi) for b in route.boxes] == [(0, 2)]
+
+
+def test_source_groups_split_boxes_but_not_the_digest() -> None:
+    first, second = mla(0, "even", 0, 8, 4), mla(1, "odd", 0, 8, 2)
+    split = Geometry(
+        replica=0, facts=(), groups=(first, second), ranks=(Rank(rank=0, owns=(owns(first, [0]), owns(second, [1]))),)
+    )
+    sink = engine(1, [mla(5, "all", 0, 8, 4)], [2])
+    made = plan(split, sink)
+    assert [(b.layer_lo, b.layer_hi, b.source_group) for b in made.routes[0].boxes] == [(0, 1, 0), (1, 2, 1)]
+    assert made.digest == plan(engine(1, [first], [2]), sink).digest
+
+
+def test_the_first_misfit_is_that_of_the_first_sink_group() -> None:
+    groups = [MLA, GQA]
+    ranks = (Rank(rank=0, owns=(owns(GQA, [0]),)), Rank(rank=1, owns=(owns(MLA, [0]),)))  # rank 0 has the second group
+    sink = Geometry(replica=0, facts=(), groups=tuple(groups), ranks=ranks)
+    with pytest.raises(PlanError) as caught:
+        plan(Geometry(replica=0, facts=(), groups=(), ranks=()), sink)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.PART_MISSING, "groups[target].parts[latent]")
+
+
+def test_an_undealt_side_may_state_any_interleave_and_origin() -> None:
+    dealt = attrs.evolve(MLA, cp_size=2, interleave=16)
+    ranks = tuple(Rank(rank=r, owns=(owns(dealt, [0], cp_rank=r),)) for r in range(2))
+    source = Geometry(replica=0, facts=(), groups=(dealt,), ranks=ranks)
+    for interleave, origin in ((1, 0), (2**32 - 5, 0), (7, 2**64 - 1)):
+        sink = engine(1, [attrs.evolve(MLA, interleave=interleave, origin=origin)], [1])
+        assert plan(source, sink).required(0) == plan(sink, source).served(0) == (0, 1)
+
+
+@pytest.mark.parametrize("origin", [2**63, 2**64 - 16])
+def test_an_origin_beyond_all_tokens_is_planned(origin: int) -> None:
+    def dealt(group: Group) -> Geometry:
+        ranks = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in range(2))
+        return Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
+
+    near, far = (dealt(attrs.evolve(MLA, cp_size=2, interleave=16, origin=o)) for o in (0, origin))
+    wanted = [(0, 0, 0, 0), (1, 1, 1, 1)] if origin % 32 == 0 else [(0, 1, 0, 1), (1, 0, 1, 0)]
+    assert [(r.source, r.sink, b.source_class, b.sink_class) for r in plan(near, far).routes for b in r.boxes] == wanted
+
+
+def test_facts_that_warn_and_facts_that_nobody_compares() -> None:
+    a, b = ((Fact(name="a", value=v, rule=FactRule.IGNORE), Fact(name="b", value=v, rule=FactRule.WARN)) for v in "xy")
+    source, sink = attrs.evolve(PAGED, facts=a), attrs.evolve(PAGED, facts=b)
+    plan(source, sink)
+    assert differences(source, sink) == [("facts[b]", "x", "y")]
+    stricter = attrs.evolve(sink, facts=(attrs.evolve(b[0], rule=FactRule.EQUAL), b[1]))
+    for pair, values in (((source, stricter), ("x", "y")), ((stricter, source), ("y", "x"))):
+        with pytest.raises(PlanError) as caught:
+            plan(*pair)
+        assert (caught.value.path, caught.value.mine, caught.value.yours) == ("facts[a]", *values)
 
 
 def test_one_rank_to_many_and_back() -> None:
@@ -268,6 +285,14 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
     "layer": (PAGED, engine(2, [GQA], [3]), ErrorCode.LAYER_MISSING, "groups[draft].parts[k]", "no layer 2", "layer 2 of model 1"),
     "part": (engine(2, [MLA], [2]), PAGED, ErrorCode.PART_MISSING, "groups[draft].parts[k]", "(absent)", "model 1"),
     "opaque": (changed(parts=part(encoding="tiled")), PAGED, ErrorCode.LAYOUT_OPAQUE, "groups[draft].parts[k].encoding", "tiled", "None"),
+    "factor": (changed(parts=part(lanes=12, lane_bytes=100)), changed(parts=part(lanes=8, lane_bytes=150)), ErrorCode.LANE_MISMATCH,
+               "groups[draft].parts[k].lane_bytes", "100", "150"),
+    "live rows": (changed(kind=ItemKind.SLOT, live_rows=3), changed(kind=ItemKind.SLOT, live_rows=4), ErrorCode.ROW_MISMATCH,
+               "groups[draft].live_rows", "3", "4"),
+    "all rows live": (changed(kind=ItemKind.SLOT, live_rows=3), changed(kind=ItemKind.SLOT), ErrorCode.ROW_MISMATCH,
+               "groups[draft].live_rows", "3", "64"),
+    "opaque pages": (changed(parts=part(encoding="tiled")), changed(parts=part(encoding="tiled"), rows=32), ErrorCode.LAYOUT_OPAQUE,
+               "groups[draft].rows", "64", "32"),
     "common multiple": (changed(cp_size=1021, interleave=1019), changed(cp_size=1013, interleave=1013), ErrorCode.ROW_MISMATCH,
                "groups[draft].interleave", "1021 ranks of 1019 tokens", "1013 ranks of 1013 tokens"),
     "nobody": (attrs.evolve(PAGED, ranks=PAGED.ranks[:1]), PAGED, ErrorCode.COVERAGE, "groups[draft].parts[k]",
@@ -295,48 +320,3 @@ def test_handoff_makes_routes_and_no_copies() -> None:
     made = plan(side, side)
     assert made.send_flags(0, 0) == (0,)
     assert lower(made.routes, Side(side, 0, {}), Side(side, 0, {}), {}, {}).ops == ()
-
-
-BROKEN = {
-    "groups": lambda g: attrs.evolve(g, groups=g.groups[::-1]),
-    "ranks": lambda g: attrs.evolve(g, ranks=g.ranks[::-1]),
-    "ranks[0].owns[0].group": lambda g: with_owns(engine(2, [MLA], [2]), group=7),
-    "ranks[0].owns[0].layers": lambda g: with_owns(g, layers=np.array([1, 0], np.uint32)),
-    "ranks[0].owns[0].cp_rank": lambda g: with_owns(g, cp_rank=1),
-    "ranks[0].owns[0].lanes[0]": lambda g: with_owns(g, lanes=(LaneSpan(part=0, lo=0, hi=2),)),
-    "ranks[0].owns[0].lanes": lambda g: with_owns(g, lanes=()),
-}
-
-
-def with_owns(geometry: Geometry, **changes: Any) -> Geometry:
-    first, *rest = geometry.ranks
-    share, *others = first.owns
-    return attrs.evolve(geometry, ranks=(attrs.evolve(first, owns=(attrs.evolve(share, **changes), *others)), *rest))
-
-
-@pytest.mark.parametrize("path", BROKEN)
-def test_description_that_contradicts_itself(path: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        validate(BROKEN[path](engine(2, [MLA, GQA], [2, 1])))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, path)
-
-
-def test_columns_that_overlap_or_leave_their_region() -> None:
-    side = engine(1, [MLA], [1])
-    good = Columns(
-        group=0, items=2, region=np.array([0]), offset=np.array([0]), item_stride=np.array([64 * 1152]),
-        row_stride=np.array([1152]), lane_stride=np.array([1152]),
-    )  # fmt: skip
-    region = {0: Region(id=0, base=0, length=2 * 64 * 1152, kind=MemoryKind.HOST, boot=bytes(16), handles=())}
-    check_columns(side, 0, region, (good,))
-    for change, code in (
-        ({"row_stride": np.array([1000])}, ErrorCode.BAD_COLUMNS),
-        ({"item_stride": np.array([0])}, ErrorCode.BAD_COLUMNS),
-        ({"offset": np.array([1])}, ErrorCode.OUT_OF_REGION),
-        ({"offset": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION),
-        ({"region": np.array([1])}, ErrorCode.BAD_COLUMNS),
-        ({"offset": np.array([0, 0])}, ErrorCode.BAD_COLUMNS),
-    ):
-        with pytest.raises(RemoteError) as caught:
-            check_columns(side, 0, region, (attrs.evolve(good, **change),))
-        assert caught.value.code == code

@@ -1,0 +1,139 @@
+"""Descriptions: their constructors, their invariants, and where tokens go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import PlanError
+from kvproto.geometry import (
+    Geometry,
+    Group,
+    LaneSpan,
+    Rank,
+    decode_geometry,
+    digest,
+    encode_geometry,
+    facts,
+    gqa,
+    local_row,
+    mla,
+    owned_before,
+    owner,
+    owns,
+    validate,
+)
+from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import Fact
+from tests.plan import oracle
+
+MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
+def test_tokens_are_dealt_as_if_one_by_one(cp: int, run: int, origin: int, step: int) -> None:
+    group = attrs.evolve(MLA, cp_size=cp, interleave=run * step, origin=origin * step, tokens_per_row=step)
+    validate(Geometry(replica=0, facts=(), groups=(group,), ranks=()))
+    start = origin if cp > 1 else 0
+    rows = np.arange(start, start + 40, dtype=np.int64)
+    assert owner(group, rows).tolist() == [oracle.cp_rank_of(group, row) for row in rows.tolist()]
+    for rank in range(cp):
+        held = oracle.held(group, rank, (start + 40) * step)
+        assert local_row(group, np.array(held, np.int64)).tolist() == list(range(len(held)))
+        for row in range(start + 40):
+            assert owned_before(group, rank, row) == sum(x < row for x in held)
+
+
+def test_facts_are_in_canonical_order() -> None:
+    assert [(f.name, f.rule) for f in facts({"b": "1", "a": "2"}, {"aa": "3"})] == [
+        ("a", FactRule.EQUAL), ("aa", FactRule.WARN), ("b", FactRule.EQUAL),
+    ]  # fmt: skip
+
+
+def test_order_of_dictionaries_changes_no_byte() -> None:
+    a, b = ({"x": "1", "y": "2"}, {"y": "2", "x": "1"})
+    first, second = (encode_geometry(attrs.evolve(good(), facts=facts(f))) for f in (a, b))
+    assert first == second
+    assert digest(first) == digest(second)
+    assert decode_geometry(memoryview(first)) == attrs.evolve(good(), facts=facts(a))
+
+
+def good() -> Geometry:
+    ranks = [Rank(rank=r, owns=(owns(MLA, [0, 1]), owns(GQA, [0], [(4 * r, 4 * r + 4)]))) for r in range(2)]
+    return Geometry(replica=0, facts=(), groups=(MLA, GQA), ranks=tuple(ranks))
+
+
+def with_group(group: Group, **changes: Any) -> Geometry:
+    return Geometry(replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=())
+
+
+def with_owns(geometry: Geometry, which: int = 0, **changes: Any) -> Geometry:
+    first, *rest = geometry.ranks
+    shares = [attrs.evolve(s, **changes) if i == which else s for i, s in enumerate(first.owns)]
+    return attrs.evolve(geometry, ranks=(attrs.evolve(first, owns=tuple(shares)), *rest))
+
+
+def spans(*bounds: tuple[int, int, int]) -> tuple[LaneSpan, ...]:
+    return tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in bounds)
+
+
+def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
+    """Two groups that hold one model's latent, and which of them each rank owns."""
+    groups = MLA, mla(3, "other", 0, 1152, 16)
+    made = [Rank(rank=r, owns=tuple(owns(groups[g], [0]) for g in own)) for r, own in enumerate(ranks)]
+    return Geometry(replica=0, facts=(), groups=groups, ranks=tuple(made))
+
+
+BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
+    "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups"),
+    "ranks": (lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks"),
+    "rank twice": (lambda: attrs.evolve(good(), ranks=good().ranks[:1] * 2), "ranks"),
+    "facts": (lambda: attrs.evolve(good(), facts=tuple(Fact(name=n, value="", rule=FactRule.EQUAL) for n in "ba")), "facts"),
+    "owns": (lambda: attrs.evolve(good(), ranks=(attrs.evolve(good().ranks[0], owns=good().ranks[0].owns[::-1]),)), "ranks[0].owns"),
+    "unknown group": (lambda: with_owns(good(), 1, group=7), "ranks[0].owns[1].group"),
+    "layers": (lambda: with_owns(good(), layers=np.array([1, 0], np.uint32)), "ranks[0].owns[0].layers"),
+    "layer twice": (lambda: with_owns(good(), layers=np.array([1, 1], np.uint32)), "ranks[0].owns[0].layers"),
+    "no layers": (lambda: with_owns(good(), layers=np.array([], np.uint32)), "ranks[0].owns[0].layers"),
+    "cp rank": (lambda: with_owns(good(), cp_rank=1), "ranks[0].owns[0].cp_rank"),
+    "lanes beyond": (lambda: with_owns(good(), lanes=spans((0, 0, 2))), "ranks[0].owns[0].lanes[0]"),
+    "no lane": (lambda: with_owns(good(), 1, lanes=spans((0, 3, 3), (1, 0, 8))), "ranks[0].owns[1].lanes[0]"),
+    "no span": (lambda: with_owns(good(), lanes=()), "ranks[0].owns[0].lanes"),
+    "no span of a part": (lambda: with_owns(good(), 1, lanes=spans((0, 0, 8))), "ranks[0].owns[1].lanes"),
+    "overlap": (lambda: with_owns(good(), 1, lanes=spans((0, 2, 5), (0, 0, 3), (1, 0, 8))), "ranks[0].owns[1].lanes"),
+    "part order": (lambda: with_owns(good(), 1, lanes=spans((1, 0, 8), (0, 0, 8))), "ranks[0].owns[1].lanes"),
+    "unknown part": (lambda: with_owns(good(), 1, lanes=spans((0, 0, 8), (2, 0, 8))), "ranks[0].owns[1].lanes[1].part"),
+    "no parts": (lambda: with_group(MLA, parts=()), "groups[0].parts"),
+    "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts"),
+    "live rows": (lambda: with_group(MLA, kind=ItemKind.SLOT, live_rows=65), "groups[0].live_rows"),
+    "dealt slots": (lambda: with_group(MLA, kind=ItemKind.SLOT, cp_size=2), "groups[0].interleave"),
+    "cut rows": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=6), "groups[0].interleave"),
+    "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
+    "cut origin": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=4, origin=2), "groups[0].interleave"),
+    "long deal": (lambda: with_group(MLA, cp_size=2, interleave=1 << 20), "groups[0].cp_size"),
+    "two groups in a rank": (lambda: twins(((0, 1),)), "ranks[0].owns[1].layers"),
+    "two groups, a rank each": (lambda: twins(((0,), (1,))), "ranks[1].owns[0].layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_description_that_contradicts_itself(case: str) -> None:
+    make, path = BROKEN[case]
+    for check in (lambda: validate(make()), lambda: decode_geometry(encode_geometry(make()))):
+        with pytest.raises(PlanError) as caught:
+            check()
+        assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, path)
+
+
+@pytest.mark.parametrize("deal", [(1, 0), (9, 6), (3, 3)])
+def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
+    cp = 1 if deal[0] == 1 else 2
+    validate(with_group(MLA, cp_size=cp, tokens_per_row=3, interleave=deal[0], origin=deal[1]))
+
+
+def test_a_rank_may_own_nothing() -> None:
+    validate(attrs.evolve(good(), ranks=(*good().ranks, Rank(rank=9, owns=()))))

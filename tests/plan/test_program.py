@@ -1,0 +1,303 @@
+"""Copy programs against brute force, and the checks of columns and grants."""
+
+import random
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.execute import checksums, execute
+from kvproto.geometry import Geometry, Group, Rank, decode_geometry, encode_geometry, gqa, mla, owns, validate
+from kvproto.plan import Plan, plan
+from kvproto.program import CopyProgram, Side, Window, check_columns, check_grants, items_needed, lower
+from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.messages import Columns, Grants
+from tests.plan import oracle
+from tests.plan.oracle import Request
+from tests.plan.worlds import Cache, caches, layout, regions, side
+
+ITEMS = 40
+
+
+@attrs.frozen
+class Held:
+    """A rank's memory and what is asked of it."""
+
+    columns: dict[int, Columns]
+    lengths: dict[int, int]
+    asked: dict[int, Request]
+    targets: dict[tuple[int, int], oracle.Coordinate]
+
+    @property
+    def windows(self) -> dict[int, Window]:
+        return {g: Window(r.first, r.count, np.array(r.items, np.int64)) for g, r in self.asked.items()}
+
+
+def span(rng: random.Random, cache: Cache, geometries: tuple[Geometry, ...]) -> tuple[int, int]:
+    """Tokens that both sides can name: from the later origin, and no more than the smaller ring."""
+    groups = [
+        g for x in geometries for g in x.groups if g.model == cache.model and g.parts[0].name == cache.parts[0][0]
+    ]
+    first = max([g.origin for g in groups if g.cp_size > 1], default=0) + rng.randint(0, 14)
+    most = min([g.rows * g.tokens_per_row for g in groups if g.kind == ItemKind.RING], default=14)
+    return first, rng.randint(0, min(most, 14))
+
+
+def hold(rng: random.Random, geometry: Geometry, rank: int, spans: dict[int, tuple[int, int]]) -> Held:
+    groups = {g.id: g for g in geometry.groups}
+    columns, lengths = layout(rng, geometry, rank, ITEMS)
+    asked = {}
+    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
+        group = groups[share.group]
+        needed = oracle.need(group, share.cp_rank, *spans[group.id])
+        assert items_needed(group, share.cp_rank, *spans[group.id]) == needed
+        asked[group.id] = Request(*spans[group.id], rng.sample(range(ITEMS), needed))
+    held = Held(columns, lengths, asked, dict(oracle.walk(geometry, rank, columns, asked)))
+    check_columns(geometry, rank, regions(lengths), tuple(columns[g] for g in sorted(columns)))
+    return held
+
+
+@settings(max_examples=130, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_every_byte_against_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    cached = caches(rng)
+    source, sink = (
+        side(rng, cached, rng.randint(0, 3), complete=True),
+        side(rng, cached, rng.randint(0, 3), complete=False),
+    )
+    for geometry in (source, sink):
+        validate(geometry)
+        assert decode_geometry(encode_geometry(geometry)) == geometry
+    made = plan(source, sink)
+    assert made == plan(decode_geometry(encode_geometry(source)), decode_geometry(encode_geometry(sink)))
+    wanted_spans: dict[int, tuple[int, int]] = {}
+    whole_spans: dict[int, tuple[int, int]] = {}
+    early = rng.random() < 0.5
+    for cache in cached:
+        first, count = span(rng, cache, (source, sink))
+        for geometry, spans in ((sink, wanted_spans), (source, whole_spans)):
+            for g in geometry.groups:
+                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
+                    whole = early and g.kind == ItemKind.PAGE and geometry is source
+                    spans[g.id] = (0, first + count + 3) if whole else (first, count)
+    have = {r.rank: hold(rng, source, r.rank, whole_spans) for r in source.ranks}
+    pools = {}
+    for number, held in have.items():
+        pools[number] = oracle.noise(held.lengths, number)
+        for (region, at), where in held.targets.items():
+            pools[number][region][at] = oracle.value(where)
+    before = {n: {i: p.copy() for i, p in pool.items()} for n, pool in pools.items()}
+    for rank in sink.ranks:
+        held = hold(rng, sink, rank.rank, wanted_spans)
+        mine = oracle.noise(held.lengths, 99)
+        for (region, at), where in held.targets.items():
+            mine[region][at] = oracle.value(where) ^ 0xFF
+        wanted = {i: p.copy() for i, p in mine.items()}
+        for (region, at), where in held.targets.items():
+            wanted[region][at] = oracle.value(where)
+        here = {i: memoryview(p) for i, p in mine.items()}
+        written = 0
+        for number in made.required(rank.rank):
+            there = {i: memoryview(p) for i, p in pools[number].items()}
+            program = lower(
+                made.between(number, rank.rank), Side(source, number, have[number].columns),
+                Side(sink, rank.rank, held.columns), have[number].windows, held.windows,
+            )  # fmt: skip
+            assert execute(program, there, here) == program.bytes == sum(program.bytes_by_group().values())
+            written += program.bytes
+            sent = checksums(program, there, sink=False)
+            assert sent == checksums(program, here, sink=True)
+            assert sent == _sums(made, source, sink, number, rank.rank, held)
+            _flip(rng, program, here, sent)
+        assert all(np.array_equal(mine[i], wanted[i]) for i in mine)
+        assert written == len(held.targets)  # each byte exactly once
+    assert all(np.array_equal(pools[n][i], before[n][i]) for n in pools for i in pools[n])
+
+
+def _sums(made: Plan, source: Geometry, sink: Geometry, number: int, rank: int, held: Held) -> dict[int, int]:
+    """The checksums that the spec defines, over the bytes that the routes of the pair name."""
+    found = {}
+    groups = oracle.group_of(source)
+    shares = {o.group: o for r in sink.ranks if r.rank == rank for o in r.owns}
+    for route in made.between(number, rank):
+        group = next(g for g in sink.groups if g.id == route.group)
+        index = {(group.model, p.name): i for i, p in enumerate(group.parts)}
+        moved = {}
+        for _, where in oracle.bytes_of(group, shares[group.id], held.columns[group.id], held.asked[group.id]):
+            model, layer, part, row, at = where
+            paged = group.kind == ItemKind.PAGE
+            turn = oracle.cp_rank_of(groups[model, part, layer], row) if paged else 0
+            for box in route.boxes:
+                inside = box.layer_lo <= layer < box.layer_hi and box.lo <= at < box.hi
+                if inside and (index[model, part], turn) == (box.part, box.source_class):
+                    assert where not in moved
+                    moved[where] = oracle.value(where)
+        if moved:
+            found[group.id] = oracle.checksum(moved, index)
+    return found
+
+
+def _flip(rng: random.Random, program: CopyProgram, pools: dict[int, memoryview], sums: dict[int, int]) -> None:
+    """One changed bit changes the checksum of its group, and of no other."""
+    if not program.ops:
+        return
+    op = rng.choice(program.ops)
+    rows = program.maps[op.map]
+    i = rng.randrange(rows.rows.size)
+    row = int(rows.sink_row[i]) + rng.randrange(int(rows.rows[i]))
+    lane, byte, bit = rng.randrange(op.lanes), rng.randrange(op.lane_bytes), 1 << rng.randrange(8)
+    place = op.sink
+    at = place.offset + int(rows.sink_item[i]) * place.item_stride + row * place.row_stride + lane * place.lane_stride
+    pools[place.region][at + byte] ^= bit
+    changed = checksums(program, pools, sink=True)
+    pools[place.region][at + byte] ^= bit
+    assert {g for g in sums if changed[g] != sums[g]} == {op.group}
+
+
+def test_columns_that_overlap_or_leave_their_region() -> None:
+    target = mla(0, "target", 0, 1152, 64)
+    geometry, _ = pool(target)
+    good = Columns(
+        group=0, items=2, region=np.array([0]), offset=np.array([0]), item_stride=np.array([64 * 1152]),
+        row_stride=np.array([1152]), lane_stride=np.array([1152]),
+    )  # fmt: skip
+    region = regions({0: 2 * 64 * 1152})
+    check_columns(geometry, 0, region, (good,))
+    for change, code in (
+        ({"row_stride": np.array([1000])}, ErrorCode.BAD_COLUMNS),
+        ({"item_stride": np.array([0])}, ErrorCode.BAD_COLUMNS),
+        ({"offset": np.array([1])}, ErrorCode.OUT_OF_REGION),
+        ({"offset": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION),
+        ({"region": np.array([1])}, ErrorCode.BAD_COLUMNS),
+        ({"offset": np.array([0, 0])}, ErrorCode.BAD_COLUMNS),
+    ):
+        with pytest.raises(RemoteError) as caught:
+            check_columns(geometry, 0, region, (attrs.evolve(good, **change),))
+        assert caught.value.code == code
+
+
+def pool(group: Group, items: int = 4, **more: Any) -> tuple[Geometry, dict[int, Columns]]:
+    """One rank that owns layer 0 of one group, stored without gaps."""
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0], **more),)),))
+    sizes = [p.lanes * p.lane_bytes for p in group.parts]
+    rows = [
+        (items * group.rows * sum(sizes[:i]), group.rows * s, s, p.lane_bytes)
+        for i, (p, s) in enumerate(zip(group.parts, sizes, strict=True))
+    ]
+    offset, item_stride, row_stride, lane_stride = np.array(rows, np.uint64).T.copy()
+    return geometry, {
+        group.id: Columns(
+            group=group.id, items=items, region=np.zeros(len(rows), np.uint32), offset=offset, item_stride=item_stride,
+            row_stride=row_stride, lane_stride=lane_stride,
+        )
+    }  # fmt: skip
+
+
+PAGES = mla(0, "pages", 0, 8, 4)
+RING = attrs.evolve(PAGES, kind=ItemKind.RING, rows=6, tokens_per_row=4)
+DEALT = attrs.evolve(PAGES, cp_size=2, interleave=4, origin=8)
+
+
+def grant(first: int, count: int, items: list[int], valid: int | None = None, group: int = 0) -> Grants:
+    made = np.array(items, np.uint32)
+    return Grants(group=group, first=first, count=count, valid=first + count if valid is None else valid, items=made)
+
+
+GRANTS: dict[str, tuple[Group, tuple[Grants, ...], ErrorCode | None, str]] = {
+    "whole": (PAGES, (grant(0, 16, [3, 2, 1, 0]),), None, ""),
+    "partial pages": (PAGES, (grant(3, 6, [3, 0, 1]),), None, ""),
+    "more valid": (PAGES, (grant(0, 4, [0], valid=9),), None, ""),
+    "nothing": (PAGES, (grant(5, 0, []),), None, ""),
+    "a ring's worth of rows": (RING, (grant(8, 24, [1]),), None, ""),
+    "dealt": (DEALT, (grant(8, 9, [1, 3]),), None, ""),
+    "nothing of ours": (DEALT, (grant(12, 4, []),), None, ""),
+    "no group": (PAGES, (), ErrorCode.BAD_GRANT, "grants"),
+    "another group": (PAGES, (grant(0, 4, [0], group=1),), ErrorCode.BAD_GRANT, "grants"),
+    "group twice": (PAGES, (grant(0, 4, [0]),) * 2, ErrorCode.BAD_GRANT, "grants"),
+    "rows that are not real": (PAGES, (grant(0, 4, [0], valid=3),), ErrorCode.BAD_GRANT, "grants[0].valid"),
+    "too few": (PAGES, (grant(3, 6, [0, 1]),), ErrorCode.BAD_GRANT, "grants[0].items"),
+    "too many": (PAGES, (grant(0, 4, [0, 1]),), ErrorCode.BAD_GRANT, "grants[0].items"),
+    "no ring": (RING, (grant(0, 4, []),), ErrorCode.BAD_GRANT, "grants[0].items"),
+    "more than the ring": (RING, (grant(0, 28, [0]),), ErrorCode.BAD_GRANT, "grants[0].count"),
+    "before the deal": (DEALT, (grant(0, 12, [0, 1]),), ErrorCode.BAD_GRANT, "grants[0].first"),
+    "beyond the pool": (PAGES, (grant(0, 8, [0, 4]),), ErrorCode.OUT_OF_REGION, "grants[0].items"),
+    "item twice": (PAGES, (grant(0, 8, [2, 2]),), ErrorCode.ITEM_ALIAS, "grants[0].items"),
+}
+
+
+@pytest.mark.parametrize("case", GRANTS)
+def test_grants(case: str) -> None:
+    group, grants, code, path = GRANTS[case]
+    geometry, columns = pool(group)
+    if code is None:
+        check_grants(geometry, 0, columns, (0,), grants)
+        return
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, columns, (0,), grants)
+    assert (caught.value.code, caught.value.path) == (code, path)
+
+
+@pytest.mark.parametrize(
+    ("group", "window"),
+    [
+        (PAGES, Window(0, 8, np.array([1]))),  # an item too few
+        (PAGES, Window(4, 8, np.array([1, 2, 3]))),  # begins after the rows that are asked for
+        (attrs.evolve(RING, tokens_per_row=1, rows=7), Window(0, 8, np.array([0]))),  # the ring has forgotten row 0
+        (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 8, np.array([], np.int64))),
+    ],
+)
+def test_a_source_that_does_not_hold_the_rows_refuses(group: Group, window: Window) -> None:
+    paged = group.kind == ItemKind.PAGE
+    sink_group = attrs.evolve(group, rows=4 if paged else 9)
+    (source, theirs), (sink, ours) = pool(group), pool(sink_group)
+    items = np.array([0, 1] if paged else [0])
+    routes = plan(source, sink).routes
+    with pytest.raises(KvprotoError) as caught:
+        lower(routes, Side(source, 0, theirs), Side(sink, 0, ours), {0: window}, {0: Window(0, 8, items)})
+    assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+def test_rows_before_the_source_deals_are_refused() -> None:
+    source, theirs = pool(DEALT, cp_rank=0)
+    both = tuple(attrs.evolve(source.ranks[0], rank=r, owns=(owns(DEALT, [0], cp_rank=r),)) for r in range(2))
+    source = attrs.evolve(source, ranks=both)
+    sink, ours = pool(PAGES)
+    window = {0: Window(0, 8, np.array([0, 1]))}
+    with pytest.raises(KvprotoError) as caught:
+        lower(plan(source, sink).between(0, 0), Side(source, 0, theirs), Side(sink, 0, ours), window, window)
+    assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+def test_an_empty_window_copies_nothing() -> None:
+    geometry, columns = pool(PAGES)
+    side_, window = Side(geometry, 0, columns), {0: Window(5, 0, np.array([], np.int64))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert program.ops == ()
+    assert [list(m.by_length()) for m in program.maps] == [[]]
+    assert program.bytes == execute(program, {}, {}) == 0
+
+
+def test_objects_do_not_multiply_with_pages() -> None:
+    group = gqa(0, "heads", 0, 2, 8, 1)
+    geometry, columns = pool(group, 1000)
+    side_, window = Side(geometry, 0, columns), {0: Window(0, 1000, np.random.default_rng(0).permutation(1000))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert (len(program.maps), len(program.ops)) == (1, 2)
+    assert program.bytes == 1000 * 2 * 2 * 8
+
+
+def test_checksum_of_a_model_with_a_great_number() -> None:
+    group = attrs.evolve(PAGES, model=1 << 20)
+    geometry, columns = pool(group)
+    side_, window = Side(geometry, 0, columns), {0: Window(0, 4, np.array([0]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    memory = np.arange(128, dtype=np.uint8)
+    where = {(1 << 20, 0, "latent", row, byte): row * 8 + byte for row in range(4) for byte in range(8)}
+    assert checksums(program, {0: memoryview(memory)}, sink=False) == {
+        0: oracle.checksum(where, {(1 << 20, "latent"): 0})
+    }
