@@ -60,7 +60,7 @@ def _gather(op: Op, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tupl
     place = op.sink if sink else op.source
     item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
     for length, part in rows.by_length():
-        index = (rows.row[part, None] + np.arange(length)).astype(np.uint64)
+        index = rows.row[rows.start[part, None] + np.arange(length)].astype(np.uint64)
         yield index, _view(place, op, length, regions[place.region])[item[part], row[part]]
 
 

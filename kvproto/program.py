@@ -53,10 +53,12 @@ class Side:
 
 @attrs.frozen(eq=False)
 class RowMap:
-    """Runs of rows that are consecutive on both sides; arrays of equal length, sorted by run length."""
+    """Runs of rows that lie one after the other on both sides; arrays of equal length but for `row`, by run length."""
 
     row: IntArray
-    """Global row of the first row of each run."""
+    """Every global row, ascending; those of a run need not be consecutive where tokens are dealt over ranks."""
+    start: IntArray
+    """Index into `row` of the first row of each run."""
     source_item: IntArray
     source_row: IntArray
     sink_item: IntArray
@@ -178,7 +180,7 @@ def _row_map(src: Group, dst: Group, box: Box, source: Window, sink: Window) -> 
     starts = np.flatnonzero(fresh)
     lengths = np.diff(starts, append=rows.size)
     starts = starts[np.argsort(lengths, kind="stable")]
-    return RowMap(rows[starts], si[starts], sr[starts], di[starts], dr[starts], np.sort(lengths))
+    return RowMap(rows, starts, si[starts], sr[starts], di[starts], dr[starts], np.sort(lengths))
 
 
 def _place_rows(group: Group, window: Window, cp_rank: int, rows: IntArray) -> tuple[IntArray, IntArray]:
