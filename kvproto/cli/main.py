@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import string
 import sys
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,14 @@ def _decode(source: str, as_json: bool) -> int:
     try:
         message = decode(_read(source))
     except KvprotoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        doc = ERROR_DOC[error.code].rstrip(".")
+        print(f"error: {doc[0].lower()}{doc[1:]} ({error.between('expected', 'found', ' ')})", file=sys.stderr)
+        return 1
+    except FileNotFoundError:
+        print(f"error: {_short(source)}: no such file, and not whole bytes of hex", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {source}: {error.strerror}", file=sys.stderr)
+        print(f"error: {_short(source)}: {error.strerror}", file=sys.stderr)
         return 1
     if as_json:
         print(json.dumps({"message": type(message).__name__, "fields": to_json(message, redact=True)}))
@@ -60,21 +66,28 @@ def _decode(source: str, as_json: bool) -> int:
 def _read(source: str) -> bytes:
     if source == "-":
         return sys.stdin.buffer.read()
-    digits = source.replace(" ", "")
-    if digits and len(digits) % 2 == 0 and set(digits) <= set(string.hexdigits) and not Path(source).exists():
+    # os.path.exists is False for names that are too long, where Path.exists raises
+    digits = "".join(source.split())
+    if digits and not len(digits) % 2 and set(digits) <= set(string.hexdigits) and not os.path.exists(source):
         return bytes.fromhex(digits)
     return Path(source).read_bytes()
 
 
+def _short(source: str) -> str:
+    return repr(source if len(source) <= 64 else source[:61] + "...")
+
+
 def _lines(value: Any, indent: str) -> Iterator[str]:
-    secret = {a.name for a in value.__attrs_attrs__ if not a.repr}
-    for number, name, type_, *_ in tables.FIELDS[type(value).__name__]:
+    cls = type(value).__name__
+    for number, name, type_, *_ in tables.FIELDS[cls]:
         item = getattr(value, name)
         if item is None:
             continue
         head = f"{indent}{number:>3} {name}"
-        if name in secret:
-            yield f"{head} = (secret)"
+        unit = tables.UNITS.get(cls, {}).get(name)
+        note = f"{type_}, {unit}" if unit else type_
+        if name in tables.SECRET.get(cls, ()):
+            yield f"{head} = (secret)  ({note})"
         elif type_.startswith("struct:"):
             yield f"{head}:"
             yield from _lines(item, indent + "    ")
@@ -84,15 +97,17 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
                 yield f"{indent}    [{i}]"
                 yield from _lines(part, indent + "      ")
         else:
-            yield f"{head} = {_text(item)}  ({type_})"
+            yield f"{head} = {_text(item)}  ({note})"
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, memoryview | bytes):
-        return f"{bytes(value[:32]).hex()}{'...' if len(value) > 32 else ''} [{len(value)} bytes]"
+    if isinstance(value, bytes):
+        return f"{value[:32].hex()}{'...' if len(value) > 32 else ''} [{len(value)} bytes]"
     if isinstance(value, np.ndarray):
         return f"{np.array2string(value, threshold=16, separator=', ')} [{value.size}]"
-    return value.name if hasattr(value, "name") else repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return value.name if isinstance(value, IntEnum) else repr(value)
 
 
 if __name__ == "__main__":

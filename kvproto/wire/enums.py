@@ -7,90 +7,125 @@ class Role(IntEnum):
     """What an engine does in one transfer."""
 
     SOURCE = 1
+    """Has the cache and sends it: prefill."""
     SINK = 2
+    """Takes the cache: decode."""
 
 
 class Feature(IntEnum):
     """Optional behaviour, offered in Hello and chosen in Welcome."""
 
     VERIFY = 1
+    """Done carries a checksum of each group."""
 
 
 class FactRule(IntEnum):
     """How an identity fact is compared."""
 
     EQUAL = 1
+    """A difference is refused."""
     WARN = 2
+    """A difference is logged."""
     IGNORE = 3
+    """Not compared."""
 
 
 class ItemKind(IntEnum):
     """What an item of a cache group is."""
 
     PAGE = 1
+    """Rows of consecutive tokens, token-indexed."""
     SLOT = 2
+    """State of one request."""
     RING = 3
+    """State of one request; row is the position modulo the rows."""
     HANDOFF = 4
+    """Bytes that ride in Done."""
 
 
 class DType(IntEnum):
     """Element type of the bytes of a lane."""
 
     U8 = 1
+    """Unsigned, 8 bits."""
     I8 = 2
+    """Signed, 8 bits."""
     F16 = 3
+    """IEEE half precision."""
     BF16 = 4
+    """bfloat16."""
     F32 = 5
+    """IEEE single precision."""
     F8E4M3 = 6
+    """8-bit float, 4 bits of exponent, 3 of mantissa."""
     F8E5M2 = 7
+    """8-bit float, 5 bits of exponent, 2 of mantissa."""
     I32 = 8
+    """Signed, 32 bits."""
     I64 = 9
+    """Signed, 64 bits."""
     U32 = 10
+    """Unsigned, 32 bits."""
 
 
 class Access(IntEnum):
     """What the peer may do with registered memory."""
 
     WRITE = 1
+    """The peer writes."""
     READ = 2
+    """The peer reads."""
 
 
 class MemoryKind(IntEnum):
     """Where a region lives."""
 
     HOST = 1
+    """Memory of the host."""
     CUDA = 2
+    """Memory of a CUDA device."""
 
 
 class Transport(IntEnum):
     """How the bytes move."""
 
     SHM = 1
+    """POSIX shared memory, one host."""
     INLINE = 2
+    """Inside the session itself."""
     CUDA = 3
+    """GPUs of one host that map each other."""
     NIXL = 4
+    """Between hosts, by NIXL."""
 
 
 class RequestState(IntEnum):
     """How far the source is with a request."""
 
     PENDING = 1
+    """Prefill has not begun."""
     RUNNING = 2
+    """Prefill is under way."""
     READY = 3
+    """The cache is complete."""
 
 
 class Outcome(IntEnum):
     """Whether the sink has anything to decode."""
 
     CONTINUE = 1
+    """The sink decodes on."""
     FINISHED = 2
+    """The answer ended with its first tokens."""
 
 
 class Proof(IntEnum):
     """What a drain proves: no write of the attempt can arrive any more, or nothing."""
 
     PROVEN = 1
+    """No write of the attempt can arrive any more."""
     UNPROVABLE = 2
+    """Nothing is known."""
 
 
 class ErrorCode(IntEnum):
@@ -99,7 +134,7 @@ class ErrorCode(IntEnum):
     BAD_MAGIC = 0x0101
     """The frame does not start with the magic."""
     BAD_LENGTH = 0x0102
-    """The body length of the envelope is not the length of the body."""
+    """A number array ends inside an element."""
     UNKNOWN_FLAG = 0x0103
     """An unknown flag bit of the low byte is set."""
     UNSUPPORTED_VERSION = 0x0104
@@ -314,7 +349,7 @@ ERROR_RECOVERY: dict[ErrorCode, str] = {
 
 ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.BAD_MAGIC: "The frame does not start with the magic.",
-    ErrorCode.BAD_LENGTH: "The body length of the envelope is not the length of the body.",
+    ErrorCode.BAD_LENGTH: "A number array ends inside an element.",
     ErrorCode.UNKNOWN_FLAG: "An unknown flag bit of the low byte is set.",
     ErrorCode.UNSUPPORTED_VERSION: "The major version is not one that the reader speaks.",
     ErrorCode.UNKNOWN_MESSAGE: "The message type is not known.",

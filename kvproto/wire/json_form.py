@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvproto.errors import LocalError, WireError
 from kvproto.wire import enums, messages, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import refuse
+from kvproto.wire.writer import validate
 
 __all__ = ["from_json", "to_json"]
 
 T = TypeVar("T")
+REDACTED = "(secret)"
+_DECIMAL = re.compile(r"0|[1-9][0-9]*", re.ASCII)
+_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
     """Plain JSON data; `redact` replaces secret fields by "(secret)"."""
-    secret = {a.name for a in value.__attrs_attrs__ if not a.repr}
+    cls = type(value).__name__
+    if cls not in tables.FIELDS:
+        raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)
+    hidden = tables.SECRET.get(cls, set()) if redact else set()
     found: dict[str, Any] = {}
-    for _, name, type_, *_ in tables.FIELDS[type(value).__name__]:
+    for _, name, type_, *_ in tables.FIELDS[cls]:
         item = getattr(value, name)
         if item is not None:
-            found[name] = "(secret)" if redact and name in secret else _out(item, type_, redact)
+            found[name] = REDACTED if name in hidden else _out(item, type_, redact)
     return found
 
 
@@ -34,8 +43,10 @@ def _out(value: Any, type_: str, redact: bool) -> Any:
     if type_.startswith("array<"):
         return [str(int(v)) for v in value]
     if type_.startswith("enum:"):
-        cls = getattr(enums, type_[5:])
-        return cls(value).name if value in set(cls) else {"unknown": int(value)}
+        try:
+            return getattr(enums, type_[5:])(value).name
+        except ValueError:
+            return {"unknown": int(value)}
     if type_ == "bytes":
         return bytes(value).hex()
     return value if type_ in ("str", "bool") else str(int(value))
@@ -43,24 +54,38 @@ def _out(value: Any, type_: str, redact: bool) -> Any:
 
 def from_json(cls: type[T], data: Any) -> T:
     """The message or struct; raises WireError with the path of what is wrong."""
-    return cls(**_fields(cls.__name__, data, ""))
+    if cls.__name__ not in tables.FIELDS:
+        raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls.__name__)
+    made: T = _object(cls, data, "")
+    validate(made)
+    return made
 
 
-def _fields(name: str, data: Any, path: str) -> dict[str, Any]:
+def _object(cls: type[Any], data: Any, path: str) -> Any:
+    name = cls.__name__
     if not isinstance(data, dict):
         raise refuse(ErrorCode.BAD_TYPE, path, "an object", type(data).__name__)
     found = {}
     rows = {row[1]: row for row in tables.FIELDS[name]}
     for key in data:
         if key not in rows:
-            raise refuse(ErrorCode.UNKNOWN_FIELD, f"{path}.{key}" if path else key, "a known field", key)
+            raise refuse(ErrorCode.UNKNOWN_FIELD, _join(path, str(key)), "a known field", key)
     for field, row in rows.items():
-        at = f"{path}.{field}" if path else field
+        at = _join(path, field)
         if field in data:
-            found[field] = _in(data[field], row[2], at)
+            try:
+                found[field] = _in(data[field], row[2], at)
+            except WireError as error:
+                if field in tables.SECRET.get(name, ()):
+                    raise refuse(error.code, error.path, error.mine, REDACTED) from None
+                raise
         elif row[3]:
             raise refuse(ErrorCode.MISSING_FIELD, at, "required", "absent")
-    return found
+    return cls(**found)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _in(value: Any, type_: str, path: str) -> Any:
@@ -71,25 +96,38 @@ def _in(value: Any, type_: str, path: str) -> Any:
         made = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
         return np.array(made, np.uint64) if type_.startswith("array<") else tuple(made)
     if type_.startswith("struct:"):
-        return getattr(messages, type_[7:])(**_fields(type_[7:], value, path))
+        return _object(getattr(messages, type_[7:]), value, path)
     if type_.startswith("enum:"):
-        cls = getattr(enums, type_[5:])
-        if isinstance(value, dict) and isinstance(value.get("unknown"), int) and type_[5:] in tables.OPEN_ENUMS:
-            return value["unknown"]
-        if not isinstance(value, str) or value not in cls.__members__:
-            raise refuse(ErrorCode.UNKNOWN_ENUM_VALUE, path, f"a name of {type_[5:]}", value)
-        return cls[value]
+        return _enum(value, type_[5:], path)
     if type_ == "bytes":
-        try:
-            return bytes.fromhex(value)
-        except (TypeError, ValueError):
-            raise refuse(ErrorCode.BAD_TYPE, path, "hex", value) from None
+        if not isinstance(value, str) or not _HEX.fullmatch(value):
+            raise refuse(ErrorCode.BAD_TYPE, path, "lower-case hex", type(value).__name__)
+        return bytes.fromhex(value)
     if type_ in ("str", "bool"):
         if not isinstance(value, str if type_ == "str" else bool):
             raise refuse(ErrorCode.BAD_TYPE, path, type_, type(value).__name__)
         return value
-    if isinstance(value, str) and value.isascii() and value.isdigit() and str(int(value)) == value:
+    return _integer(value, path)
+
+
+def _enum(value: Any, name: str, path: str) -> int:
+    cls = getattr(enums, name)
+    if isinstance(value, dict) and value.keys() == {"unknown"}:
+        number = _integer(value["unknown"], path)
+        if name in tables.OPEN_ENUMS and number not in set(cls):
+            return number
+    elif isinstance(value, str) and value in cls.__members__:
+        made: int = cls[value]
+        return made
+    raise refuse(ErrorCode.UNKNOWN_ENUM_VALUE, path, f"a name of {name}", repr(value)[:80])
+
+
+def _integer(value: Any, path: str) -> int:
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        # the length first: converting a huge number of digits is slow, and refused by Python itself
+        if len(value) > 20 or int(value) >= 1 << 64:
+            raise refuse(ErrorCode.OUT_OF_RANGE, path, f"0..{(1 << 64) - 1}", value[:24])
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
         return value
-    raise refuse(ErrorCode.BAD_TYPE, path, "a decimal string", value)
+    raise refuse(ErrorCode.BAD_TYPE, path, "a decimal string", repr(value)[:80])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Reader", "refuse"]
+__all__ = ["Fault", "Reader", "refuse"]
 
 
 def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError:
@@ -14,8 +18,25 @@ def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError
     return WireError(code, path, str(mine), str(yours))
 
 
+class Fault(Exception):
+    """A refusal on its way out; containers add their step, so that good input pays for no path."""
+
+    def __init__(self, code: ErrorCode, mine: object, yours: object, *steps: str) -> None:
+        super().__init__(code)
+        self.code, self.mine, self.yours, self.steps = code, mine, yours, list(steps)
+
+    def error(self) -> WireError:
+        """The WireError with the whole path."""
+        path = ""
+        for step in reversed(self.steps):
+            path += step if not path or step.startswith("[") else f".{step}"
+        return refuse(self.code, path, self.mine, self.yours)
+
+
 _UINT = {0xCC: (1, 0x80), 0xCD: (2, 0x100), 0xCE: (4, 0x10000), 0xCF: (8, 0x100000000)}
 """Form to its bytes and the least value that needs it."""
+_INT = {0xD0: (1, -0x20), 0xD1: (2, -0x80), 0xD2: (4, -0x8000), 0xD3: (8, -0x80000000)}
+"""Form to its bytes and the value that all of its values lie below."""
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _EXT = {0xC7: (1, 0), 0xC8: (2, 0x100), 0xC9: (4, 0x10000)}
 _BIN = {0xC4: (1, 0), 0xC5: (2, 0x100), 0xC6: (4, 0x10000)}
@@ -27,139 +48,174 @@ _MAP = {0xDE: (2, 16), 0xDF: (4, 0x10000)}
 class Reader:
     """A cursor over one body."""
 
+    __slots__ = ("at", "end", "view")
+
     def __init__(self, view: memoryview) -> None:
-        self.view, self.at, self._end = view, 0, len(view)
+        self.view, self.at, self.end = view, 0, len(view)
 
-    def _byte(self, path: str) -> int:
-        if self.at >= self._end:
-            raise refuse(ErrorCode.TRUNCATED, path, "a value", "the end")
-        value = self.view[self.at]
-        self.at += 1
-        return value
+    def _byte(self) -> int:
+        at = self.at
+        if at >= self.end:
+            raise Fault(ErrorCode.TRUNCATED, "a value", "the end")
+        self.at = at + 1
+        return self.view[at]
 
-    def _take(self, size: int, path: str) -> memoryview:
-        if size > self._end - self.at:
-            raise refuse(ErrorCode.TRUNCATED, path, f"{size} bytes", f"{self._end - self.at} bytes")
-        part = self.view[self.at : self.at + size]
-        self.at += size
-        return part
+    def _take(self, size: int) -> memoryview:
+        at = self.at
+        if size > self.end - at:
+            raise Fault(ErrorCode.TRUNCATED, f"{size} bytes", f"{self.end - at} bytes")
+        self.at = at + size
+        return self.view[at : at + size]
 
-    def _number(self, form: tuple[int, int], path: str) -> int:
-        value = int.from_bytes(self._take(form[0], path), "big")
+    def _number(self, form: tuple[int, int]) -> int:
+        value = int.from_bytes(self._take(form[0]), "big")
         if value < form[1]:
-            raise refuse(ErrorCode.NOT_CANONICAL, path, "the shortest form", f"{value} in {form[0]} bytes")
+            raise Fault(ErrorCode.NOT_CANONICAL, "the shortest form", f"a number of {form[0]} bytes")
         return value
 
-    def uint(self, path: str) -> int:
+    def _signed(self, form: tuple[int, int]) -> int:
+        value = int.from_bytes(self._take(form[0]), "big", signed=True)
+        if value >= form[1]:
+            raise Fault(ErrorCode.NOT_CANONICAL, "the shortest form", f"a number of {form[0]} bytes")
+        return value
+
+    def uint(self) -> int:
         """An integer from 0 on."""
-        head = self._byte(path)
+        head = self._byte()
         if head < 0x80:
             return head
         form = _UINT.get(head)
-        if form is None:
-            raise self._wrong(head, path, "an unsigned integer")
-        return self._number(form, path)
+        if form is not None:
+            return self._number(form)
+        if head in _INT:
+            self._signed(_INT[head])
+        raise _wrong(head, "an unsigned integer")
 
-    def boolean(self, path: str) -> bool:
+    def boolean(self) -> bool:
         """True or false."""
-        head = self._byte(path)
+        head = self._byte()
         if head not in (0xC2, 0xC3):
-            raise self._wrong(head, path, "a boolean")
+            raise _wrong(head, "a boolean")
         return head == 0xC3
 
-    def _length(
-        self,
-        path: str,
-        head: int,
-        fix: tuple[int, int] | None,
-        forms: dict[int, tuple[int, int]],
-        kind: str,
-        limit: int,
-    ) -> int:
-        if fix is not None and fix[0] <= head <= fix[1]:
-            return head - fix[0]
+    def _length(self, head: int, forms: dict[int, tuple[int, int]], kind: str, limit: int) -> int:
         form = forms.get(head)
         if form is None:
-            raise self._wrong(head, path, kind)
-        size = self._number(form, path)
+            raise _wrong(head, kind)
+        size = self._number(form)
         if size > limit:
-            raise refuse(ErrorCode.TOO_LARGE, path, limit, size)
+            raise Fault(ErrorCode.TOO_LARGE, limit, size)
         return size
 
-    def map_header(self, path: str, depth: int) -> int:
+    def map_header(self, depth: int) -> int:
         """Entries of a map; each takes two bytes at least."""
-        return self._count(path, depth, (0x80, 0x8F), _MAP, "a map", 2)
-
-    def array_header(self, path: str, depth: int) -> int:
-        """Elements of a list; each takes one byte at least."""
-        return self._count(path, depth, (0x90, 0x9F), _ARRAY, "a list", 1)
-
-    def _count(
-        self, path: str, depth: int, fix: tuple[int, int], forms: dict[int, tuple[int, int]], kind: str, least: int
-    ) -> int:
         if depth > tables.MAX_DEPTH:
-            raise refuse(ErrorCode.TOO_DEEP, path, tables.MAX_DEPTH, depth)
-        count = self._length(path, self._byte(path), fix, forms, kind, tables.MAX_LIST)
-        if count * least > self._end - self.at:
-            raise refuse(ErrorCode.TRUNCATED, path, f"{count} entries", f"{self._end - self.at} bytes")
+            raise Fault(ErrorCode.TOO_DEEP, tables.MAX_DEPTH, depth)
+        head = self._byte()
+        count = head - 0x80 if 0x80 <= head <= 0x8F else self._length(head, _MAP, "a map", tables.MAX_LIST)
+        return self._room(count, 2)
+
+    def array_header(self, depth: int) -> int:
+        """Elements of a list; each takes one byte at least."""
+        if depth > tables.MAX_DEPTH:
+            raise Fault(ErrorCode.TOO_DEEP, tables.MAX_DEPTH, depth)
+        head = self._byte()
+        count = head - 0x90 if 0x90 <= head <= 0x9F else self._length(head, _ARRAY, "a list", tables.MAX_LIST)
+        return self._room(count, 1)
+
+    def _room(self, count: int, least: int) -> int:
+        if count * least > self.end - self.at:
+            raise Fault(ErrorCode.TRUNCATED, f"{count * least} bytes", f"{self.end - self.at} bytes")
         return count
 
-    def bytes(self, path: str, exact: int | None) -> memoryview:
-        """A byte string, as a view."""
-        size = self._length(path, self._byte(path), None, _BIN, "a byte string", tables.MAX_BYTES)
-        data = self._take(size, path)
+    def bytes(self, exact: int | None) -> bytes:
+        """A byte string."""
+        size = self._length(self._byte(), _BIN, "a byte string", tables.MAX_BYTES)
+        data = self._take(size)
         if exact is not None and size != exact:
-            raise refuse(ErrorCode.OUT_OF_RANGE, path, f"{exact} bytes", f"{size} bytes")
-        return data
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{exact} bytes", f"{size} bytes")
+        return bytes(data)
 
-    def text(self, path: str, low: int, high: int) -> str:
+    def text(self, low: int, high: int) -> str:
         """A UTF-8 string of low to high bytes."""
-        size = self._length(path, self._byte(path), (0xA0, 0xBF), _STR, "a string", tables.MAX_STRING)
-        data = self._take(size, path)
+        head = self._byte()
+        size = head - 0xA0 if 0xA0 <= head <= 0xBF else self._length(head, _STR, "a string", tables.MAX_STRING)
+        data = self._take(size)
         try:
             made = str(data, "utf-8")
         except UnicodeDecodeError:
-            raise refuse(ErrorCode.BAD_TEXT, path, "UTF-8", "other bytes") from None
+            raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "other bytes") from None
         if not low <= size <= high:
-            raise refuse(ErrorCode.OUT_OF_RANGE, path, f"{low}..{high} bytes", f"{size} bytes")
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
         return made
 
-    def ext(self, path: str) -> tuple[int, memoryview]:
-        """Type and bytes of an extension value."""
-        head = self._byte(path)
+    def numbers(self, kinds: str, widest: int) -> np.ndarray[Any, Any]:
+        """A number array, as a view; `kinds` has the kinds, "u" or "i", that the field takes."""
+        head = self._byte()
         size = _FIXEXT.get(head)
         if size is None:
-            size = self._length(path, head, None, _EXT, "a number array", tables.MAX_ARRAY * 8)
+            size = self._length(head, _EXT, "a number array", 1 << 32)  # the limit is in elements, below
             if size in (1, 2, 4, 8, 16):
-                raise refuse(ErrorCode.NOT_CANONICAL, path, "the shortest form", f"{size} bytes of ext")
-        return self._byte(path), self._take(size, path)
+                raise Fault(ErrorCode.NOT_CANONICAL, "the shortest form", f"{size} bytes of ext")
+        code = self._byte()
+        kind, width = tables.ARRAY_KINDS.get(code, ("", 0))
+        if not kind or kind not in kinds or width > widest:
+            raise Fault(ErrorCode.BAD_TYPE, f"numbers of at most {widest} bytes", f"ext {code}")
+        if size % width:
+            raise Fault(ErrorCode.BAD_LENGTH, f"whole numbers of {width} bytes", f"{size} bytes")
+        if size > width * tables.MAX_ARRAY:
+            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, size // width)
+        values = np.frombuffer(self._take(size), f"<{kind}{width}")
+        if width > 1 and (not size or _narrower(values, kind, width)):
+            raise Fault(ErrorCode.NOT_CANONICAL, "the narrowest width", f"{width} bytes")
+        return values
 
-    def skip(self, path: str, depth: int) -> None:
+    def skip(self, depth: int) -> None:
         """A value that may be ignored, which is canonical all the same."""
-        head = self.view[self.at] if self.at < self._end else self._byte(path)
+        if self.at >= self.end:
+            raise Fault(ErrorCode.TRUNCATED, "a value", "the end")
+        head = self.view[self.at]
         if head < 0x80 or head in _UINT:
-            self.uint(path)
-        elif 0x80 <= head <= 0x8F or head in _MAP:
-            last = -1
-            for _ in range(self.map_header(path, depth)):
-                key = self.uint(path)
-                if key <= last:
-                    raise refuse(ErrorCode.FIELD_ORDER, path, f"above {last}", key)
-                last = key
-                self.skip(path, depth + 1)
-        elif 0x90 <= head <= 0x9F or head in _ARRAY:
-            for _ in range(self.array_header(path, depth)):
-                self.skip(path, depth + 1)
-        elif 0xA0 <= head <= 0xBF or head in _STR:
-            self.text(path, 0, tables.MAX_STRING)
+            self.uint()
+        elif head >= 0xE0:
+            self.at += 1
+        elif head in _INT:
+            self.at += 1
+            self._signed(_INT[head])
+        elif head <= 0x8F or head in _MAP:
+            last = 0
+            for _ in range(self.map_header(depth)):
+                last = self._key(last)
+                self.skip(depth + 1)
+        elif head <= 0x9F or head in _ARRAY:
+            for _ in range(self.array_header(depth)):
+                self.skip(depth + 1)
+        elif head <= 0xBF or head in _STR:
+            self.text(0, tables.MAX_STRING)
         elif head in _BIN:
-            self.bytes(path, None)
+            self._take(self._length(self._byte(), _BIN, "a byte string", tables.MAX_BYTES))
         elif head in (0xC2, 0xC3):
-            self.boolean(path)
+            self.at += 1
         elif head in _FIXEXT or head in _EXT:
-            self.ext(path)
+            self.numbers("ui", 8)
         else:
-            raise self._wrong(head, path, "a value of the canonical form")
+            raise _wrong(head, "a value of the canonical form")
 
-    def _wrong(self, head: int, path: str, wanted: str) -> WireError:
-        return refuse(ErrorCode.BAD_TYPE, path, wanted, f"head {head:#04x}")
+    def _key(self, last: int) -> int:
+        key = self.uint()
+        if key <= last:
+            raise Fault(ErrorCode.FIELD_ORDER, f"above {last}", key)
+        if key > 0xFFFF:
+            raise Fault(ErrorCode.OUT_OF_RANGE, "at most 0xffff", key)
+        return key
+
+
+def _narrower(values: np.ndarray[Any, Any], kind: str, width: int) -> bool:
+    if kind == "u":
+        return int(values.max()) < 1 << 4 * width
+    half = 1 << 4 * width - 1
+    return -half <= int(values.min()) and int(values.max()) < half
+
+
+def _wrong(head: int, wanted: str) -> Fault:
+    return Fault(ErrorCode.BAD_TYPE, wanted, f"first byte {head:#04x}")

@@ -13,7 +13,10 @@ MAX_LIST = 65536
 MAX_STRING = 4096
 MAX_BYTES = 8388608
 ARRAY_CODES = {1: 1, 2: 2, 4: 3, 8: 4}
-"""Width in bytes to ext code."""
+"""Width in bytes of unsigned numbers to ext code."""
+
+ARRAY_KINDS = {1: ("u", 1), 2: ("u", 2), 3: ("u", 4), 4: ("u", 8), 5: ("i", 1), 6: ("i", 2), 7: ("i", 4), 8: ("i", 8)}
+"""Ext code to kind and width in bytes."""
 
 OPEN_ENUMS = {"ErrorCode", "Feature", "MemoryKind", "Transport"}
 
@@ -283,4 +286,34 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (4, "attempt", "u32", True, 1, None, None),
         (5, "proof", "enum:Proof", True, None, None, None),
     ),
+}
+
+UNITS: dict[str, dict[str, str]] = {
+    "Limits": {"max_body": "byte"},
+    "Group": {"rows": "row", "tokens_per_row": "token", "live_rows": "row", "interleave": "token", "origin": "token"},
+    "Part": {"lanes": "lane", "lane_bytes": "byte"},
+    "Owns": {"layers": "layer"},
+    "LaneSpan": {"lo": "lane", "hi": "lane"},
+    "Region": {"base": "byte", "length": "byte", "boot": "byte"},
+    "Handle": {"data": "byte"},
+    "Columns": {"items": "item", "offset": "byte", "item_stride": "byte", "row_stride": "byte", "lane_stride": "byte"},
+    "RouteRef": {"digest": "byte"},
+    "Grants": {"first": "token", "count": "token", "valid": "token", "items": "item"},
+    "HandOff": {"data": "byte"},
+    "Ticket": {"key": "byte", "deadline": "ms"},
+    "Content": {"tokens": "token"},
+    "Describe": {"geometry": "byte", "digest": "byte"},
+    "Description": {"geometry": "byte", "digest": "byte"},
+    "Register": {"source": "byte", "sink": "byte", "plan": "byte"},
+    "Registered": {"plan": "byte"},
+    "Transfer": {"ticket": "byte", "content": "byte"},
+    "Done": {"bytes": "byte"},
+}
+
+SECRET: dict[str, set[str]] = {
+    "Endpoint": {"address"},
+    "Region": {"base"},
+    "Handle": {"data"},
+    "Ticket": {"key"},
+    "Transfer": {"ticket"},
 }

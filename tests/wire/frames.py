@@ -1,0 +1,75 @@
+"""Strategies that follow the tables, and frames made by hand."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvproto.wire import enums, messages, tables
+
+BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+MESSAGES = [n for n in tables.FIELDS if hasattr(getattr(messages, n), "TYPE")]
+DONE_ACK = 0x0206
+GOODBYE = 0x0005
+# DoneAck of session 5, request 6, sequence 1, attempt 1: magic, 1.0, type 0x0206, flags, reserved, length 9, map of 4
+GOLDEN = bytes.fromhex("4b565057 01 00 0602 0000 0000 09000000 84 0105 0206 0301 0401")
+
+
+def frame(type_: int, body: bytes | str, major: int = 1) -> bytes:
+    body = bytes.fromhex(body) if isinstance(body, str) else body
+    return b"KVPW" + bytes([major, 0]) + type_.to_bytes(2, "little") + bytes(4) + len(body).to_bytes(4, "little") + body
+
+
+def extended(value: str) -> bytes:
+    """DoneAck with the value in a fifth field, 0x8001, that may be ignored."""
+    return frame(DONE_ACK, "85 0105 0206 0301 0401 cd8001" + value)
+
+
+def values(row: tables.Field) -> st.SearchStrategy[Any]:
+    _, _, type_, _, low, high, length = row
+    if type_.startswith("list<"):
+        return st.lists(values((0, "", type_[5:-1], True, None, None, None)), max_size=3).map(tuple)
+    if type_.startswith("array<"):
+        top = st.sampled_from([8, 16, 32, 64]).filter(lambda b: b <= BITS[type_[6:-1]])
+        elements = top.flatmap(lambda b: st.lists(st.integers(0, 2**b - 1), max_size=5))
+        return elements.map(lambda v: np.array(v, np.uint64))
+    if type_.startswith("struct:"):
+        return objects(type_[7:])
+    if type_.startswith("enum:"):
+        known = st.sampled_from(list(getattr(enums, type_[5:])))
+        return known | st.integers(0xF000, 0xFFFF) if type_[5:] in tables.OPEN_ENUMS else known
+    if type_ == "bytes":
+        return st.binary(min_size=length or 0, max_size=length or 300)
+    if type_ == "str":
+        return st.text(min_size=low or 0, max_size=(high or 80) // 4)
+    if type_ == "bool":
+        return st.booleans()
+    return st.integers(low or 0, high if high is not None else 2 ** BITS[type_] - 1)
+
+
+def objects(name: str) -> st.SearchStrategy[Any]:
+    fields = {r[1]: values(r) if r[3] else st.none() | values(r) for r in tables.FIELDS[name]}
+    return st.builds(getattr(messages, name), **fields)
+
+
+def transfer(*grants: messages.Grants) -> messages.Transfer:
+    return messages.Transfer(
+        session=1, request=1, sequence=1, attempt=1, ticket=b"\xab" * 16, content=bytes(32), source_version=1,
+        sink_version=1, epoch=1, grants=grants, writers=np.array([0]),
+    )  # fmt: skip
+
+
+def grant(items: Any) -> messages.Grants:
+    return messages.Grants(group=0, first=0, count=9, valid=9, items=items)
+
+
+def register(length: int = 4096) -> messages.Register:
+    regions = tuple(
+        messages.Region(id=i, base=1 << 46, length=length if i == 2 else 1, kind=enums.MemoryKind.HOST, boot=bytes(16),
+                        handles=(messages.Handle(transport=enums.Transport.SHM, data=b"\xcd\xef\xcd\xef"),))
+        for i in range(3)
+    )  # fmt: skip
+    return messages.Register(
+        session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=enums.Access.WRITE, regions=regions,
+        columns=(), routes=(), plan=bytes(32),
+    )  # fmt: skip
