@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench fuzz clean
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a minute or two)"
@@ -18,7 +18,15 @@ test: $(STAMP)
 check: $(STAMP)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
-	@$(PY) -m kvproto.wire.generate --check
+	@$(PY) -m kvproto.wire.make --check
+
+bench: $(STAMP)
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(PY) benchmarks/codec.py $(ARGS)
+
+fuzz: $(STAMP)
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist

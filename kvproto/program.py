@@ -6,7 +6,7 @@ that share row maps. The number of Python objects does not depend on the number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import numpy as np
@@ -18,7 +18,18 @@ from kvproto.plan import Box, Route
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, Region
 
-__all__ = ["CopyProgram", "Op", "RowMap", "Side", "Window", "check_columns", "check_grants", "items_needed", "lower"]
+__all__ = [
+    "CopyProgram",
+    "Op",
+    "RowMap",
+    "Side",
+    "Window",
+    "check_columns",
+    "check_grants",
+    "items_needed",
+    "lower",
+    "windows",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,6 +41,15 @@ class Window:
     first: int
     count: int
     items: IntArray
+
+
+def windows(grants: Iterable[Grants]) -> dict[int, Window]:
+    """The windows of grants that were checked, by group."""
+    made = {}
+    for grant in grants:
+        items = np.empty(0) if grant.items is None else grant.items
+        made[grant.group] = Window(grant.first, grant.count, items.astype(np.int64))
+    return made
 
 
 @attrs.frozen
@@ -315,10 +335,6 @@ def check_grants(
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", f"groups {tuple(g.group for g in grants)}")
     for i, grant in enumerate(grants):
         group = groups[grant.group]
-        if grant.valid < grant.first + grant.count and group.kind != ItemKind.HANDOFF:
-            raise RemoteError(
-                ErrorCode.BAD_GRANT, f"grants[{i}].valid", f"at least {grant.first + grant.count}", str(grant.valid)
-            )
         if group.kind == ItemKind.RING:
             lo, hi = _rows(group, grant.first, grant.count)
             if hi - lo > group.rows:
@@ -326,20 +342,20 @@ def check_grants(
                     ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows} rows", f"{hi - lo} rows"
                 )
         if group.cp_size > 1 and grant.count and grant.first < group.origin:
-            raise RemoteError(
-                ErrorCode.BAD_GRANT, f"grants[{i}].first", f"at least {group.origin}", str(grant.first)
-            )
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", f"at least {group.origin}", str(grant.first))
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
-        if grant.items.size != need:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", f"{grant.items.size} items")
-        if need and int(grant.items.max()) >= columns[grant.group].items:
+        items = grant.items
+        if items is None or items.size != need:
+            came = "no items" if items is None else f"{items.size} items"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", came)
+        if need and int(items.max()) >= columns[grant.group].items:
             raise RemoteError(
                 ErrorCode.OUT_OF_REGION,
                 f"grants[{i}].items",
                 f"below {columns[grant.group].items}",
-                str(int(grant.items.max())),
+                str(int(items.max())),
             )
-        if np.unique(grant.items).size != grant.items.size:
+        if np.unique(items).size != items.size:
             raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
 
 

@@ -16,23 +16,29 @@ VECTORS = _REPOSITORY if _REPOSITORY.is_dir() else Path(__file__).parent / "vect
 
 @attrs.frozen
 class Case:
-    """One frame: either a message with its fields in JSON form, or an error with its path."""
+    """One frame or bare struct: either its fields in JSON form, or an error with its path."""
 
     id: str
     clause: str
     frame: str
     """Hex."""
+    struct: str | None
+    """Name of a bare struct; None for a frame."""
     expected: dict[str, Any]
     """The testee's answer, exactly."""
     note: str
+    canonical: bool = True
+    """Whether a writer of the fields makes these very bytes."""
 
 
 def load(folder: Path = VECTORS) -> list[Case]:
     """All cases of a folder, by file, then in file order."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.rglob("*.json")):
         suite = json.loads(path.read_text())
         for row in suite["cases"]:
             expected = {k: row[k] for k in ("message", "fields", "error", "path") if k in row}
-            found.append(Case(f"{suite['suite']}/{row['id']}", row["clause"], row["bytes"], expected, row["note"]))
+            id_ = f"{suite['suite']}/{row['id']}"
+            canonical = row.get("canonical", True)
+            found.append(Case(id_, row["clause"], row["bytes"], row.get("struct"), expected, row["note"], canonical))
     return found

@@ -36,11 +36,18 @@ def run(cases: list[Case], testee: Testee) -> list[Result]:
 
 def _judge(case: Case, testee: Testee) -> list[str]:
     wrong = []
-    answer = testee.ask({"op": "decode", "frame": case.frame})
+    if case.struct is not None:
+        question = {"op": "decode_struct", "struct": case.struct, "bytes": case.frame}
+        written_as = {"op": "encode_struct", "struct": case.struct, "fields": case.expected.get("fields")}
+    else:
+        question = {"op": "decode", "frame": case.frame}
+        written_as = {"op": "encode", **case.expected}
+    answer = testee.ask(question)
     if answer != case.expected:
         wrong.append(f"decode: wanted {case.expected}, got {answer}")
-    if "message" in case.expected and case.clause != "KVP-BODY-IGNORE":
-        written: Any = testee.ask({"op": "encode", **case.expected}).get("frame")
+    if "fields" in case.expected and case.canonical:
+        made = testee.ask(written_as)
+        written: Any = made.get("bytes" if case.struct is not None else "frame")
         if written != case.frame:
             wrong.append(f"encode: wanted {case.frame}, got {written}")
     return wrong

@@ -1,7 +1,9 @@
 """Drives a testee: a subprocess that reads a JSON object a line and answers with one.
 
 `{"op": "decode", "frame": HEX}` is answered by `{"message": NAME, "fields": {...}}` or `{"error": CODE, "path": PATH}`;
-`{"op": "encode", "message": NAME, "fields": {...}}` by `{"frame": HEX}`. A testee that dies or is silent is restarted.
+`{"op": "encode", "message": NAME, "fields": {...}}` by `{"frame": HEX}`. Bare structs too: `{"op": "decode_struct",
+"struct": NAME, "bytes": HEX}` by `{"fields": {...}}` or the error, `{"op": "encode_struct", "struct": NAME, "fields":
+{...}}` by `{"bytes": HEX}`. A testee that dies or is silent is restarted.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvproto import __version__
 from kvproto.errors import KvprotoError
-from kvproto.wire import decode, tables, to_json
+from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
 __all__ = ["main"]
@@ -31,19 +31,29 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("decode", help="print one frame, field by field; secrets are left out")
     show.add_argument("frame", help="a file, - for standard input, or hex digits")
-    show.add_argument("--json", action="store_true", help="the JSON form, for programs")
+    show.add_argument("--struct", metavar="NAME", help="a bare struct, such as Geometry, instead of a frame")
+    how = show.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="the JSON form, for programs")
+    how.add_argument("--bytes", action="store_true", help="every byte with its meaning, up to the first that is wrong")
     commands.add_parser("errors", help="print every error code, its class and what to do")
     args = parser.parse_args(argv)
     if args.command == "errors":
         for code in ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
-    return _decode(args.frame, args.json)
+    if args.struct is not None and args.struct not in tables.FIELDS:
+        parser.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
+    return _decode(args.frame, args.struct, args.json, args.bytes)
 
 
-def _decode(source: str, as_json: bool) -> int:
+def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> int:
     try:
-        message = decode(_read(source))
+        data = _read(source)
+        if as_bytes:
+            text = explain(data, struct)
+            print(text)
+            return 1 if text.splitlines()[-1].startswith("refused") else 0
+        message: Any = decode(data) if struct is None else decode_struct(getattr(messages, struct), data)
     except KvprotoError as error:
         doc = ERROR_DOC[error.code].rstrip(".")
         print(f"error: {doc[0].lower()}{doc[1:]} ({error.between('expected', 'found', ' ')})", file=sys.stderr)
@@ -55,9 +65,10 @@ def _decode(source: str, as_json: bool) -> int:
         print(f"error: {_short(source)}: {error.strerror}", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps({"message": type(message).__name__, "fields": to_json(message, redact=True)}))
+        kind = "message" if struct is None else "struct"
+        print(json.dumps({kind: type(message).__name__, "fields": to_json(message, redact=True)}))
         return 0
-    print(f"{type(message).__name__} (0x{message.TYPE:04x})")
+    print(f"{type(message).__name__} (0x{message.TYPE:04x})" if struct is None else struct)
     for line in _lines(message, "  "):
         print(line)
     return 0

@@ -12,7 +12,7 @@ from kvproto.execute import checksums
 from kvproto.geometry import Geometry
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
-from kvproto.program import Side, Window, items_needed, lower
+from kvproto.program import Side, Window, items_needed, lower, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, SessionRefused
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
@@ -138,16 +138,15 @@ class SinkNode:
         rank = next(r for r in source.ranks if r.rank == done.writer)
         groups = {g.id: g for g in source.groups}
         by_source = {box.source_group: grants[route.group] for route in routes for box in route.boxes}
-        windows = {}
+        sources = {}
         counts = {}
         for share in rank.owns:
             grant = by_source.get(share.group)
             first, count = (grant.first, grant.count) if grant is not None else (0, 0)
             counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
-            windows[share.group] = Window(first, count, np.arange(counts[share.group]))
+            sources[share.group] = Window(first, count, np.arange(counts[share.group]))
         columns: dict[int, Columns] = pack(source, done.writer, counts)[0]
-        sinks = {i: Window(g.first, g.count, g.items.astype(np.int64)) for i, g in grants.items()}
-        program = lower(routes, Side(source, done.writer, columns), self.pool.side, windows, sinks)
+        program = lower(routes, Side(source, done.writer, columns), self.pool.side, sources, windows(grants.values()))
         here = checksums(program, {0: self.pool.memory.buffer}, sink=True)
         sent = {c.group: c.value for c in done.checksums or ()}
         for group, value in here.items():

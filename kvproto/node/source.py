@@ -14,7 +14,7 @@ from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry, Group, owned_before
 from kvproto.net import Listener
 from kvproto.node.pool import Pool
-from kvproto.program import CopyProgram, Side, Window, lower
+from kvproto.program import CopyProgram, Side, Window, lower, windows
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
@@ -151,7 +151,7 @@ class SourceNode:
         assert session.peer is not None
         routes = session.plan.between(self.pool.side.rank, session.peer.rank)
         grants = {g.group: g for g in serve.transfer.grants}
-        sinks = {i: Window(g.first, g.count, g.items.astype("int64")) for i, g in grants.items()}
+        sinks = windows(serve.transfer.grants)
         sources = {}
         for route in routes:
             grant = grants[route.group]
@@ -162,6 +162,13 @@ class SourceNode:
                 if grant.valid > finished.tokens:
                     raise RemoteError(
                         ErrorCode.BAD_GRANT, f"grants[{route.group}].valid", str(finished.tokens), str(grant.valid)
+                    )
+                if grant.state_after not in (None, finished.tokens):
+                    raise RemoteError(
+                        ErrorCode.STATE_POSITION,
+                        f"grants[{route.group}].state_after",
+                        str(finished.tokens),
+                        str(grant.state_after),
                     )
                 sources[group.id] = window(
                     group, self.pool.side.owns(group.id).cp_rank, finished.items[group.id], grant.first, grant.count

@@ -119,7 +119,7 @@ class SourceEndpoint(Endpoint):
     def _unwelcome(self, hello: Hello) -> KvprotoError | None:
         ranges = [(v.major, v.min_minor, v.max_minor) for v in hello.versions]
         if not any(major == 1 and low == 0 for major, low, _ in ranges):
-            return RemoteError(ErrorCode.UNSUPPORTED_VERSION, "versions", "1.0", str(ranges), "offer 1.0")
+            return RemoteError(ErrorCode.NO_VERSION, "versions", "1.0", str(ranges), "offer 1.0")
         if hello.role != Role.SINK:
             return RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
         if len(self.sessions) >= _MOST_SESSIONS:
@@ -127,7 +127,7 @@ class SourceEndpoint(Endpoint):
         lacking = [f for f in hello.needed if f not in self._features]
         if lacking:
             return RemoteError(
-                ErrorCode.UNSUPPORTED_VERSION, "needed", str([f.name for f in self._features]), str(lacking)
+                ErrorCode.FEATURE_MISSING, "needed", str([f.name for f in self._features]), str(lacking)
             )
         return None
 

@@ -2,21 +2,37 @@
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["decode", "decode_struct", "encode", "encode_struct", "from_json", "to_json"]
+__all__ = [
+    "Decoder",
+    "check_fields",
+    "decode",
+    "decode_struct",
+    "encode",
+    "encode_struct",
+    "explain",
+    "from_json",
+    "to_json",
+]
 
 if TYPE_CHECKING:
-    from kvproto.wire.codec import decode, decode_struct, encode, encode_struct
+    from kvproto.wire.codec import check_fields, decode, decode_struct, encode, encode_struct
+    from kvproto.wire.dump import explain
     from kvproto.wire.json_form import from_json, to_json
+    from kvproto.wire.stream import Decoder
+
+_HOMES = {
+    "Decoder": "stream",
+    "explain": "dump",
+    "from_json": "json_form",
+    "to_json": "json_form",
+    **dict.fromkeys(("check_fields", "decode", "decode_struct", "encode", "encode_struct"), "codec"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    # late: the codec needs kvproto.errors, which needs kvproto.wire.enums, and the generator runs without either
-    if name in ("decode", "decode_struct", "encode", "encode_struct"):
-        from kvproto.wire import codec
+    # late: the codec needs kvproto.errors, which needs kvproto.wire.enums, and the makers run without either
+    from importlib import import_module
 
-        return getattr(codec, name)
-    if name in ("from_json", "to_json"):
-        from kvproto.wire import json_form
-
-        return getattr(json_form, name)
-    raise AttributeError(name)
+    if name not in _HOMES:
+        raise AttributeError(name)
+    return getattr(import_module(f"kvproto.wire.{_HOMES[name]}"), name)

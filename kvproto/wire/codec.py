@@ -1,58 +1,123 @@
-"""Bytes to typed messages and back: canonical msgpack maps in a 16-byte envelope.
+"""Bytes to typed messages and back: canonical msgpack maps in a 16-byte envelope (spec/v1/framing.md).
 
-The reader is strict and has one order of checks: envelope; then one pass over the body in byte order, limits before
-allocation; then missing fields by id. The first failure is the error. Only WireError escapes `decode`.
+Generated straight-line code does the common case; it only ever says yes. Whatever it does not take goes through the
+strict tables, which decide whether it is good, and if not by which code at which path. Only WireError escapes `decode`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvproto.errors import LocalError
-from kvproto.wire import enums, messages, tables
+from kvproto.wire import messages, straight, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.reader import Fault, Reader, refuse
+from kvproto.wire.primitives import DOUBTS, Doubt
+from kvproto.wire.reader import refuse
+from kvproto.wire.strict import CLASSES, read_whole
 from kvproto.wire.writer import pack
 
-__all__ = ["decode", "decode_struct", "encode", "encode_struct"]
+__all__ = ["check_fields", "decode", "decode_struct", "encode", "encode_struct", "message_class"]
 
 T = TypeVar("T")
-Read = Callable[[Reader, int], Any]
+Buffer = bytes | bytearray | memoryview
 _ENVELOPE = struct.Struct("<4sBBHHHI")
-_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
-_CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
-_MESSAGES: dict[int, type[Any]] = {cls.TYPE: cls for cls in _CLASSES.values() if hasattr(cls, "TYPE")}
-_TYPES = frozenset(_MESSAGES.values())
-_MAJORS = {
-    number: tables.FROZEN_MAJOR if cls.__name__ in tables.FROZEN else tables.MAJOR for number, cls in _MESSAGES.items()
+_MESSAGES: dict[int, type[Any]] = {cls.TYPE: cls for cls in CLASSES.values() if hasattr(cls, "TYPE")}
+_MAJORS = {n: tables.FROZEN_MAJOR if cls.__name__ in tables.FROZEN else tables.MAJOR for n, cls in _MESSAGES.items()}
+_HEADS = {
+    cls: _ENVELOPE.pack(tables.MAGIC, _MAJORS[n], tables.MINOR if _MAJORS[n] else 0, n, 0, 0, 0)[:12]
+    for n, cls in _MESSAGES.items()
 }
+_FAST = {n: (_HEADS[cls], straight.DECODE[cls.__name__]) for n, cls in _MESSAGES.items()}
+_SMALL = 1 << 16
+"""Buffers up to this size are copied into bytes, which are faster to index than a view."""
 
 
-def encode(message: messages.Message) -> bytes:
-    """Canonical frame; raises WireError where a field breaks its range."""
-    if type(message) not in _TYPES:
-        raise LocalError(ErrorCode.BAD_TYPE, "", "a message", type(message).__name__)
-    body = pack(message)
-    frozen = _MAJORS[message.TYPE] == tables.FROZEN_MAJOR
-    major, minor = (tables.FROZEN_MAJOR, 0) if frozen else (tables.MAJOR, tables.MINOR)
-    return _ENVELOPE.pack(tables.MAGIC, major, minor, message.TYPE, 0, 0, len(body)) + body
+def encode(message: messages.Message, grease: int | None = None) -> bytes:
+    """Canonical frame of a message.
+
+    grease: a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. Raises WireError where a field
+    breaks its range or a rule. Clauses KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
+    """
+    cls = type(message)
+    head = _HEADS.get(cls)
+    if head is None:
+        raise LocalError(ErrorCode.BAD_TYPE, "", "a message", cls.__name__)
+    parts: list[Any] = [head]
+    try:
+        if grease is not None:
+            raise Doubt
+        straight.ENCODE[cls](message, parts)
+        if len(parts) <= 64:  # few parts, of which some may be large: one copy
+            size = sum(map(len, parts)) - 12
+            parts[0] = head + size.to_bytes(4, "little")
+            if size <= tables.MAX_BODY:
+                return b"".join(parts)
+        else:
+            parts[0] = b""
+            body = b"".join(parts)
+            if len(body) <= tables.MAX_BODY:
+                return head + len(body).to_bytes(4, "little") + body
+    except DOUBTS:
+        pass
+    body = pack(message, grease)
+    return head + len(body).to_bytes(4, "little") + body
 
 
 def encode_struct(value: Any) -> bytes:
     """Canonical map alone, as in nested bins and digests."""
+    parts: list[Any] = []
+    fast = straight.ENCODE.get(type(value))
+    try:
+        if fast is not None:
+            fast(value, parts)
+            body = b"".join(parts)
+            if len(body) <= tables.MAX_BODY:
+                return body
+    except DOUBTS:
+        pass
     return pack(value)
 
 
-def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
-    """The message of one frame."""
-    view = _view(frame)
-    size = len(view) - tables.HEADER_BYTES
+def check_fields(value: Any) -> None:
+    """Raise WireError where a message or struct could not be encoded: types, ranges, presence, rules."""
+    encode_struct(value)
+
+
+def decode(frame: Buffer) -> messages.Message:
+    """The message of one frame; number arrays are read-only views into it (of small frames, into a copy).
+
+    Raises WireError, by the order of checks of framing.md. Clauses KVP-FRAME-*, KVP-BODY-*, KVP-RULE-*.
+    """
+    buffer = _buffer(frame)
+    fast = _FAST.get(int.from_bytes(buffer[6:8], "little"))
+    if (
+        fast is not None
+        and buffer[:12] == fast[0]
+        and len(buffer) - 16 == int.from_bytes(buffer[12:16], "little") <= tables.MAX_BODY
+    ):
+        try:
+            made, end = fast[1](buffer, 16)
+            if end == len(buffer):
+                return made  # type: ignore[no-any-return]
+        except DOUBTS:
+            pass
+    view = memoryview(buffer)
+    cls = message_class(view)
+    size, length = len(view) - tables.HEADER_BYTES, int.from_bytes(view[12:16], "little")
+    if length != size:
+        code = ErrorCode.TRUNCATED if length > size else ErrorCode.TRAILING_BYTES
+        raise refuse(code, "@length", f"{length} bytes", f"{size} bytes")
+    slow: messages.Message = read_whole(cls.__name__, view[tables.HEADER_BYTES :])
+    return slow
+
+
+def message_class(view: Buffer) -> type[Any]:
+    """The class that an envelope announces; raises WireError for one that is refused whatever follows it."""
     start = bytes(view[:4])
     if not tables.MAGIC.startswith(start):
         raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
-    if size < 0:
+    if len(view) < tables.HEADER_BYTES:
         raise refuse(ErrorCode.TRUNCATED, "@length", f"{tables.HEADER_BYTES} bytes", f"{len(view)} bytes")
     _, major, _, number, flags, _, length = _ENVELOPE.unpack_from(view)
     if major not in (tables.FROZEN_MAJOR, tables.MAJOR):
@@ -66,142 +131,32 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
         raise refuse(ErrorCode.UNKNOWN_FLAG, "@flags", f"{tables.KNOWN_FLAGS:#06x}", f"{flags:#06x}")
     if length > tables.MAX_BODY:
         raise refuse(ErrorCode.TOO_LARGE, "@length", tables.MAX_BODY, length)
-    if length != size:
-        code = ErrorCode.TRUNCATED if length > size else ErrorCode.TRAILING_BYTES
-        raise refuse(code, "@length", f"{length} bytes", f"{size} bytes")
-    made: messages.Message = _whole(cls, view[tables.HEADER_BYTES :])
-    return made
+    return cls
 
 
-def decode_struct(cls: type[T], buffer: bytes | bytearray | memoryview) -> T:
-    """A bare canonical map."""
-    if cls.__name__ not in _READERS:
-        raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls.__name__)
-    view = _view(buffer)
-    if len(view) > tables.MAX_BODY:
-        raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(view))
-    made: T = _whole(cls, view)
-    return made
-
-
-def _view(buffer: bytes | bytearray | memoryview) -> memoryview:
-    view = memoryview(buffer)
-    return (view if view.c_contiguous else memoryview(view.tobytes())).cast("B").toreadonly()
-
-
-def _whole(cls: type[Any], view: memoryview) -> Any:
-    reader = Reader(view)
+def decode_struct(cls: type[T], buffer: Buffer) -> T:
+    """A bare canonical map; raises WireError."""
+    name = cls.__name__
+    if name not in CLASSES:
+        raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", name)
+    data = _buffer(buffer)
+    if len(data) > tables.MAX_BODY:
+        raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(data))
+    made: T
     try:
-        made = _READERS[cls.__name__](reader, 1)
-    except Fault as fault:
-        raise fault.error() from None
-    if reader.at != reader.end:
-        raise refuse(ErrorCode.TRAILING_BYTES, "", f"{reader.at} bytes", f"{reader.end} bytes")
+        made, end = straight.DECODE[name](data, 0)
+        if end == len(data):
+            return made
+    except DOUBTS:
+        pass
+    made = read_whole(name, memoryview(data))
     return made
 
 
-def _struct_reader(name: str) -> Read:
-    cls = _CLASSES[name]
-    fields = {f[0]: (f[1], _reader(f)) for f in tables.FIELDS[name]}
-    required = [f[1] for f in tables.FIELDS[name] if f[3]]
-
-    def label(number: int) -> str:
-        return fields[number][0] if number in fields else f"#{number:04x}"
-
-    def unknown(reader: Reader, number: int, depth: int) -> None:
-        if number > 0xFFFF:
-            raise Fault(ErrorCode.OUT_OF_RANGE, "at most 0xffff", number)
-        if not number & 0x8000:
-            raise Fault(ErrorCode.UNKNOWN_FIELD, "a known field", f"{number:#06x}")
-        reader.skip(depth + 1)
-
-    def read(reader: Reader, depth: int) -> Any:
-        last = 0
-        found: dict[str, Any] = {}
-        for _ in range(reader.map_header(depth)):
-            number = reader.uint()
-            if number <= last:
-                raise Fault(ErrorCode.FIELD_ORDER, f"above {last}", number, label(number))
-            last = number
-            field = fields.get(number)
-            try:
-                if field is not None:
-                    found[field[0]] = field[1](reader, depth)
-                else:
-                    unknown(reader, number, depth)
-            except Fault as fault:
-                fault.steps.append(label(number))
-                raise
-        for field_name in required:
-            if field_name not in found:
-                raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", field_name)
-        return cls(**found)
-
-    return read
-
-
-def _reader(field: tables.Field) -> Read:
-    _, _, type_, _, low, high, length = field
-    if type_.startswith("list<"):
-        return _list_reader(_reader((0, "", type_[5:-1], True, None, None, None)))
-    if type_.startswith("struct:"):
-        name = type_[7:]
-        return lambda reader, depth: _READERS[name](reader, depth + 1)
-    if type_.startswith("array<"):
-        widest = _BITS[type_[6:-1]] // 8
-        return lambda reader, depth: reader.numbers("u", widest)
-    if type_.startswith("enum:"):
-        return _enum_reader(type_[5:])
-    if type_ in _BITS:
-        return _int_reader(low or 0, high if high is not None else (1 << _BITS[type_]) - 1)
-    if type_ == "bytes":
-        return lambda reader, depth: reader.bytes(length)
-    if type_ == "str":
-        shortest, longest = low or 0, high if high is not None else tables.MAX_STRING
-        return lambda reader, depth: reader.text(shortest, longest)
-    return lambda reader, depth: reader.boolean()
-
-
-def _int_reader(low: int, high: int) -> Read:
-    def read(reader: Reader, depth: int) -> int:
-        value = reader.uint()
-        if not low <= value <= high:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high}", value)
-        return value
-
-    return read
-
-
-def _enum_reader(name: str) -> Read:
-    known = {int(v): v for v in getattr(enums, name)}
-    is_open = name in tables.OPEN_ENUMS
-
-    def read(reader: Reader, depth: int) -> Any:
-        value = reader.uint()
-        if value in known:
-            return known[value]
-        if not is_open:
-            raise Fault(ErrorCode.UNKNOWN_ENUM_VALUE, f"a value of {name}", value)
-        if value > 0xFFFF:
-            raise Fault(ErrorCode.OUT_OF_RANGE, "at most 0xffff", value)
-        return value
-
-    return read
-
-
-def _list_reader(item: Read) -> Read:
-    def read(reader: Reader, depth: int) -> tuple[Any, ...]:
-        made: list[Any] = []
-        count = reader.array_header(depth + 1)
-        try:
-            for _ in range(count):
-                made.append(item(reader, depth + 1))
-        except Fault as fault:
-            fault.steps.append(f"[{len(made)}]")
-            raise
-        return tuple(made)
-
-    return read
-
-
-_READERS: dict[str, Read] = {name: _struct_reader(name) for name in tables.FIELDS}
+def _buffer(buffer: Buffer) -> bytes | memoryview:
+    if type(buffer) is bytes:
+        return buffer
+    view = memoryview(buffer)
+    if not view.c_contiguous or view.nbytes <= _SMALL:
+        return view.tobytes()
+    return view.cast("B").toreadonly()

@@ -46,7 +46,7 @@ def _out(value: Any, type_: str, redact: bool) -> Any:
         try:
             return getattr(enums, type_[5:])(value).name
         except ValueError:
-            return {"unknown": int(value)}
+            return {"unknown": str(int(value))}
     if type_ == "bytes":
         return bytes(value).hex()
     return value if type_ in ("str", "bool") else str(int(value))

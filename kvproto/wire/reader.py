@@ -48,10 +48,15 @@ _MAP = {0xDE: (2, 16), 0xDF: (4, 0x10000)}
 class Reader:
     """A cursor over one body."""
 
-    __slots__ = ("at", "end", "view")
+    __slots__ = ("at", "end", "trace", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view, self.at, self.end = view, 0, len(view)
+    def __init__(self, view: memoryview, trace: list[tuple[int, str, object]] | None = None) -> None:
+        self.view, self.at, self.end, self.trace = view, 0, len(view), trace
+
+    def mark(self, kind: str, note: object) -> None:
+        """Remember, where someone wants it, what the bytes up to here were."""
+        if self.trace is not None:
+            self.trace.append((self.at, kind, note))
 
     def _byte(self) -> int:
         at = self.at
@@ -91,6 +96,13 @@ class Reader:
             self._signed(_INT[head])
         raise _wrong(head, "an unsigned integer")
 
+    def uint_in(self, low: int, high: int) -> int:
+        """An integer in [low, high]."""
+        value = self.uint()
+        if not low <= value <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high}", value)
+        return value
+
     def boolean(self) -> bool:
         """True or false."""
         head = self._byte()
@@ -128,12 +140,12 @@ class Reader:
             raise Fault(ErrorCode.TRUNCATED, f"{count * least} bytes", f"{self.end - self.at} bytes")
         return count
 
-    def bytes(self, exact: int | None) -> bytes:
-        """A byte string."""
+    def bytes(self, low: int, high: int) -> bytes:
+        """A byte string of low to high bytes."""
         size = self._length(self._byte(), _BIN, "a byte string", tables.MAX_BYTES)
         data = self._take(size)
-        if exact is not None and size != exact:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{exact} bytes", f"{size} bytes")
+        if not low <= size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
         return bytes(data)
 
     def text(self, low: int, high: int) -> str:
@@ -149,8 +161,8 @@ class Reader:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
         return made
 
-    def numbers(self, kinds: str, widest: int) -> np.ndarray[Any, Any]:
-        """A number array, as a view; `kinds` has the kinds, "u" or "i", that the field takes."""
+    def numbers(self, kinds: str, widest: int, low: int | None = None, high: int | None = None) -> np.ndarray[Any, Any]:
+        """A number array of low to high elements, as a view; `kinds` are those, "u" and "i", that the field takes."""
         head = self._byte()
         size = _FIXEXT.get(head)
         if size is None:
@@ -168,6 +180,8 @@ class Reader:
         values = np.frombuffer(self._take(size), f"<{kind}{width}")
         if width > 1 and (not size or _narrower(values, kind, width)):
             raise Fault(ErrorCode.NOT_CANONICAL, "the narrowest width", f"{width} bytes")
+        if values.size < (low or 0) or (high is not None and values.size > high):
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"at least {low or 0} elements", f"{values.size} elements")
         return values
 
     def skip(self, depth: int) -> None:

@@ -12,6 +12,7 @@ from kvproto.errors import LocalError
 from kvproto.wire import enums, messages, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import Fault, refuse
+from kvproto.wire.rules import check
 
 __all__ = ["pack", "validate"]
 
@@ -19,9 +20,12 @@ Write = Callable[[Any], Any]
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 
-def pack(value: Any) -> bytes:
-    """Canonical map of a message or struct."""
-    made: bytes = msgpack.packb(validate(value), use_bin_type=True)
+def pack(value: Any, grease: int | None = None) -> bytes:
+    """Canonical map of a message or struct, with one field more where there is grease."""
+    fields = validate(value)
+    if grease is not None:
+        fields[grease] = value.TYPE
+    made: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(made) > tables.MAX_BODY:
         raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(made))
     return made
@@ -56,6 +60,7 @@ def _struct_writer(cls: type[Any]) -> Write:
                     raise
             elif required:
                 raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", name)
+        check(cls.__name__, value)
         return found
 
     return write
@@ -64,18 +69,19 @@ def _struct_writer(cls: type[Any]) -> Write:
 def _writer(field: tables.Field) -> Write:
     _, _, type_, _, low, high, length = field
     if type_.startswith("list<"):
-        return _list_writer(_writer((0, "", type_[5:-1], True, None, None, None)))
+        inner = _writer((0, "", type_[5:-1], True, None, None, None))
+        return _list_writer(inner, low or 0, high if high is not None else tables.MAX_LIST)
     if type_.startswith("struct:"):
         cls = getattr(messages, type_[7:])
         return lambda value: _WRITERS[cls](value)
     if type_.startswith("array<"):
-        return _array_writer(_BITS[type_[6:-1]] // 8)
+        return _array_writer(_BITS[type_[6:-1]] // 8, low or 0, high if high is not None else tables.MAX_ARRAY)
     if type_.startswith("enum:"):
         return _enum_writer(type_[5:])
     if type_ in _BITS:
         return _int_writer(low or 0, high if high is not None else (1 << _BITS[type_]) - 1)
     if type_ == "bytes":
-        return _bytes_writer(length)
+        return _bytes_writer(*((length, length) if length is not None else (low or 0, high or tables.MAX_BYTES)))
     if type_ == "str":
         return _text_writer(low or 0, high if high is not None else tables.MAX_STRING)
     return _write_bool
@@ -105,15 +111,15 @@ def _enum_writer(name: str) -> Write:
     return write
 
 
-def _bytes_writer(length: int | None) -> Write:
+def _bytes_writer(low: int, high: int) -> Write:
     def write(value: Any) -> bytes:
         if not isinstance(value, bytes | bytearray | memoryview):
             raise _wrong("bytes", value)
         made = bytes(value)
         if len(made) > tables.MAX_BYTES:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(made))
-        if length is not None and len(made) != length:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{length} bytes", f"{len(made)} bytes")
+        if not low <= len(made) <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{len(made)} bytes")
         return made
 
     return write
@@ -142,12 +148,14 @@ def _write_bool(value: Any) -> bool:
     return bool(value)
 
 
-def _list_writer(item: Write) -> Write:
+def _list_writer(item: Write, low: int, high: int) -> Write:
     def write(value: Any) -> list[Any]:
         if not isinstance(value, tuple | list):
             raise _wrong("a tuple", value)
         if len(value) > tables.MAX_LIST:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_LIST, len(value))
+        if not low <= len(value) <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} elements", f"{len(value)} elements")
         made: list[Any] = []
         try:
             for part in value:
@@ -160,7 +168,7 @@ def _list_writer(item: Write) -> Write:
     return write
 
 
-def _array_writer(widest: int) -> Write:
+def _array_writer(widest: int, least: int, most: int) -> Write:
     def write(value: Any) -> msgpack.ExtType:
         if not isinstance(value, np.ndarray | tuple | list):
             raise _wrong("a number array", value)
@@ -172,6 +180,8 @@ def _array_writer(widest: int) -> Write:
         low, top = (int(array.min()), int(array.max())) if array.size else (0, 0)
         if low < 0 or top >= 1 << 8 * widest:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"0..{(1 << 8 * widest) - 1}", low if low < 0 else top)
+        if not least <= array.size <= most:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{least}..{most} elements", f"{array.size} elements")
         width = next(w for w in (1, 2, 4, 8) if top < 1 << 8 * w)
         return msgpack.ExtType(tables.ARRAY_CODES[width], array.astype(f"<u{width}", copy=False).tobytes())
 

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from kvproto.cli.main import main
@@ -32,6 +33,30 @@ def test_decode_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["decode", "-"]) == 0
 
 
+def test_decode_byte_by_byte(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", "--bytes", FRAME.hex()]) == 0
+    assert "23  04 01                                  4 attempt = 1\nDoneAck: good" in capsys.readouterr().out
+    assert main(["decode", "--bytes", FRAME[:-1].hex() + "00"]) == 1
+    assert "refused: OUT_OF_RANGE at attempt" in capsys.readouterr().out
+
+
+def test_secrets_are_in_no_dump(capsys: pytest.CaptureFixture[str]) -> None:
+    for message in (transfer(grant([1])), register()):
+        for frame in (encode(message), encode(message)[:-1]):
+            main(["decode", "--bytes", frame.hex()])
+            said = capsys.readouterr().out.replace(" ", "")
+            assert not {s for s in ("abababab", "cdefcdef", (1 << 46).to_bytes(8, "big").hex()) if s in said}
+
+
+def test_decode_struct(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", "--struct", "Version", "8201010200"]) == 0
+    assert main(["decode", "--struct", "Version", "--json", "8201010200"]) == 0
+    assert '{"struct": "Version", "fields": {"major": "1", "minor": "0"}}' in capsys.readouterr().out
+    assert main(["decode", "--struct", "Version", "--bytes", "82010102"]) == 1
+    with pytest.raises(SystemExit):
+        main(["decode", "--struct", "Nothing", "80"])
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -41,7 +66,7 @@ def test_help_and_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_long_hex_is_not_taken_for_a_file_name(capsys: pytest.CaptureFixture[str]) -> None:
-    frame = encode(transfer(*[grant([1, 70000])] * 40))
+    frame = encode(transfer(*(attrs.evolve(grant([1, 70000]), group=g) for g in range(40))))
     assert main(["decode", frame.hex(" ")]) == 0
     said = capsys.readouterr().out
     assert "2 first = 0  (u64, token)" in said
@@ -50,7 +75,7 @@ def test_long_hex_is_not_taken_for_a_file_name(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_secrets_are_redacted(json_flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for message in (transfer(), register()):
+    for message in (transfer(grant([1])), register()):
         assert main(["decode", encode(message).hex(), *json_flag]) == 0
         said = capsys.readouterr().out
         assert "(secret)" in said

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.errors import PlanError
+from kvproto.errors import RemoteError
 from kvproto.geometry import (
     Geometry,
     Group,
@@ -38,7 +38,7 @@ MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
 def test_tokens_are_dealt_as_if_one_by_one(cp: int, run: int, origin: int, step: int) -> None:
     group = attrs.evolve(MLA, cp_size=cp, interleave=run * step, origin=origin * step, tokens_per_row=step)
-    validate(Geometry(replica=0, facts=(), groups=(group,), ranks=()))
+    validate(Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=()),)))
     start = origin if cp > 1 else 0
     rows = np.arange(start, start + 40, dtype=np.int64)
     assert owner(group, rows).tolist() == [oracle.cp_rank_of(group, row) for row in rows.tolist()]
@@ -69,7 +69,7 @@ def good() -> Geometry:
 
 
 def with_group(group: Group, **changes: Any) -> Geometry:
-    return Geometry(replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=())
+    return Geometry(replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=(Rank(rank=0, owns=()),))
 
 
 def with_owns(geometry: Geometry, which: int = 0, **changes: Any) -> Geometry:
@@ -90,26 +90,27 @@ def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
 
 
 BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
-    "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups"),
-    "ranks": (lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks"),
-    "rank twice": (lambda: attrs.evolve(good(), ranks=good().ranks[:1] * 2), "ranks"),
-    "facts": (lambda: attrs.evolve(good(), facts=tuple(Fact(name=n, value="", rule=FactRule.EQUAL) for n in "ba")), "facts"),
-    "owns": (lambda: attrs.evolve(good(), ranks=(attrs.evolve(good().ranks[0], owns=good().ranks[0].owns[::-1]),)), "ranks[0].owns"),
+    "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups[1].id"),
+    "ranks": (lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks[1].rank"),
+    "rank twice": (lambda: attrs.evolve(good(), ranks=good().ranks[:1] * 2), "ranks[1].rank"),
+    "facts": (lambda: attrs.evolve(good(), facts=tuple(Fact(name=n, value="", rule=FactRule.EQUAL) for n in "ba")), "facts[1].name"),
+    "owns": (lambda: attrs.evolve(good(), ranks=(attrs.evolve(good().ranks[0], owns=good().ranks[0].owns[::-1]),)), "ranks[0].owns[1].group"),
     "unknown group": (lambda: with_owns(good(), 1, group=7), "ranks[0].owns[1].group"),
-    "layers": (lambda: with_owns(good(), layers=np.array([1, 0], np.uint32)), "ranks[0].owns[0].layers"),
-    "layer twice": (lambda: with_owns(good(), layers=np.array([1, 1], np.uint32)), "ranks[0].owns[0].layers"),
+    "layers": (lambda: with_owns(good(), layers=np.array([1, 0], np.uint32)), "ranks[0].owns[0].layers[1]"),
+    "layer twice": (lambda: with_owns(good(), layers=np.array([1, 1], np.uint32)), "ranks[0].owns[0].layers[1]"),
     "no layers": (lambda: with_owns(good(), layers=np.array([], np.uint32)), "ranks[0].owns[0].layers"),
     "cp rank": (lambda: with_owns(good(), cp_rank=1), "ranks[0].owns[0].cp_rank"),
-    "lanes beyond": (lambda: with_owns(good(), lanes=spans((0, 0, 2))), "ranks[0].owns[0].lanes[0]"),
-    "no lane": (lambda: with_owns(good(), 1, lanes=spans((0, 3, 3), (1, 0, 8))), "ranks[0].owns[1].lanes[0]"),
+    "lanes beyond": (lambda: with_owns(good(), lanes=spans((0, 0, 2))), "ranks[0].owns[0].lanes[0].hi"),
+    "no lane": (lambda: with_owns(good(), 1, lanes=spans((0, 3, 3), (1, 0, 8))), "ranks[0].owns[1].lanes[0].hi"),
     "no span": (lambda: with_owns(good(), lanes=()), "ranks[0].owns[0].lanes"),
     "no span of a part": (lambda: with_owns(good(), 1, lanes=spans((0, 0, 8))), "ranks[0].owns[1].lanes"),
     "overlap": (lambda: with_owns(good(), 1, lanes=spans((0, 2, 5), (0, 0, 3), (1, 0, 8))), "ranks[0].owns[1].lanes"),
-    "part order": (lambda: with_owns(good(), 1, lanes=spans((1, 0, 8), (0, 0, 8))), "ranks[0].owns[1].lanes"),
+    "part order": (lambda: with_owns(good(), 1, lanes=spans((1, 0, 8), (0, 0, 8))), "ranks[0].owns[1].lanes[1].part"),
     "unknown part": (lambda: with_owns(good(), 1, lanes=spans((0, 0, 8), (2, 0, 8))), "ranks[0].owns[1].lanes[1].part"),
     "no parts": (lambda: with_group(MLA, parts=()), "groups[0].parts"),
-    "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts"),
-    "live rows": (lambda: with_group(MLA, kind=ItemKind.SLOT, live_rows=65), "groups[0].live_rows"),
+    "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts[1].name"),
+    "live rows": (lambda: with_group(MLA, kind=ItemKind.SLOT, live_rows=65), "groups[0].rows"),
+    "live rows of pages": (lambda: with_group(MLA, live_rows=64), "groups[0].live_rows"),
     "dealt slots": (lambda: with_group(MLA, kind=ItemKind.SLOT, cp_size=2), "groups[0].interleave"),
     "cut rows": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=6), "groups[0].interleave"),
     "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
@@ -124,9 +125,11 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
 def test_description_that_contradicts_itself(case: str) -> None:
     make, path = BROKEN[case]
     for check in (lambda: validate(make()), lambda: decode_geometry(encode_geometry(make()))):
-        with pytest.raises(PlanError) as caught:
+        with pytest.raises(RemoteError) as caught:
             check()
-        assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, path)
+        empty = case in ("no layers", "no span", "no parts")
+        code = ErrorCode.OUT_OF_RANGE if empty else ErrorCode.BAD_GEOMETRY
+        assert (caught.value.code, caught.value.path) == (code, path)
 
 
 @pytest.mark.parametrize("deal", [(1, 0), (9, 6), (3, 3)])

@@ -219,7 +219,6 @@ GRANTS: dict[str, tuple[Group, tuple[Grants, ...], ErrorCode | None, str]] = {
     "no group": (PAGES, (), ErrorCode.BAD_GRANT, "grants"),
     "another group": (PAGES, (grant(0, 4, [0], group=1),), ErrorCode.BAD_GRANT, "grants"),
     "group twice": (PAGES, (grant(0, 4, [0]),) * 2, ErrorCode.BAD_GRANT, "grants"),
-    "rows that are not real": (PAGES, (grant(0, 4, [0], valid=3),), ErrorCode.BAD_GRANT, "grants[0].valid"),
     "too few": (PAGES, (grant(3, 6, [0, 1]),), ErrorCode.BAD_GRANT, "grants[0].items"),
     "too many": (PAGES, (grant(0, 4, [0, 1]),), ErrorCode.BAD_GRANT, "grants[0].items"),
     "no ring": (RING, (grant(0, 4, []),), ErrorCode.BAD_GRANT, "grants[0].items"),

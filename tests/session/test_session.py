@@ -212,7 +212,6 @@ def test_registration_that_lies_is_refused(lie: str) -> None:
 
 GRANTS = {
     "token count": ({"count": 7, "valid": 7}, ErrorCode.BAD_GRANT),
-    "valid": ({"valid": 5}, ErrorCode.BAD_GRANT),
     "too few items": ({"items": np.array([0])}, ErrorCode.BAD_GRANT),
     "item outside": ({"items": np.array([0, 8])}, ErrorCode.OUT_OF_REGION),
     "item twice": ({"items": np.array([3, 3])}, ErrorCode.ITEM_ALIAS),

@@ -28,10 +28,11 @@ def extended(value: str) -> bytes:
 def values(row: tables.Field) -> st.SearchStrategy[Any]:
     _, _, type_, _, low, high, length = row
     if type_.startswith("list<"):
-        return st.lists(values((0, "", type_[5:-1], True, None, None, None)), max_size=3).map(tuple)
+        inner = values((0, "", type_[5:-1], True, None, None, None))
+        return st.lists(inner, min_size=low or 0, max_size=3).map(tuple)
     if type_.startswith("array<"):
         top = st.sampled_from([8, 16, 32, 64]).filter(lambda b: b <= BITS[type_[6:-1]])
-        elements = top.flatmap(lambda b: st.lists(st.integers(0, 2**b - 1), max_size=5))
+        elements = top.flatmap(lambda b: st.lists(st.integers(0, 2**b - 1), min_size=low or 0, max_size=5))
         return elements.map(lambda v: np.array(v, np.uint64))
     if type_.startswith("struct:"):
         return objects(type_[7:])
@@ -39,7 +40,7 @@ def values(row: tables.Field) -> st.SearchStrategy[Any]:
         known = st.sampled_from(list(getattr(enums, type_[5:])))
         return known | st.integers(0xF000, 0xFFFF) if type_[5:] in tables.OPEN_ENUMS else known
     if type_ == "bytes":
-        return st.binary(min_size=length or 0, max_size=length or 300)
+        return st.binary(min_size=length or low or 0, max_size=length or 300)
     if type_ == "str":
         return st.text(min_size=low or 0, max_size=(high or 80) // 4)
     if type_ == "bool":
@@ -47,9 +48,55 @@ def values(row: tables.Field) -> st.SearchStrategy[Any]:
     return st.integers(low or 0, high if high is not None else 2 ** BITS[type_] - 1)
 
 
-def objects(name: str) -> st.SearchStrategy[Any]:
-    fields = {r[1]: values(r) if r[3] else st.none() | values(r) for r in tables.FIELDS[name]}
-    return st.builds(getattr(messages, name), **fields)
+@st.composite
+def objects(draw: st.DrawFn, name: str) -> Any:
+    """A message or struct that keeps its rules."""
+    rows = {r[1]: r for r in tables.FIELDS[name]}
+    found = {n: draw(values(r) if r[3] else st.none() | values(r)) for n, r in rows.items()}
+    for rule, args, _ in tables.RULES.get(name, ()):
+        repair(draw, rule, [str(a) for a in args], found, rows)
+    return getattr(messages, name)(**found)
+
+
+def repair(draw: st.DrawFn, rule: str, args: list[str], found: dict[str, Any], rows: dict[str, tables.Field]) -> None:
+    """Bend the fields until the rule holds."""
+    field = args[0]
+    value = found[field]
+    if rule in ("present_iff", "only_if"):
+        type_ = rows[args[1]][2][5:]
+        wanted = found[args[1]] == getattr(enums, type_)[args[2]]
+        if not wanted:
+            found[field] = None
+        elif rule == "present_iff" and value is None:
+            found[field] = draw(values(rows[field]))
+    elif value is None:
+        return
+    elif rule in ("ascend", "rise", "unique"):
+        if isinstance(value, np.ndarray):
+            found[field] = np.unique(value)
+        elif len(args) == 1:
+            found[field] = tuple(sorted(set(value)))
+        else:
+            each = value if rule == "rise" else {getattr(e, args[1]): e for e in value}.values()
+            found[field] = tuple(sorted(each, key=lambda e: getattr(e, args[1])))
+    elif rule == "subset":
+        found[field] = tuple(v for v in value if v in found[args[1]])
+    elif rule in ("le", "lt"):
+        low, high = sorted((value, found[args[1]]))
+        if low == high and rule == "lt":
+            low, high = 0, max(high, 1)
+        found[field], found[args[1]] = low, high
+    elif rule == "sum_le":
+        if args[2] in found:
+            found[args[2]] = min(value + found[args[1]], 2**64 - 1)
+            found[field] = found[args[2]] - found[args[1]]
+        else:
+            found[field] = min(value, 2**62)
+            found[args[1]] = min(found[args[1]], 2**62)
+    elif rule == "same_length":
+        found |= {a: np.resize(found[a], len(value)) for a in args}
+    else:
+        raise AssertionError(rule)
 
 
 def transfer(*grants: messages.Grants) -> messages.Transfer:

@@ -24,7 +24,7 @@ def test_form() -> None:
     assert "resume" not in data
     assert data["incarnation"] == "18446744073709551615"
     assert data["role"] == "SINK"
-    assert data["offered"] == ["VERIFY", {"unknown": 77}]
+    assert data["offered"] == ["VERIFY", {"unknown": "77"}]
     assert to_json(Content(tokens=np.array([7, 300]), adapter="", salts=(b"\1",)))["tokens"] == ["7", "300"]
     assert from_json(Hello, data) == hello
 

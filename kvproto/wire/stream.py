@@ -1,0 +1,77 @@
+"""Frames out of a byte stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvproto.errors import WireError
+from kvproto.wire import tables
+from kvproto.wire.codec import Buffer, decode
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Message
+from kvproto.wire.reader import refuse
+
+__all__ = ["Decoder"]
+
+
+class Decoder:
+    """Cuts a stream into frames: the same messages and errors wherever the bytes were cut (KVP-STREAM-*).
+
+    A frame that is refused comes out as its WireError, and the stream goes on after it. Another magic ends the stream:
+    from then on `feed` and `close` raise BAD_MAGIC. A body beyond the limit is skipped without being kept.
+    """
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._skip = 0
+        self._broken: WireError | None = None
+
+    def feed(self, data: Buffer) -> Iterator[Message | WireError]:
+        """Take bytes; what they complete, in order. All of `data` is taken at once, be the result read or not."""
+        if self._broken is not None:
+            raise self._broken
+        view = memoryview(data).cast("B")
+        skipped = min(self._skip, len(view))
+        self._skip -= skipped
+        self._held += view[skipped:]
+        return iter(self._cut())
+
+    def _cut(self) -> list[Message | WireError]:
+        found: list[Message | WireError] = []
+        at = 0
+        held = self._held
+        while self._broken is None:
+            start = bytes(held[at : at + 4])
+            if not tables.MAGIC.startswith(start):
+                self._broken = refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
+                found.append(self._broken)
+                break
+            if len(held) - at < tables.HEADER_BYTES:
+                break
+            length = int.from_bytes(held[at + 12 : at + 16], "little")
+            end = at + tables.HEADER_BYTES + length
+            if length > tables.MAX_BODY:
+                found.append(_refused(bytes(held[at : at + tables.HEADER_BYTES])))
+                self._skip = max(0, end - len(held))
+                at = min(end, len(held))
+                continue
+            if len(held) < end:
+                break
+            found.append(_refused(bytes(held[at:end])))
+            at = end
+        del held[:at]
+        return found
+
+    def close(self) -> None:
+        """The stream has ended; raises TRUNCATED inside a frame."""
+        if self._broken is not None:
+            raise self._broken
+        if self._held or self._skip:
+            raise refuse(ErrorCode.TRUNCATED, "@length", "a whole frame", f"{len(self._held)} bytes")
+
+
+def _refused(frame: bytes) -> Message | WireError:
+    try:
+        return decode(frame)
+    except WireError as error:
+        return error
