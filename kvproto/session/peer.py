@@ -10,7 +10,7 @@ import attrs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.events import Event
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
-from kvproto.wire import encode
+from kvproto.wire import encode, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Goodbye, Message
 
@@ -151,11 +151,15 @@ class Peer:
         """Move a transfer."""
         attempt.state = next_transfer(attempt.state, event)
 
-    def request(self, cls: type[Any], now: float, patience: float = PATIENCE, **fields: Any) -> int:
+    def request(
+        self, cls: type[Any], now: float, patience: float = PATIENCE, grease: bool = False, **fields: Any
+    ) -> int:
         """Queue a request under a fresh id; it is resent until answered."""
         number, self._next_request = self._next_request, self._next_request + 1
         head = {} if cls.__name__ == "Hello" else {"session": self.session}
-        frame = encode(cls(**head, request=number, **fields))
+        ids = tables.GREASE_FIELD_IDS
+        more = ids[self.me.incarnation % len(ids)] if grease else None
+        frame = encode(cls(**head, request=number, **fields), grease=more)
         self._pending[number] = _Pending(frame, cls.__name__, now + RESEND, now + patience)
         self._outbox.append(frame)
         return number

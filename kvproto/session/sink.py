@@ -10,6 +10,7 @@ from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
 from kvproto.plan import Plan, differences, plan
 from kvproto.session.events import Planned, SessionClosed, SessionRefused
+from kvproto.session.negotiation import Terms, check_welcome, greased
 from kvproto.session.peer import Attempt, Party, Peer, refused
 from kvproto.session.table import TransferState
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role
@@ -33,14 +34,12 @@ from kvproto.wire.messages import (
     Register,
     Registered,
     Transfer,
-    VersionRange,
     Welcome,
 )
 
 __all__ = ["SinkSession"]
 
 LIMITS = Limits(max_body=1 << 24, max_transfers=1024)
-VERSIONS = (VersionRange(major=1, min_minor=0, max_minor=0),)
 
 
 class SinkSession(Peer):
@@ -52,7 +51,7 @@ class SinkSession(Peer):
     ) -> None:  # fmt: skip
         super().__init__(me)
         self.geometry, self._encoded = geometry, encoded
-        self._regions, self._columns, self._offered = regions, columns, offered
+        self._regions, self._columns, self._terms = regions, columns, Terms(offered)
         self.source: Geometry | None = None
         self.plan: Plan | None = None
         self.features: tuple[int, ...] = ()
@@ -67,9 +66,11 @@ class SinkSession(Peer):
     def hello(self, now: float) -> None:
         """Open the session."""
         self.step("Hello")
+        said = greased(self._terms, self.me.incarnation)
         self.request(
-            Hello, now, versions=VERSIONS, engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank,
-            replica=self.me.replica, role=Role.SINK, offered=self._offered, needed=(), limits=LIMITS,
+            Hello, now, grease=True, versions=said.versions, engine=self.me.engine, incarnation=self.me.incarnation,
+            rank=self.me.rank, replica=self.me.replica, role=Role.SINK, offered=said.offered, needed=said.needed,
+            limits=LIMITS,
         )  # fmt: skip
 
     def receive(self, message: Any, now: float) -> None:
@@ -107,6 +108,12 @@ class SinkSession(Peer):
             case Refused():
                 self.events.append(SessionRefused(self.name, refused(message), by_us=False))
             case Welcome():
+                try:
+                    check_welcome(self._terms, message)
+                except RemoteError as error:
+                    self.session = message.session
+                    self._give_up(error)
+                    return
                 self.session = message.session
                 self.peer = Party(message.engine, message.replica, message.rank, message.incarnation)
                 self.features = tuple(message.features)

@@ -11,6 +11,7 @@ from kvproto.errors import KvprotoError, RemoteError, WireError
 from kvproto.geometry import Geometry, encode_geometry, validate
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Expired, Released, Serve, SessionClosed, SessionRefused, Troubled
+from kvproto.session.negotiation import Terms, negotiate
 from kvproto.session.peer import PATIENCE, Party, refusal
 from kvproto.session.sink import LIMITS
 from kvproto.session.source import SourceSession
@@ -94,8 +95,11 @@ class SourceEndpoint(Endpoint):
 
     def _hello(self, conn: Hashable, hello: Hello) -> None:
         peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
-        error = self._unwelcome(hello)
-        if error is not None:
+        terms = Terms(tuple(hello.offered), tuple(hello.needed), tuple(hello.versions))
+        try:
+            chosen = negotiate(terms, Terms(self._features))
+            self._check(hello)
+        except RemoteError as error:
             self._out.append((conn, encode(Refused(request=hello.request, **refusal(error)))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
@@ -104,10 +108,10 @@ class SourceEndpoint(Endpoint):
             number, self._next_session = self._next_session, self._next_session + 1
             self.sessions[number] = SourceSession(self.me, peer, number, hello.request, self.geometry, self._encoded)
             self._of[number] = conn
-        chosen = tuple(f for f in self._features if f in hello.offered)
         welcome = Welcome(
-            session=number, request=hello.request, version=Version(major=1, minor=0), engine=self.me.engine,
-            incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica, features=chosen, limits=LIMITS,
+            session=number, request=hello.request, version=Version(major=chosen.major, minor=chosen.minor),
+            engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
+            features=chosen.features, limits=LIMITS,
             endpoints=tuple(Address(rank=r, address=a) for r, a in sorted(self._endpoints.items())),
         )  # fmt: skip
         self._out.append((conn, encode(welcome)))
@@ -116,20 +120,12 @@ class SourceEndpoint(Endpoint):
         """Whether this session was opened by the same Hello."""
         return session.peer == peer and session.greeting == request and self._of[session.session] == conn
 
-    def _unwelcome(self, hello: Hello) -> KvprotoError | None:
-        ranges = [(v.major, v.min_minor, v.max_minor) for v in hello.versions]
-        if not any(major == 1 and low == 0 for major, low, _ in ranges):
-            return RemoteError(ErrorCode.NO_VERSION, "versions", "1.0", str(ranges), "offer 1.0")
+    def _check(self, hello: Hello) -> None:
+        """Raise what else speaks against a Hello."""
         if hello.role != Role.SINK:
-            return RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
+            raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
         if len(self.sessions) >= _MOST_SESSIONS:
-            return RemoteError(ErrorCode.BUSY, "", f"{_MOST_SESSIONS} sessions", "one more", "try again later")
-        lacking = [f for f in hello.needed if f not in self._features]
-        if lacking:
-            return RemoteError(
-                ErrorCode.FEATURE_MISSING, "needed", str([f.name for f in self._features]), str(lacking)
-            )
-        return None
+            raise RemoteError(ErrorCode.BUSY, "", f"{_MOST_SESSIONS} sessions", "one more", "try again later")
 
     def expect(self, ticket: Ticket, content: bytes, now: float) -> None:
         """The engine has the request of this ticket; its first use binds it to one sink."""

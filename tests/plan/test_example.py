@@ -10,7 +10,7 @@ from kvproto.program import check_columns
 from kvproto.wire import decode
 from kvproto.wire.messages import Register
 
-CASES = json.loads((Path(__file__).parents[2] / "spec/v1/vectors/example.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parents[2] / "spec/v1/vectors/codec/example.json").read_text())["cases"]
 
 
 def data(id_: str) -> bytes:

@@ -12,7 +12,7 @@ from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, 
 from kvproto.wire.enums import ErrorCode
 
 VECTORS = Path(__file__).parents[2] / "spec/v1/vectors"
-FILES = sorted(VECTORS.glob("*.json")) + sorted(VECTORS.glob("codec/*.json"))
+FILES = sorted(VECTORS.glob("codec/*.json"))
 
 
 def cases(path: Path) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def test_there_are_enough_and_each_has_its_own_name() -> None:
     assert all(case["note"] for _, case in rows)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "codec"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in FILES if "-" in p.stem], ids=lambda p: p.stem)
 def test_cut_short_at_every_byte(path: Path) -> None:
     """A message cut anywhere is TRUNCATED; a body cut anywhere, with its length mended, is refused or never complete."""
     case = next(c for c in cases(path) if c["id"] == "full")

@@ -121,7 +121,7 @@ def dump(facts: Facts) -> str:
     """The worked example, byte by byte."""
     from kvproto.wire import explain  # late: it needs the generated modules
 
-    cases = json.loads((SPEC / "vectors/example.json").read_text())["cases"]
+    cases = json.loads((SPEC / "vectors/codec/example.json").read_text())["cases"]
     frame = next(c["bytes"] for c in cases if c["id"] == "register")
     return f"```\n{explain(bytes.fromhex(frame), secrets=True)}\n```"
 

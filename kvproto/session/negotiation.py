@@ -1,0 +1,87 @@
+"""What two sides agree on: a pure function of what each says of itself (spec/v1/negotiation.md)."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvproto.errors import RemoteError
+from kvproto.wire import tables
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.messages import VersionRange, Welcome
+
+__all__ = ["Chosen", "Terms", "check_welcome", "greased", "negotiate"]
+
+SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
+"""Versions of this package."""
+
+
+@attrs.frozen
+class Terms:
+    """What one side says of itself: versions, best first; features that it can use, and those that it needs."""
+
+    offered: tuple[int, ...] = ()
+    needed: tuple[int, ...] = ()
+    versions: tuple[VersionRange, ...] = SPOKEN
+
+
+@attrs.frozen
+class Chosen:
+    """What Welcome says of the session."""
+
+    major: int
+    minor: int
+    features: tuple[int, ...]
+
+
+def negotiate(sink: Terms, source: Terms) -> Chosen:
+    """Version and features of a session; raises NO_VERSION or FEATURE_MISSING (KVP-NEG-VERSION, -FEATURE, -CHOOSE)."""
+    spoken = {v.major: v for v in source.versions}
+    both = [(v, spoken[v.major]) for v in sink.versions if v.major in spoken]
+    common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]
+    found = next(((major, high) for major, low, high in common if low <= high), None)
+    if found is None:
+        raise RemoteError(
+            ErrorCode.NO_VERSION, "versions", _ranges(source.versions), _ranges(sink.versions), "upgrade one"
+        )
+    for path, needed, offered in (("needed", sink.needed, source.offered), ("offered", source.needed, sink.offered)):
+        missing = sorted(set(needed) - set(offered))
+        if missing:
+            mine, yours = (offered, missing) if path == "needed" else (missing, offered)
+            raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do without")
+    return Chosen(*found, tuple(sorted(set(sink.offered) & set(source.offered))))
+
+
+def check_welcome(terms: Terms, welcome: Welcome) -> None:
+    """Raise FEATURE_MISSING where a Welcome chooses what was not offered (KVP-NEG-CHECK)."""
+    version = welcome.version
+    spoken = any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions)
+    if not spoken:
+        chosen = f"{version.major}.{version.minor}"
+        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "its source has a bug")
+    strange = set(welcome.features) - set(terms.offered)
+    lost = set(terms.needed) - set(welcome.features)
+    if strange or lost:
+        raise RemoteError(
+            ErrorCode.FEATURE_MISSING,
+            "features",
+            _names(terms.offered),
+            _names(welcome.features),
+            "its source has a bug",
+        )
+
+
+def greased(terms: Terms, seed: int) -> Terms:
+    """The same with a version and a feature that nobody knows: the room for them stays open (KVP-GREASE-SEND)."""
+    feature = tables.GREASE_FEATURES[seed % len(tables.GREASE_FEATURES)]
+    version = VersionRange(major=tables.GREASE_MAJOR, min_minor=seed % 256, max_minor=255)
+    return Terms(tuple(sorted({*terms.offered, feature})), terms.needed, (*terms.versions, version))
+
+
+def _ranges(versions: tuple[VersionRange, ...]) -> str:
+    return ", ".join(f"{v.major}.{v.min_minor}-{v.max_minor}" for v in versions)
+
+
+def _names(features: object) -> str:
+    known = {int(f): f.name for f in Feature}
+    assert isinstance(features, tuple | list)
+    return ", ".join(known.get(f, f"0x{f:04x}") for f in features) or "(none)"
