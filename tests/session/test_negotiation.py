@@ -63,7 +63,7 @@ def test_welcome_may_choose_only_what_was_offered() -> None:
 
 
 def test_hello_is_greased() -> None:
-    sink = World().sink("greasy", geometry(1))
+    sink = World(geometry(1)).sink("greasy", geometry(1))
     ((_, frame),) = sink.to_send(0.0)
     hello = decode(frame)
     assert isinstance(hello, Hello)
