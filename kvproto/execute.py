@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.program import CopyProgram, Op, Place, RowMap
+from kvproto.program import CopyProgram, IntArray, RowMap
 
 __all__ = ["checksums", "execute"]
 
@@ -21,47 +21,62 @@ Bytes = npt.NDArray[np.uint8]
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
     """Run every operation; returns the bytes written."""
+    lengths = [list(_by_length(m)) for m in program.maps]
     for op in program.ops:
-        rows = program.maps[op.map]
-        for length, part in rows.by_length():
-            src = _view(op.source, op, length, sources[op.source.region])
-            dst = _view(op.sink, op, length, sinks[op.sink.region])
-            dst[rows.sink_item[part], rows.sink_row[part]] = src[rows.source_item[part], rows.source_row[part]]
+        rows = program.maps[op["map"]]
+        for length, runs in lengths[op["map"]]:
+            src, dst = (_view(op, side, length, regions) for side, regions in (("source", sources), ("sink", sinks)))
+            dst[rows.sink_item[runs], rows.sink_row[runs]] = src[rows.source_item[runs], rows.source_row[runs]]
     return program.bytes
 
 
-def _view(place: Place, op: Op, length: int, region: memoryview) -> Bytes:
+def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
+    """Lengths of runs, and which runs have them."""
+    for length in np.unique(rows.rows).tolist():
+        yield length, np.flatnonzero(rows.rows == length)
+
+
+def _view(op: Any, side: str, length: int, regions: Regions) -> Bytes:
     """[item, first row, row of the run, lane, byte]"""
-    shape = (place.items, place.rows - length + 1, length, op.lanes, op.lane_bytes)
-    strides = (place.item_stride, place.row_stride, place.row_stride, place.lane_stride, 1)
-    return np.ndarray(shape, np.uint8, region, place.offset, strides)
+    items, rows, item_stride, row_stride, lane_stride, offset, region = (
+        int(op[f"{side}_{name}"])
+        for name in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
+    )
+    shape = (items, rows - length + 1, length, int(op["lanes"]), int(op["lane_bytes"]))
+    return np.ndarray(shape, np.uint8, regions[region], offset, (item_stride, row_stride, row_stride, lane_stride, 1))
 
 
 def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, int]:
     """Sum over every byte of byte * A(model, layer, part, row) * B(byte on the lane axis) mod 2^64, by sink group.
 
     A and B are odd and depend on the global coordinate only, so both layouts give one value, and one changed byte
-    always changes it. Clause KVP-VERIFY-SUM.
+    always changes it. Groups that move no row have none. Clauses KVP-VERIFY-SOURCE, KVP-VERIFY-SINK.
     """
     found: dict[int, int] = {}
     for op in program.ops:
-        rows = program.maps[op.map]
-        weight = _mix(np.arange(op.lo, op.lo + op.lanes * op.lane_bytes, dtype=np.uint64))
-        total = found.get(op.group, 0)
+        rows = program.maps[op["map"]]
+        if not rows.size:
+            continue
+        width, group = int(op["lanes"] * op["lane_bytes"]), int(op["group"])
+        weight = _mix(np.arange(op["lo"], op["lo"] + width, dtype=np.uint64))
+        total = found.get(group, 0)
+        seed = _mix(
+            np.array([(int(op["model"]) << 48 | int(op["layer"]) << 16 | int(op["part"])) & (1 << 64) - 1], np.uint64)
+        )
         for index, data in _gather(op, rows, regions, sink):
-            tall = data.reshape(-1, op.lanes * op.lane_bytes).astype(np.uint64)
-            seed = _mix(np.array([(op.model << 48 | op.layer << 16 | op.part) & (1 << 64) - 1], np.uint64))
+            tall = data.reshape(-1, width).astype(np.uint64)
             total += int((_mix(index.reshape(-1) + seed) * (tall @ weight)).sum(dtype=np.uint64))
-        found[op.group] = total & (1 << 64) - 1
+        found[group] = total & (1 << 64) - 1
     return found
 
 
-def _gather(op: Op, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tuple[npt.NDArray[np.uint64], Bytes]]:
-    place = op.sink if sink else op.source
+def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tuple[npt.NDArray[np.uint64], Bytes]]:
+    """Global rows and bytes of the runs of each length."""
     item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
-    for length, part in rows.by_length():
-        index = rows.row[rows.start[part, None] + np.arange(length)].astype(np.uint64)
-        yield index, _view(place, op, length, regions[place.region])[item[part], row[part]]
+    start = np.cumsum(rows.rows) - rows.rows
+    for length, runs in _by_length(rows):
+        index = rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
+        yield index, _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]
 
 
 def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -1,37 +1,38 @@
-"""Copy programs: strided copies over shared index arrays.
+"""Copy programs: strided copies over shared index arrays; never a Python object for a page or a layer.
 
-`lower` turns the routes of a rank pair and one request into a few operations (one for each layer, part and lane piece)
-that share row maps. The number of Python objects does not depend on the number of pages.
+A program is a table of operations (one row for each layer, part and lane piece of a rank pair, made at registration)
+and row maps (which rows of which items, made for each request). An operation runs once over all runs of its map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import RemoteError
-from kvproto.geometry import Geometry, Group, Owns, local_row, owned_before, owner
-from kvproto.plan import Box, Route
-from kvproto.wire.enums import ErrorCode, ItemKind
-from kvproto.wire.messages import Columns, Grants, Region
+from kvproto.geometry import Geometry, Group, Owns
+from kvproto.wire.messages import Columns, Grants
 
-__all__ = [
-    "CopyProgram",
-    "Op",
-    "RowMap",
-    "Side",
-    "Window",
-    "check_columns",
-    "check_grants",
-    "items_needed",
-    "lower",
-    "windows",
-]
+__all__ = ["OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
+
+_PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
+OP = np.dtype(
+    [(name, np.int64) for name in ("map", "group", "model", "layer", "part", "lo", "lanes", "lane_bytes")]
+    + [(f"{side}_{name}", np.int64) for side in ("source", "sink") for name in _PLACE]
+)
+"""One operation: `lanes` lanes of `lane_bytes` bytes of one layer and part, for every run of a map.
+
+A lane's bytes are at offset + item*item_stride + row*row_stride + lane*lane_stride of the region. `lo` is the first
+byte on the part's lane axis; `group` the sink's. `items` and `rows` are the extents of the pool: where items touch
+(item_stride = rows * row_stride in all layers of the group) a pool is one item of items * rows rows, and runs go on
+across items.
+"""
 
 
 @attrs.frozen
@@ -40,15 +41,15 @@ class Window:
 
     first: int
     count: int
-    items: IntArray
+    items: npt.NDArray[Any]
 
 
 def windows(grants: Iterable[Grants]) -> dict[int, Window]:
     """The windows of grants that were checked, by group."""
     made = {}
     for grant in grants:
-        items = np.empty(0) if grant.items is None else grant.items
-        made[grant.group] = Window(grant.first, grant.count, items.astype(np.int64))
+        items = np.empty(0, np.int64) if grant.items is None else grant.items
+        made[grant.group] = Window(grant.first, grant.count, items)
     return made
 
 
@@ -73,291 +74,125 @@ class Side:
 
 @attrs.frozen(eq=False)
 class RowMap:
-    """Runs of rows that lie one after the other on both sides; arrays of equal length but for `row`, by run length."""
+    """Runs of rows that lie one after the other on both sides; arrays of equal length, but for the last two."""
 
-    row: IntArray
-    """Every global row, ascending; those of a run need not be consecutive where tokens are dealt over ranks."""
-    start: IntArray
-    """Index into `row` of the first row of each run."""
     source_item: IntArray
     source_row: IntArray
     sink_item: IntArray
     sink_row: IntArray
     rows: IntArray
     """Rows of each run."""
+    piece_first: IntArray
+    """Global rows, in the order of the runs: pieces of consecutive rows, their first ..."""
+    piece_rows: IntArray
+    """... and their number. A run may span pieces, where both sides deal tokens alike."""
 
-    def by_length(self) -> Iterator[tuple[int, slice]]:
-        """Run length and the slice of the arrays that has it."""
-        starts = np.flatnonzero(np.diff(self.rows, prepend=-1))
-        for lo, hi in zip(starts, [*starts[1:], len(self.rows)], strict=False):
-            yield int(self.rows[lo]), slice(int(lo), int(hi))
+    @cached_property
+    def size(self) -> int:
+        """Rows in all."""
+        return int(self.rows.sum())
+
+    @cached_property
+    def global_rows(self) -> IntArray:
+        """Every global row, run after run."""
+        starts = np.cumsum(self.piece_rows) - self.piece_rows
+        made: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
+        return made
+
+    def between(self, lo: int, hi: int) -> RowMap:
+        """The part of global rows [lo, hi): runs are cut, not looked up again."""
+        ends = np.cumsum(self.piece_rows)
+        # where on the axis of all rows each kept piece begins and ends; pieces ascend: that is one interval
+        a = np.clip(lo - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
+        b = np.clip(hi - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
+        kept = b > a
+        if not kept.any():
+            return _EMPTY_MAP
+        begin, end = int(a[kept][0]), int(b[kept][-1])
+        stop = np.cumsum(self.rows)
+        start = stop - self.rows
+        some = slice(int(np.searchsorted(stop, begin, "right")), int(np.searchsorted(start, end, "left")))
+        skip = np.maximum(begin - start[some], 0)
+        rows = np.minimum(stop[some], end) - np.maximum(start[some], begin)
+        return RowMap(
+            self.source_item[some], self.source_row[some] + skip, self.sink_item[some], self.sink_row[some] + skip,
+            rows, self.piece_first[kept] + np.maximum(lo - self.piece_first[kept], 0), (b - a)[kept],
+        )  # fmt: skip
+
+
+_NONE = np.empty(0, np.int64)
+_EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @attrs.frozen
-class Place:
-    """One side of an operation: byte address = offset + item*item_stride + row*row_stride + lane*lane_stride."""
+class Runs:
+    """Contiguous runs of bytes: how many, and how long they are on average; what a transport is paid for."""
 
-    region: int
-    offset: int
-    item_stride: int
-    row_stride: int
-    lane_stride: int
-    items: int
-    rows: int
-
-
-@attrs.frozen
-class Op:
-    """`lanes` lanes of `lane_bytes` bytes of one layer and part, for every row of a map."""
-
-    map: int
-    source: Place
-    sink: Place
-    lanes: int
-    lane_bytes: int
-    group: int
-    model: int
-    layer: int
-    part: int
-    lo: int
-    """First byte on the part's lane axis."""
-
-
-@attrs.frozen
-class CopyProgram:
-    """Operations over shared row maps."""
-
-    maps: tuple[RowMap, ...]
-    ops: tuple[Op, ...]
+    count: int
+    bytes: int
 
     @property
+    def mean(self) -> float:
+        """Bytes of a run."""
+        return self.bytes / self.count if self.count else 0.0
+
+
+@attrs.frozen(eq=False)
+class CopyProgram:
+    """A table of operations over shared row maps."""
+
+    maps: tuple[RowMap, ...]
+    ops: npt.NDArray[np.void]
+    """Rows of dtype OP."""
+    tokens_per_row: tuple[int, ...]
+    """Of each map."""
+
+    @cached_property
+    def _rows(self) -> IntArray:
+        return np.array([m.size for m in self.maps], np.int64)
+
+    @property
+    def _op_bytes(self) -> IntArray:
+        ops = self.ops
+        if not len(ops):
+            return _NONE
+        made: IntArray = self._rows[ops["map"]] * ops["lanes"] * ops["lane_bytes"]
+        return made
+
+    @cached_property
     def bytes(self) -> int:
         """Bytes that the program writes."""
-        rows = [int(m.rows.sum()) for m in self.maps]
-        return sum(rows[op.map] * op.lanes * op.lane_bytes for op in self.ops)
+        return int(self._op_bytes.sum())
 
     def bytes_by_group(self) -> dict[int, int]:
-        """The same, by sink group."""
-        rows = [int(m.rows.sum()) for m in self.maps]
+        """The same, by sink group, of groups that move at all."""
         found: dict[int, int] = {}
-        for op in self.ops:
-            found[op.group] = found.get(op.group, 0) + rows[op.map] * op.lanes * op.lane_bytes
+        for group in np.unique(self.ops["group"]).tolist():
+            moved = int(self._op_bytes[self.ops["group"] == group].sum())
+            if moved:
+                found[group] = moved
         return found
 
+    def runs(self) -> Runs:
+        """Contiguous runs of bytes, on both sides at once."""
+        ops = self.ops
+        if not len(ops):
+            return Runs(0, 0)
+        width = ops["lanes"] * ops["lane_bytes"]
+        lanes, rows = np.ones(len(ops), bool), np.ones(len(ops), bool)
+        for side in ("source", "sink"):
+            lanes &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
+            rows &= ops[f"{side}_row_stride"] == width
+        number = np.array([len(m.rows) for m in self.maps], np.int64)[ops["map"]]
+        count = np.where(lanes & rows, number, np.where(lanes, 1, ops["lanes"]) * self._rows[ops["map"]])
+        return Runs(int(count.sum()), self.bytes)
 
-def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
-    """Items that a rank needs for tokens [first, first + count)."""
-    if group.kind != ItemKind.PAGE:
-        return 0 if group.kind == ItemKind.HANDOFF else 1
-    lo, hi = (owned_before(group, cp_rank, row) for row in _rows(group, first, count))
-    return (hi - 1) // group.rows - lo // group.rows + 1 if hi > lo else 0
-
-
-def lower(
-    routes: tuple[Route, ...], source: Side, sink: Side, sources: Mapping[int, Window], sinks: Mapping[int, Window]
-) -> CopyProgram:
-    """Copy program of one rank pair for one request; windows by group id of their own side, no hand-off groups."""
-    maps: list[RowMap] = []
-    index: dict[tuple[int, int, int, int], int] = {}
-    ops: list[Op] = []
-    for route in routes:
-        dst = sink.group(route.group)
-        if dst.kind == ItemKind.HANDOFF:
-            continue
-        for box in route.boxes:
-            src = source.group(box.source_group)
-            key = (src.id, dst.id, box.source_class, box.sink_class)
-            if key not in index:
-                index[key] = len(maps)
-                maps.append(_row_map(src, dst, box, sources[src.id], sinks[dst.id]))
-            if maps[index[key]].rows.size:
-                ops += _ops(source, sink, src, dst, box, index[key])
-    return CopyProgram(tuple(maps), tuple(ops))
-
-
-def _rows(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Rows that the tokens cover wholly."""
-    step = group.tokens_per_row
-    lo, hi = -(-first // step), (first + count) // step
-    return lo, max(lo, hi)
-
-
-def _row_map(src: Group, dst: Group, box: Box, source: Window, sink: Window) -> RowMap:
-    if dst.kind == ItemKind.SLOT:
-        rows = np.arange(dst.live_rows or dst.rows, dtype=np.int64)
-    else:
-        rows = np.arange(*_rows(dst, sink.first, sink.count), dtype=np.int64)
-        mine = np.ones(rows.shape, bool)
-        for group, which in ((src, box.source_class), (dst, box.sink_class)):
-            if group.cp_size > 1:
-                mine &= owner(group, rows) == which
-        rows = rows[mine]
-    places = [_place_rows(g, w, c, rows) for g, w, c in ((src, source, box.source_class), (dst, sink, box.sink_class))]
-    (si, sr), (di, dr) = places
-    # a run goes on while all four coordinates do
-    fresh = np.ones(rows.size, bool)
-    fresh[1:] = (np.diff(si) != 0) | (np.diff(di) != 0) | (np.diff(sr) != 1) | (np.diff(dr) != 1)
-    starts = np.flatnonzero(fresh)
-    lengths = np.diff(starts, append=rows.size)
-    starts = starts[np.argsort(lengths, kind="stable")]
-    return RowMap(rows, starts, si[starts], sr[starts], di[starts], dr[starts], np.sort(lengths))
-
-
-def _place_rows(group: Group, window: Window, cp_rank: int, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Item id and row within it of each global row; raises BAD_GRANT where the window does not hold them."""
-    if group.kind == ItemKind.PAGE:
-        local = local_row(group, rows) if group.cp_size > 1 else rows
-        base = owned_before(group, cp_rank, _rows(group, window.first, window.count)[0]) // group.rows
-        item, row = np.divmod(local, group.rows)
-        item -= base
-    else:
-        item, row = np.zeros_like(rows), rows if group.kind == ItemKind.SLOT else rows % group.rows
-    held = rows.size <= group.rows or group.kind != ItemKind.RING
-    if rows.size and not (held and item.min() >= 0 and item.max() < window.items.size):
-        asked = f"rows {rows.min()} to {rows.max()}"
-        raise RemoteError(ErrorCode.BAD_GRANT, f"groups[{group.name}]", f"{window.items.size} items", asked)
-    return window.items[item], row
-
-
-def _ops(source: Side, sink: Side, src: Group, dst: Group, box: Box, at: int) -> Iterator[Op]:
-    name = dst.parts[box.part].name
-    src_part = [p.name for p in src.parts].index(name)
-    fine = min(src.parts[src_part].lane_bytes, dst.parts[box.part].lane_bytes)
-    for layer in range(box.layer_lo, box.layer_hi):
-        a = list(_pieces(source, src, src_part, layer, box.lo, box.hi, fine))
-        b = list(_pieces(sink, dst, box.part, layer, box.lo, box.hi, fine))
-        for lo, hi, left, right in _both(a, b, fine):
-            whole = left.lane_stride == right.lane_stride == 0
-            unit = hi - lo if whole else fine
-            # a side whose lanes touch steps from unit to unit
-            left, right = (attrs.evolve(p, lane_stride=p.lane_stride or unit) for p in (left, right))
-            yield Op(at, left, right, (hi - lo) // unit, unit, dst.id, box.model, layer, box.part, lo)
-
-
-_Piece = tuple[int, int, Place]
-
-
-def _pieces(side: Side, group: Group, part: int, layer: int, lo: int, hi: int, fine: int) -> Iterator[_Piece]:
-    """Lane bytes [lo, hi) as this side stores them; lane_stride 0 where the bytes touch."""
-    share, columns = side.owns(group.id), side.columns[group.id]
-    size = group.parts[part].lane_bytes
-    column = int(np.searchsorted(share.layers, layer)) * len(group.parts) + part
-    stride = int(columns.lane_stride[column])
-    base = int(columns.offset[column])
-    local = 0
-    for span in share.lanes:
-        if span.part != part:
-            continue
-        x, y = max(lo, span.lo * size), min(hi, span.hi * size)
-        if x < y:
-            touching = stride == size
-            step = y - x if touching or size == fine else size
-            cut = x
-            while cut < y:
-                end = min(y, cut + step - (cut % size if step == size else 0))
-                lane, within = divmod(cut - span.lo * size, size)
-                offset = base + (local + lane) * stride + within
-                single = touching or end - cut <= size
-                yield cut, end, Place(
-                    int(columns.region[column]), offset, int(columns.item_stride[column]),
-                    int(columns.row_stride[column]),
-                    0 if single else stride, columns.items, group.rows,
-                )  # fmt: skip
-                cut = end
-        local += span.hi - span.lo
-
-
-def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, int, Place, Place]]:
-    """Pieces cut where either side is cut."""
-    a, b = sorted(a, key=lambda p: p[0]), sorted(b, key=lambda p: p[0])
-    i = j = 0
-    while i < len(a) and j < len(b):
-        lo, hi = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        yield lo, hi, _advance(a[i], lo, hi, fine), _advance(b[j], lo, hi, fine)
-        i, j = i + (a[i][1] == hi), j + (b[j][1] == hi)
-
-
-def _advance(piece: _Piece, lo: int, hi: int, fine: int) -> Place:
-    """Bytes [lo, hi) of a piece. Bytes that touch step byte by byte, others by whole lanes, `fine` long."""
-    start, _, place = piece
-    if not place.lane_stride:
-        return attrs.evolve(place, offset=place.offset + lo - start)
-    place = attrs.evolve(place, offset=place.offset + (lo - start) // fine * place.lane_stride)
-    return place if hi - lo > fine else attrs.evolve(place, lane_stride=0)
-
-
-def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]) -> None:
-    """Raise BAD_COLUMNS or OUT_OF_REGION where a Register does not fit its Description."""
-    groups = {g.id: g for g in geometry.groups}
-    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if groups[o.group].kind != ItemKind.HANDOFF]
-    if [o.group for o in shares] != [c.group for c in columns]:
-        raise _bad("columns", f"groups {[o.group for o in shares]}", f"groups {[c.group for c in columns]}")
-    for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
-        group = groups[share.group]
-        number = share.layers.size * len(group.parts)
-        arrays = {}
-        for name in ("region", "offset", "item_stride", "row_stride", "lane_stride"):
-            if getattr(own, name).size != number:
-                raise _bad(f"columns[{i}].{name}", f"{number} entries", f"{getattr(own, name).size} entries")
-            arrays[name] = getattr(own, name).astype(object)
-        for k in range(number):
-            p = k % len(group.parts)
-            lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
-            region = regions.get(arrays["region"][k])
-            if region is None:
-                raise _bad(f"columns[{i}].region[{k}]", "a region of the Register", str(arrays["region"][k]))
-            size = group.parts[p].lane_bytes
-            axes = [
-                (arrays[n][k], c)
-                for n, c in (("item_stride", own.items), ("row_stride", group.rows), ("lane_stride", lanes))
-            ]
-            if any(stride > region.length for stride, _ in axes):
-                raise _bad(f"columns[{i}]", f"strides of at most {region.length}", f"column {k}: {max(axes)[0]}")
-            reach = size
-            for stride, extent in sorted(a for a in axes if a[1] > 1):
-                if stride < reach:
-                    raise _bad(f"columns[{i}]", "strides without overlap", f"column {k}: {stride} < {reach}")
-                reach += stride * (extent - 1)
-            if arrays["offset"][k] + reach > region.length:
-                code = ErrorCode.OUT_OF_REGION
-                raise RemoteError(
-                    code, f"columns[{i}].offset[{k}]", f"end at most {region.length}", str(arrays["offset"][k] + reach)
-                )
-
-
-def check_grants(
-    geometry: Geometry, rank: int, columns: Mapping[int, Columns], wanted: tuple[int, ...], grants: tuple[Grants, ...]
-) -> None:
-    """Raise BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS where a Transfer's grants do not fit the routes of the pair."""
-    groups = {g.id: g for g in geometry.groups}
-    shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
-    if tuple(g.group for g in grants) != wanted:
-        raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", f"groups {tuple(g.group for g in grants)}")
-    for i, grant in enumerate(grants):
-        group = groups[grant.group]
-        if group.kind == ItemKind.RING:
-            lo, hi = _rows(group, grant.first, grant.count)
-            if hi - lo > group.rows:
-                raise RemoteError(
-                    ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows} rows", f"{hi - lo} rows"
-                )
-        if group.cp_size > 1 and grant.count and grant.first < group.origin:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", f"at least {group.origin}", str(grant.first))
-        need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
-        items = grant.items
-        if items is None or items.size != need:
-            came = "no items" if items is None else f"{items.size} items"
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", came)
-        if need and int(items.max()) >= columns[grant.group].items:
-            raise RemoteError(
-                ErrorCode.OUT_OF_REGION,
-                f"grants[{i}].items",
-                f"below {columns[grant.group].items}",
-                str(int(items.max())),
-            )
-        if np.unique(items).size != items.size:
-            raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
-
-
-def _bad(path: str, mine: str, yours: str) -> RemoteError:
-    return RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, "state columns in the order of the Description")
+    def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
+        """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again."""
+        ops, maps = self.ops, self.maps
+        if layers is not None:
+            ops = ops[np.isin(ops["layer"], np.fromiter(layers, np.int64))]
+        if tokens is not None:
+            bounds = [(-(-tokens[0] // step), tokens[1] // step) for step in self.tokens_per_row]
+            maps = tuple(m.between(lo, max(lo, hi)) for m, (lo, hi) in zip(maps, bounds, strict=True))
+        return CopyProgram(maps, ops, self.tokens_per_row)

@@ -10,9 +10,11 @@ import numpy as np
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums
 from kvproto.geometry import Geometry
+from kvproto.grants import items_needed
+from kvproto.lowering import lower
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
-from kvproto.program import Side, Window, items_needed, lower, windows
+from kvproto.program import Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, SessionRefused
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof

@@ -12,9 +12,10 @@ import numpy as np
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry, Group, owned_before
+from kvproto.lowering import Pair
 from kvproto.net import Listener
 from kvproto.node.pool import Pool
-from kvproto.program import CopyProgram, Side, Window, lower, windows
+from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
@@ -66,6 +67,7 @@ class SourceNode:
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
         self._verify = verify
         self._maps: dict[int, dict[int, shm.Mapping]] = {}
+        self._pairs: dict[int, Pair] = {}
         self._finished: dict[bytes, Finished] = {}
 
     def expect(self, ticket: Ticket, content: bytes) -> None:
@@ -97,6 +99,7 @@ class SourceNode:
                 else:
                     told.append(event)
             for number in [n for n in self._maps if n not in self.endpoint.sessions]:
+                self._pairs.pop(number, None)
                 for mapping in self._maps.pop(number).values():
                     mapping.close()
             self._flush()
@@ -119,6 +122,7 @@ class SourceNode:
             session.refuse_register(error)
             return
         self._maps[event.session] = made
+        self._pairs.pop(event.session, None)
         session.accept_register(Transport.SHM)
 
     def _copy(self, serve: Serve) -> list[Event | Sent]:
@@ -173,8 +177,11 @@ class SourceNode:
                 sources[group.id] = window(
                     group, self.pool.side.owns(group.id).cp_rank, finished.items[group.id], grant.first, grant.count
                 )
-        sink = Side(session.sink, session.peer.rank, session.columns)
-        return lower(routes, self.pool.side, sink, sources, sinks)
+        pair = self._pairs.get(serve.session)
+        if pair is None:
+            sink = Side(session.sink, session.peer.rank, session.columns)
+            pair = self._pairs[serve.session] = Pair(routes, self.pool.side, sink)
+        return pair.lower(sources, sinks)
 
     def _handoff(self, session: SourceSession, finished: Finished) -> tuple[HandOff, ...]:
         assert session.plan is not None

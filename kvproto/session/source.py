@@ -8,8 +8,8 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
+from kvproto.grants import check_columns, check_grants
 from kvproto.plan import Plan, differences, plan
-from kvproto.program import check_columns, check_grants
 from kvproto.session.events import Planned, RegisterAsked, SessionClosed, SessionRefused
 from kvproto.session.peer import Attempt, Party, Peer, refusal
 from kvproto.session.table import SessionState, TransferState

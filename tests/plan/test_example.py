@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kvproto.geometry import decode_geometry, digest
+from kvproto.grants import check_columns
 from kvproto.plan import plan
-from kvproto.program import check_columns
 from kvproto.wire import decode
 from kvproto.wire.messages import Register
 

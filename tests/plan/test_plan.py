@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvproto.errors import PlanError
 from kvproto.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
+from kvproto.lowering import lower
 from kvproto.plan import Plan, differences, plan
-from kvproto.program import Side, lower
+from kvproto.program import Side
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle
@@ -319,4 +320,4 @@ def test_handoff_makes_routes_and_no_copies() -> None:
     side = engine(1, [first], [1])
     made = plan(side, side)
     assert made.send_flags(0, 0) == (0,)
-    assert lower(made.routes, Side(side, 0, {}), Side(side, 0, {}), {}, {}).ops == ()
+    assert lower(made.routes, Side(side, 0, {}), Side(side, 0, {}), {}, {}).bytes == 0

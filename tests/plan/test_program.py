@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry, Group, Rank, decode_geometry, encode_geometry, gqa, mla, owns, validate
+from kvproto.grants import check_columns, check_grants, items_needed
+from kvproto.lowering import lower
 from kvproto.plan import Plan, plan
-from kvproto.program import CopyProgram, Side, Window, check_columns, check_grants, items_needed, lower
+from kvproto.program import CopyProgram, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
@@ -144,19 +146,19 @@ def _sums(made: Plan, source: Geometry, sink: Geometry, number: int, rank: int, 
 
 def _flip(rng: random.Random, program: CopyProgram, pools: dict[int, memoryview], sums: dict[int, int]) -> None:
     """One changed bit changes the checksum of its group, and of no other."""
-    if not program.ops:
+    if not program.bytes:
         return
-    op = rng.choice(program.ops)
-    rows = program.maps[op.map]
+    op = rng.choice([op for op in program.ops if program.maps[op["map"]].size])
+    rows = program.maps[op["map"]]
     i = rng.randrange(rows.rows.size)
     row = int(rows.sink_row[i]) + rng.randrange(int(rows.rows[i]))
-    lane, byte, bit = rng.randrange(op.lanes), rng.randrange(op.lane_bytes), 1 << rng.randrange(8)
-    place = op.sink
-    at = place.offset + int(rows.sink_item[i]) * place.item_stride + row * place.row_stride + lane * place.lane_stride
-    pools[place.region][at + byte] ^= bit
+    lane, byte, bit = rng.randrange(op["lanes"]), rng.randrange(op["lane_bytes"]), 1 << rng.randrange(8)
+    at = op["sink_offset"] + int(rows.sink_item[i]) * op["sink_item_stride"] + row * op["sink_row_stride"] + lane * op["sink_lane_stride"]
+    region = pools[int(op["sink_region"])]
+    region[int(at) + byte] ^= bit
     changed = checksums(program, pools, sink=True)
-    pools[place.region][at + byte] ^= bit
-    assert {g for g in sums if changed[g] != sums[g]} == {op.group}
+    region[int(at) + byte] ^= bit
+    assert {g for g in sums if changed[g] != sums[g]} == {op["group"]}
 
 
 def test_columns_that_overlap_or_leave_their_region() -> None:
@@ -276,9 +278,65 @@ def test_an_empty_window_copies_nothing() -> None:
     geometry, columns = pool(PAGES)
     side_, window = Side(geometry, 0, columns), {0: Window(5, 0, np.array([], np.int64))}
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
-    assert program.ops == ()
-    assert [list(m.by_length()) for m in program.maps] == [[]]
+    assert [m.size for m in program.maps] == [0]
+    assert program.runs().count == 0
     assert program.bytes == execute(program, {}, {}) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> None:
+    """Tokens and layers picked out of a program move the same bytes as a program that was lowered for them alone."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    step = rng.choice([1, 1, 3])
+    src = attrs.evolve(PAGES, rows=rng.choice([1, 2, 4]), tokens_per_row=step)
+    dst = attrs.evolve(src, rows=rng.choice([1, 3, 4]))
+    if rng.random() < 0.5:
+        src = attrs.evolve(src, cp_size=2, interleave=step * rng.choice([1, 2]))
+    if rng.random() < 0.5:
+        dst = attrs.evolve(dst, cp_size=rng.choice([2, 3]), interleave=step * rng.choice([1, 3]))
+    sides = []
+    for group in (src, dst):
+        shares = [Rank(rank=r, owns=(owns(group, range(3), cp_rank=r),)) for r in range(group.cp_size)]
+        geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(shares))
+        columns, lengths = layout(rng, geometry, 0, ITEMS)
+        sides.append((Side(geometry, 0, columns), lengths))
+    (source, lengths), (sink, ours) = sides
+    tokens = rng.randint(1, 40)
+    windows = []
+    for side_ in (source, sink):
+        group = side_.group(0)
+        windows.append({0: Window(0, tokens, np.array(rng.sample(range(ITEMS), items_needed(group, 0, 0, tokens)), np.int64))})
+    whole = lower(plan(source.geometry, sink.geometry).between(0, 0), source, sink, *windows)
+    first, layers = rng.randint(0, tokens), rng.sample(range(3), rng.randint(0, 3))
+    last = rng.randint(first, tokens)
+    some = whole.select(layers, (first, last))
+    there = {i: memoryview(p) for i, p in oracle.noise(lengths, 1).items()}
+    got, want = (oracle.noise(ours, 2) for _ in range(2))
+    assert execute(some, there, {i: memoryview(p) for i, p in got.items()}) == some.bytes
+    # row by row and layer by layer, by the maps' own word
+    full = {i: memoryview(p.copy()) for i, p in want.items()}
+    execute(whole, there, full)
+    for op in whole.ops:
+        rows = whole.maps[op["map"]]
+        at = np.repeat(rows.sink_item * op["sink_item_stride"] + rows.sink_row * op["sink_row_stride"], rows.rows)
+        within = np.arange(rows.size) - np.repeat(np.cumsum(rows.rows) - rows.rows, rows.rows)
+        for row, place in zip(rows.global_rows.tolist(), (at + within * op["sink_row_stride"]).tolist(), strict=True):
+            if op["layer"] in layers and first <= row * step and (row + 1) * step <= last:
+                for lane in range(op["lanes"]):
+                    start = place + int(op["sink_offset"] + lane * op["sink_lane_stride"])
+                    span_ = slice(start, start + int(op["lane_bytes"]))
+                    want[int(op["sink_region"])][span_] = np.frombuffer(full[int(op["sink_region"])][span_], np.uint8)
+    assert all(np.array_equal(got[i], want[i]) for i in got)
+
+
+def test_runs_go_on_across_items_that_touch() -> None:
+    geometry, columns = pool(attrs.evolve(PAGES, rows=2), 100)
+    side_ = Side(geometry, 0, columns)
+    items = np.array([4, 5, 6, 9, 10])
+    program = lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 10, items)}, {0: Window(0, 10, items + 20)})
+    assert program.maps[0].rows.tolist() == [6, 4]
+    assert (program.runs().count, program.runs().mean) == (2, 40.0)
 
 
 def test_objects_do_not_multiply_with_pages() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
+from kvproto.grants import items_needed
 from kvproto.node.pool import Pool, allocate
-from kvproto.program import items_needed
 from kvproto.session import Party, SinkEndpoint, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport

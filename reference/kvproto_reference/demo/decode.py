@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 
 from kvproto.errors import KvprotoError
+from kvproto.grants import items_needed
 from kvproto.net import Dialer
 from kvproto.net.sockets import wait
 from kvproto.node import SinkNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
-from kvproto.program import items_needed
 from kvproto.session import Party
 from kvproto.session.events import Lost, Ready, SessionClosed, SessionRefused, Troubled
 from kvproto.wire import from_json
