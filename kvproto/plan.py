@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from math import lcm
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvproto.errors import PlanError
 from kvproto.geometry import Geometry, Group
-from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+from kvproto.wire.enums import ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import RouteRef
 
 __all__ = ["Box", "Plan", "Route", "differences", "plan"]
@@ -69,10 +70,19 @@ class Plan:
 
     routes: tuple[Route, ...]
     digest: bytes
+    cold: tuple[int, ...] = ()
+    """Draft models that start without their cache, both sides having agreed to that."""
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], tuple[Route, ...]]:
+        found: dict[tuple[int, int], list[Route]] = defaultdict(list)
+        for route in self.routes:
+            found[route.source, route.sink].append(route)
+        return {key: tuple(routes) for key, routes in found.items()}
 
     def between(self, source: int, sink: int) -> tuple[Route, ...]:
         """Routes of one rank pair; their groups are the send flags."""
-        return tuple(r for r in self.routes if r.source == source and r.sink == sink)
+        return self._pairs.get((source, sink), ())
 
     def send_flags(self, source: int, sink: int) -> tuple[int, ...]:
         """Sink groups that `source` sends to `sink`."""
@@ -80,58 +90,82 @@ class Plan:
 
     def required(self, sink: int) -> tuple[int, ...]:
         """Source ranks whose answer `sink` awaits."""
-        return tuple(sorted({r.source for r in self.routes if r.sink == sink}))
+        return tuple(sorted(a for a, b in self._pairs if b == sink))
 
     def served(self, source: int) -> tuple[int, ...]:
         """Sink ranks that `source` answers, and that must release it."""
-        return tuple(sorted({r.sink for r in self.routes if r.source == source}))
+        return tuple(sorted(b for a, b in self._pairs if a == source))
 
 
 @attrs.frozen
 class _Claim:
+    """What one rank owns of a part: bytes [lo, hi) of the lane axis, one share of the tokens, some layers."""
+
     rank: int
     group: Group
     lo: int
     hi: int
     cp_rank: int
+    layers: tuple[tuple[int, int], ...]
+    """Intervals of layers, ascending."""
 
 
-_Claims = dict[tuple[int, str], dict[int, list[_Claim]]]
-"""(model, part name) -> layer -> claims."""
+_Claims = dict[tuple[int, str], list[_Claim]]
+"""(model, part name) -> claims."""
+_Layers = tuple[tuple[int, int], ...]
+_Key = tuple[int, int, int, int]
+"""(source rank, sink rank, source class, sink class)"""
+_Cells = dict[_Key, list[tuple[int, int, _Layers]]]
+"""Lane byte intervals and the layers that they are of."""
 
 
-def plan(source: Geometry, sink: Geometry) -> Plan:
-    """The canonical plan; raises PlanError (class incompatible) with path, the source's value and the sink's."""
+def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:
+    """The canonical plan; raises PlanError (class incompatible) with path, the source's value and the sink's.
+
+    features: those of the session that change it, SPREAD_ONE and COLD_DRAFT. Clauses KVP-PLAN-*.
+    """
     check_facts(source, sink)
     have, want = _claims(source), _claims(sink)
-    order = _layer_order(sink)
+    cold = _cold(source, sink) if Feature.COLD_DRAFT in features else ()
+    places = {} if Feature.SPREAD_ONE in features else _places(sink)
     boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
     rows: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts)]:
-        found = have.get((dst.model, part), {})
-        alike: dict[tuple[tuple[_Claim, ...], tuple[_Claim, ...]], list[int]] = defaultdict(list)
-        for layer, sinks in sorted(want.get((dst.model, part), {}).items()):
-            if sinks[0].group.id != dst.id:
-                continue
-            sources = found.get(layer)
+        if dst.model in cold:
+            continue
+        found = have.get((dst.model, part), [])
+        mine = [c for c in want.get((dst.model, part), ()) if c.group.id == dst.id]
+        cells: _Cells = defaultdict(list)
+        for sources, sinks, layers in _alike(found, mine):
             if not sources:
-                raise _missing(sink, dst.model, part, layer, bool(found))
-            alike[tuple(sources), tuple(sinks)].append(layer)
-        group_of = {layer: sources[0].group.id for layer, sources in found.items()}
-        cells: _Cells = defaultdict(dict)
-        for (sources_of, sinks_of), ids in alike.items():
-            _check_pair(sources_of[0].group, dst, part)
-            for key, spans in _elect(sources_of, sinks_of, ids, dst.model, order, sink.replica, part).items():
-                cells[key].update(spans)
+                raise _missing(sink, dst.model, part, layers[0][0], bool(found))
+            _check_pair(sources[0].group, dst, part)
+            _elect(sources, sinks, layers, dst.model, places, sink.replica, part, cells)
+        homes = sorted(
+            (lo, hi, c.group.id) for c in {(c.group.id, c.layers): c for c in found}.values() for lo, hi in c.layers
+        )
         for (a, b, c, d), spans in cells.items():
             for lo, hi, x, y in _merge(spans):
                 rows[a, b, dst.id].append((a, b, dst.id, dst.model, lo, hi, index, x, y, c, d, sink.replica))
                 # the digest does not know the source's groups; lowering does
-                for id, run in groupby(range(lo, hi), group_of.__getitem__):
-                    first, *others = run
-                    boxes[a, b, dst.id].append(Box(dst.model, first, first + len(others) + 1, index, x, y, c, d, id))
+                for from_, to, id in _homes(homes, lo, hi):
+                    boxes[a, b, dst.id].append(Box(dst.model, from_, to, index, x, y, c, d, id))
     routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
-    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]))
+    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
+
+
+def _homes(homes: list[tuple[int, int, int]], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+    """Layers [lo, hi) cut where the source keeps them in another group."""
+    while lo < hi:
+        end, id = max((end, id) for start, end, id in homes if start <= lo < end)
+        yield lo, min(end, hi), id
+        lo = end
+
+
+def _cold(source: Geometry, sink: Geometry) -> tuple[int, ...]:
+    """Draft models of the sink of which the source has nothing at all."""
+    known = {g.model for g in source.groups}
+    return tuple(sorted({g.model for g in sink.groups if g.model} - known))
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
@@ -158,28 +192,58 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
 
 def _claims(geometry: Geometry) -> _Claims:
     groups = {g.id: g for g in geometry.groups}
-    claims: _Claims = defaultdict(lambda: defaultdict(list))
+    claims: _Claims = defaultdict(list)
     for rank in geometry.ranks:
         for share in rank.owns:
             group = groups[share.group]
+            layers = _intervals(share.layers.astype(np.int64))
             for span in share.lanes:
                 part = group.parts[span.part]
                 size = part.lane_bytes
-                claim = _Claim(rank.rank, group, span.lo * size, span.hi * size, share.cp_rank)
-                of_layer = claims[group.model, part.name]
-                for layer in share.layers.tolist():
-                    of_layer[layer].append(claim)
+                claim = _Claim(rank.rank, group, span.lo * size, span.hi * size, share.cp_rank, layers)
+                claims[group.model, part.name].append(claim)
     return claims
 
 
-def _layer_order(geometry: Geometry) -> dict[tuple[int, int, int], int]:
-    """(rank, model, layer) -> its place among the rank's layers, by model and id."""
+def _intervals(numbers: npt.NDArray[np.int64]) -> _Layers:
+    """Ascending numbers as intervals [lo, hi)."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    starts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _alike(
+    sources: list[_Claim], sinks: list[_Claim]
+) -> Iterator[tuple[tuple[_Claim, ...], tuple[_Claim, ...], _Layers]]:
+    """Layers that the same ranks own in the same way on both sides, as far as the sink has them."""
+    cuts = sorted({x for claim in (*sources, *sinks) for interval in claim.layers for x in interval})
+    at = {x: i for i, x in enumerate(cuts)}
+    owners: tuple[list[list[int]], ...] = ([[] for _ in cuts], [[] for _ in cuts])
+    for side, claims in enumerate((sources, sinks)):
+        for n, claim in enumerate(claims):
+            for lo, hi in claim.layers:
+                for i in range(at[lo], at[hi]):
+                    owners[side][i].append(n)
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for i, (a, b) in enumerate(zip(*owners, strict=True)):
+        if b:
+            alike[tuple(a), tuple(b)].append((cuts[i], cuts[i + 1]))
+    for (a, b), layers in alike.items():
+        yield tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(layers)
+
+
+def _places(geometry: Geometry) -> dict[int, npt.NDArray[np.int64]]:
+    """Of each rank, model and layer of what it owns, by model and id: the place of a layer is its index."""
     models = {g.id: g.model for g in geometry.groups}
-    order = {}
+    found = {}
     for rank in geometry.ranks:
-        own = sorted({(models[share.group], layer) for share in rank.owns for layer in share.layers.tolist()})
-        order.update({(rank.rank, model, layer): i for i, (model, layer) in enumerate(own)})
-    return order
+        keys = [_key(models[share.group], share.layers.astype(np.int64)) for share in rank.owns]
+        found[rank.rank] = np.unique(np.concatenate(keys)) if keys else np.empty(0, np.int64)
+    return found
+
+
+def _key(model: int, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return (model << 32) + layers if model < 1 << 31 else layers + (np.int64(model - (1 << 32)) << np.int64(32))
 
 
 def _check_pair(src: Group, dst: Group, name: str) -> None:
@@ -216,27 +280,25 @@ def _live(group: Group) -> str:
     return str((group.live_rows or group.rows) if group.kind == ItemKind.SLOT else None)
 
 
-_Cells = dict[tuple[int, int, int, int], dict[int, list[tuple[int, int]]]]
-"""(source rank, sink rank, source class, sink class) -> layer -> lane byte intervals."""
-
-
 def _elect(
     sources: tuple[_Claim, ...],
     sinks: tuple[_Claim, ...],
-    layers: list[int],
+    layers: _Layers,
     model: int,
-    order: dict[tuple[int, int, int], int],
+    places: dict[int, npt.NDArray[np.int64]],
     ordinal: int,
     part: str,
-) -> _Cells:
-    """One source for every cell of every sink, spread by the rule of the spec."""
-    cells: _Cells = defaultdict(lambda: defaultdict(list))
+    cells: _Cells,
+) -> None:
+    """One source for every cell of every sink, spread by the rule of the spec; no places: never dealt by layer."""
     cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
     pairs = _class_pairs(sources[0].group, sinks[0].group)
-    for lo, hi in zip(cuts, cuts[1:], strict=False):
-        have, want = _by_class(sources, lo, hi), _by_class(sinks, lo, hi)
+    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
+    numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
+    dealt: dict[tuple[int, int, int, int], list[_Layers]] = {}
+    for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
         for c, d in pairs:
-            needy, candidates = want.get(d, []), have.get(c, [])
+            needy, candidates = want[i].get(d, ()), have[i].get(c, ())
             if needy and not candidates:
                 where = f"groups[{sinks[0].group.name}].parts[{part}]"
                 raise _incompatible(
@@ -246,25 +308,28 @@ def _elect(
                     f"rank {needy[0]} needs them",
                     "state every rank in the Description",
                 )
+            few, many = len(candidates), len(needy)
             for j, rank in enumerate(needy):
-                for layer in layers:
-                    place = order[rank, model, layer]
-                    chosen = candidates[_candidate(len(candidates), len(needy), j, place, ordinal)]
-                    cells[chosen, rank, c, d][layer].append((lo, hi))
-    return cells
+                if many >= few or not places:
+                    cells[candidates[j * few // many], rank, c, d].append((lo, hi, layers))
+                    continue
+                key = (rank, few, many, j)
+                if key not in dealt:
+                    turn = (np.searchsorted(places[rank], _key(model, numbers)) * many + j + ordinal) % few
+                    dealt[key] = [_intervals(some) if (some := numbers[turn == k]).size else () for k in range(few)]
+                for source, share in zip(candidates, dealt[key], strict=True):
+                    if share:
+                        cells[source, rank, c, d].append((lo, hi, share))
 
 
-def _candidate(c: int, m: int, j: int, place: int, ordinal: int) -> int:
-    """Index of the source for sink j of m: consecutive runs when sinks are many, layers dealt when they are few."""
-    return j * c // m if m >= c else (place * m + j + ordinal) % c
-
-
-def _by_class(claims: tuple[_Claim, ...], lo: int, hi: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
+def _by_cut(claims: tuple[_Claim, ...], cuts: list[int]) -> list[dict[int, list[int]]]:
+    """For each interval between cuts: cp rank -> the ranks that own it, ascending."""
+    at = {x: i for i, x in enumerate(cuts)}
+    found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
     for claim in claims:
-        if claim.lo <= lo and hi <= claim.hi:
-            found[claim.cp_rank].append(claim.rank)
-    return {k: sorted(set(v)) for k, v in found.items()}
+        for i in range(at[claim.lo], at[claim.hi]):
+            found[i][claim.cp_rank].add(claim.rank)
+    return [{k: sorted(v) for k, v in row.items()} for row in found]
 
 
 def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
@@ -290,25 +355,37 @@ def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
     return [divmod(int(x), dst.cp_size) for x in both]
 
 
-def _merge(spans: dict[int, list[tuple[int, int]]]) -> Iterator[tuple[int, int, int, int]]:
+def _merge(spans: list[tuple[int, int, _Layers]]) -> Iterator[tuple[int, int, int, int]]:
     """The unique form of a set of cells: per layer the longest lane intervals, then the longest runs of layers."""
-    runs: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for layer in sorted(spans):
-        lanes = sorted(spans[layer])
-        merged = [lanes[0]]
-        for lo, hi in lanes[1:]:
-            if lo == merged[-1][1]:
-                merged[-1] = (merged[-1][0], hi)
-            else:
-                merged.append((lo, hi))
-        for span in merged:
-            runs[span].append(layer)
-    for (lo, hi), layers in sorted(runs.items()):
-        begin = 0
-        for i in range(1, len(layers) + 1):
-            if i == len(layers) or layers[i] != layers[i - 1] + 1:
-                yield layers[begin], layers[i - 1] + 1, lo, hi
-                begin = i
+    if len({layers for _, _, layers in spans}) == 1:
+        pieces = [(interval, [(lo, hi) for lo, hi, _ in spans]) for interval in spans[0][2]]
+    else:
+        cuts = sorted({x for _, _, layers in spans for interval in layers for x in interval})
+        at = {x: i for i, x in enumerate(cuts)}
+        lanes: list[list[tuple[int, int]]] = [[] for _ in cuts]
+        for lo, hi, layers in spans:
+            for a, b in layers:
+                for i in range(at[a], at[b]):
+                    lanes[i].append((lo, hi))
+        pieces = [((a, b), lanes[i]) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)) if lanes[i]]
+    runs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for interval, found in pieces:
+        for span in _joined(sorted(found)):
+            runs[span].append(interval)
+    for (lo, hi), of_layers in sorted(runs.items()):
+        for a, b in _joined(of_layers):
+            yield a, b, lo, hi
+
+
+def _joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending intervals, those that touch made one."""
+    made: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        if made and made[-1][1] == lo:
+            made[-1] = (made[-1][0], hi)
+        else:
+            made.append((lo, hi))
+    return made
 
 
 def _digest(rows: list[tuple[int, ...]]) -> bytes:

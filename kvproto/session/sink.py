@@ -137,7 +137,7 @@ class SinkSession(Peer):
             if digest(data) != message.digest:
                 raise RemoteError(ErrorCode.BAD_DIGEST, "digest", digest(data).hex(), bytes(message.digest).hex())
             source = decode_geometry(data)
-            self.plan = plan(source, self.geometry)
+            self.plan = plan(source, self.geometry, self.features)
         except (WireError, PlanError, RemoteError) as error:
             self._give_up(error)
             return

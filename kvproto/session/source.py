@@ -43,8 +43,12 @@ _MOST_TRANSFERS = 1024
 class SourceSession(Peer):
     """Source side of a rank pair, from Welcome on."""
 
-    def __init__(self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes) -> None:
+    def __init__(
+        self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes,
+        features: tuple[int, ...],
+    ) -> None:  # fmt: skip
         super().__init__(me)
+        self.features = features
         self.peer, self.session, self.greeting = peer, session, greeting
         self.geometry, self._encoded = geometry, encoded
         self.sink: Geometry | None = None
@@ -103,7 +107,7 @@ class SourceSession(Peer):
             sink = decode_geometry(data)
         except (WireError, PlanError) as e:
             raise type(e)(e.code, f"geometry.{e.path}", e.mine, e.yours, e.advice) from None
-        self.plan = plan(self.geometry, sink)
+        self.plan = plan(self.geometry, sink, self.features)
         self.sink, self._sink_encoded, self._sink_version = sink, data, message.version
         self.step("Description")
         mine = Description(

@@ -106,7 +106,9 @@ class SourceEndpoint(Endpoint):
         number = next((n for n, s in self.sessions.items() if self._greeted(s, conn, peer, hello.request)), None)
         if number is None:
             number, self._next_session = self._next_session, self._next_session + 1
-            self.sessions[number] = SourceSession(self.me, peer, number, hello.request, self.geometry, self._encoded)
+            self.sessions[number] = SourceSession(
+                self.me, peer, number, hello.request, self.geometry, self._encoded, chosen.features
+            )
             self._of[number] = conn
         welcome = Welcome(
             session=number, request=hello.request, version=Version(major=chosen.major, minor=chosen.minor),

@@ -14,7 +14,7 @@ from kvproto.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, m
 from kvproto.lowering import lower
 from kvproto.plan import Plan, differences, plan
 from kvproto.program import Side
-from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle
 from tests.plan.worlds import caches, side
@@ -308,6 +308,31 @@ def test_misfit(misfit: str) -> None:
         plan(source, sink)
     error = caught.value
     assert [error.code, error.path, error.mine, error.yours] == wanted
+
+
+def test_sinks_of_replicas_may_read_from_the_lowest() -> None:
+    """Feature SPREAD_ONE: no layer is dealt; with one sink that is rank 0, as engines have it today."""
+    source = engine(8, [MLA], [61])
+    dealt, lowest = (plan(source, engine(1, [MLA], [61]), f) for f in ((), (Feature.SPREAD_ONE,)))
+    assert dealt.required(0) == tuple(range(8))
+    assert lowest.required(0) == (0,)
+    assert plan(source, engine(4, [MLA], [61]), (Feature.SPREAD_ONE,)).required(3) == (6,)
+    assert dealt.digest != lowest.digest
+
+
+def test_draft_that_prefill_lacks_starts_cold_if_both_agreed() -> None:
+    source, sink = engine(2, [MLA], [2]), engine(1, [MLA, GQA], [2, 1])
+    with pytest.raises(PlanError) as caught:
+        plan(source, sink)
+    assert caught.value.code == ErrorCode.PART_MISSING
+    made = plan(source, sink, (Feature.COLD_DRAFT,))
+    assert made.cold == (1,)
+    assert made.routes == plan(source, engine(1, [MLA], [2])).routes
+    # a target is never cold, and neither is a draft of which something is there
+    with pytest.raises(PlanError):
+        plan(engine(2, [GQA], [1]), sink, (Feature.COLD_DRAFT,))
+    with pytest.raises(PlanError):
+        plan(engine(2, [MLA, GQA], [2, 1]), engine(1, [MLA, GQA], [2, 2]), (Feature.COLD_DRAFT,))
 
 
 def test_a_draft_that_nobody_wants_is_not_sent() -> None:
