@@ -1,0 +1,162 @@
+"""Planning and lowering: how long, and beside the page grouping and per-layer expansion that engines do today.
+
+`python benchmarks/plan.py [--write]`: prints the tables; --write keeps raw samples in benchmarks/results/plan.json. Rounds
+are interleaved; times are medians of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvproto.geometry import Geometry, Rank, gqa, mla, owns
+from kvproto.lowering import Pair
+from kvproto.plan import Plan, plan
+from kvproto.planner import Planner
+from kvproto.program import Side, Window
+from kvproto.wire.messages import Columns
+
+ROUNDS = 15
+RESULTS = Path(__file__).parent / "results/plan.json"
+
+
+def gqa_engine(tp: int, heads: int, layers: int = 80, replica: int = 0) -> Geometry:
+    """A GQA target and a one-layer GQA draft, `tp` ranks; heads are shared by consecutive ranks where tp is larger."""
+    target, draft = gqa(0, "target", 0, heads, 256, 64), gqa(1, "draft", 1, heads, 256, 64)
+
+    def lanes(rank: int) -> list[tuple[int, int]]:
+        return [(heads * rank // tp, max(heads * (rank + 1) // tp, heads * rank // tp + 1))]
+
+    ranks = (Rank(rank=r, owns=(owns(target, range(layers), lanes(r)), owns(draft, [0], lanes(r)))) for r in range(tp))
+    return Geometry(replica=replica, facts=(), groups=(target, draft), ranks=tuple(ranks))
+
+
+def mla_engine(tp: int, layers: int = 61) -> Geometry:
+    """An MLA target on every rank."""
+    target = mla(0, "target", 0, 1152, 64)
+    return Geometry(replica=0, facts=(), groups=(target,), ranks=tuple(Rank(rank=r, owns=(owns(target, range(layers)),)) for r in range(tp)))
+
+
+def spread(made: Plan, layers: int, candidates: int) -> tuple[float, int, int]:
+    """Bytes of the busiest source over the mean, in layers, and the bound of the spec."""
+    load: Counter[int] = Counter()
+    for route in made.routes:
+        for box in route.boxes:
+            load[route.source] += box.layer_hi - box.layer_lo
+    return sum(load.values()) / candidates, max(load.values()), ceil(layers / candidates)
+
+
+def plans() -> dict[str, Callable[[], Any]]:
+    """What is planned."""
+    sixty, sixty_many = (gqa_engine(64, 8), gqa_engine(64, 8)), (gqa_engine(64, 64), gqa_engine(64, 64))
+    fewer, large = (gqa_engine(64, 8), gqa_engine(32, 8)), (gqa_engine(512, 8), gqa_engine(512, 8))
+    prefills = [gqa_engine(8, 8, replica=r) for r in range(320)]
+    decodes = [gqa_engine(4, 8, replica=r) for r in range(32)]
+
+    def all_pairs() -> None:
+        planner = Planner()
+        for a in prefills:
+            for b in decodes:
+                planner.plan(a, b)
+
+    return {
+        "64 x 64 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*sixty),
+        "64 x 64 ranks, 80 layers GQA (64 heads) + draft": lambda: plan(*sixty_many),
+        "64 x 32 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*fewer),
+        "512 x 512 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*large),
+        "320 x 32 replica pairs of 8 x 4 ranks": all_pairs,
+    }
+
+
+def lowering(page: int, layers: int, tokens: int = 131072) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+    """Ours and theirs on one request of an MLA cache, pages in no order."""
+    group = mla(0, "target", 0, 1152, page)
+    items, wanted = 262144 // page, tokens // page
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(layers)),)),))
+    size = page * 1152
+    full = np.ones(layers, np.uint64)
+    columns = Columns(
+        group=0, items=items, region=np.arange(layers, dtype=np.uint32), offset=full * np.uint64(0), item_stride=full * np.uint64(size),
+        row_stride=full * np.uint64(1152), lane_stride=full * np.uint64(1152),
+    )
+    side = Side(geometry, 0, {0: columns})
+    pair = Pair(plan(geometry, geometry).between(0, 0), side, side)
+    dice = np.random.default_rng(page)
+    src, dst = (dice.permutation(items)[:wanted].astype(np.int32) for _ in range(2))
+    from_, to = {0: Window(0, tokens, src)}, {0: Window(0, tokens, dst)}
+    bases = [(0x7F00_0000_0000 + i * items * size, 0x7E00_0000_0000 + i * items * size) for i in range(layers)]
+    assert pair.lower(from_, to).runs().count == len(today(src, dst, bases, size))
+    return lambda: pair.lower(from_, to), lambda: today(src, dst, bases, size), wanted
+
+
+def today(src: Any, dst: Any, bases: list[tuple[int, int]], size: int) -> list[tuple[int, int, int]]:
+    """Grouping and expansion as today: pages that go on on both sides are joined, then repeated for every layer."""
+    breaks = np.where((np.diff(src) != 1) | (np.diff(dst) != 1))[0] + 1
+    groups = list(zip(np.split(src, breaks), np.split(dst, breaks), strict=True))
+    blocks = []
+    for source, sink in bases:
+        for a, b in groups:
+            blocks.append((source + int(a[0]) * size, sink + int(b[0]) * size, len(a) * size))
+    return blocks
+
+
+def timed(work: Callable[[], Any], number: int = 1) -> float:
+    """Milliseconds of one call."""
+    start = time.perf_counter()
+    for _ in range(number):
+        work()
+    return (time.perf_counter() - start) / number * 1e3
+
+
+def main() -> int:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
+    args = parser.parse_args()
+    work = plans()
+    samples: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(5):
+        for name, job in work.items():
+            print(f"  {name} ...", end="\r", file=sys.stderr, flush=True)
+            samples[name].append(timed(job))
+    print(f"{'planning':52}{'median, ms':>12}")
+    for name, found in samples.items():
+        print(f"{name:52}{median(found):12.1f}")
+    print(f"\n{'busiest source, in layers':52}{'mean':>8}{'busiest':>10}{'bound':>8}")
+    loads = {}
+    for tp, to in ((8, 1), (8, 4), (16, 4), (8, 3)):
+        mean, busiest, bound = spread(plan(mla_engine(tp), mla_engine(to)), 61 * to, tp)
+        loads[f"MLA, 61 layers, {tp} to {to} ranks"] = {"mean": mean, "busiest": busiest, "bound": mean + bound}
+        print(f"{f'MLA, 61 layers, {tp} to {to} ranks':52}{mean:8.2f}{busiest:10}{mean + bound:8.2f}")
+    print(f"\n{'lowering 131,072 tokens, MLA, pages in no order':52}{'kvproto, ms':>12}{'today, ms':>12}{'ratio':>8}")
+    lowered: dict[str, dict[str, list[float]]] = {}
+    for page, layers in ((1, 61), (1, 1), (16, 61), (64, 61), (64, 1)):
+        ours, theirs, _ = lowering(page, layers)
+        row = lowered[f"page size {page}, {layers} layers"] = {"kvproto_ms": [], "today_ms": []}
+        for i in range(ROUNDS):
+            row["kvproto_ms"].append(timed(ours, 10))
+            if i < 5:
+                row["today_ms"].append(timed(theirs))
+        a, b = median(row["kvproto_ms"]), median(row["today_ms"])
+        print(f"{f'page size {page}, {layers} layers':52}{a:12.3f}{b:12.1f}{b / a:8.0f}")
+    if args.write:
+        versions = {"python": platform.python_version(), "numpy": np.__version__}
+        head = {"benchmark": "plan", "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": f"{platform.machine()}, {platform.system()}", "versions": versions}
+        RESULTS.write_text(json.dumps(head | {"planning_ms": samples, "load_layers": loads, "lowering": lowered}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
