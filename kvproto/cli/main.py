@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
+from kvproto.cli import plans
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -35,12 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     how = show.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="the JSON form, for programs")
     how.add_argument("--bytes", action="store_true", help="every byte with its meaning, up to the first that is wrong")
+    plans.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
     args = parser.parse_args(argv)
     if args.command == "errors":
         for code in ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
+    if args.command in ("describe", "check", "plan"):
+        return plans.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:
         parser.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)

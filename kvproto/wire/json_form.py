@@ -11,12 +11,13 @@ from kvproto.errors import LocalError, WireError
 from kvproto.wire import enums, messages, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import refuse
-from kvproto.wire.writer import validate
+from kvproto.wire.writer import check_field, check_rules
 
 __all__ = ["from_json", "to_json"]
 
 T = TypeVar("T")
 REDACTED = "(secret)"
+_BITS = {"u32": 32, "u64": 64}
 _DECIMAL = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
@@ -57,7 +58,6 @@ def from_json(cls: type[T], data: Any) -> T:
     if cls.__name__ not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls.__name__)
     made: T = _object(cls, data, "")
-    validate(made)
     return made
 
 
@@ -75,13 +75,16 @@ def _object(cls: type[Any], data: Any, path: str) -> Any:
         if field in data:
             try:
                 found[field] = _in(data[field], row[2], at)
+                check_field(name, field, found[field], at)
             except WireError as error:
                 if field in tables.SECRET.get(name, ()):
                     raise refuse(error.code, error.path, error.mine, REDACTED) from None
                 raise
         elif row[3]:
             raise refuse(ErrorCode.MISSING_FIELD, at, "required", "absent")
-    return cls(**found)
+    made = cls(**found)
+    check_rules(made, path)
+    return made
 
 
 def _join(path: str, name: str) -> str:
@@ -94,6 +97,10 @@ def _in(value: Any, type_: str, path: str) -> Any:
             raise refuse(ErrorCode.BAD_TYPE, path, "a list", type(value).__name__)
         inner = type_[type_.index("<") + 1 : -1]
         made = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
+        if inner in _BITS:
+            for i, v in enumerate(made):
+                if v >> _BITS[inner]:
+                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << _BITS[inner]) - 1}", v)
         return np.array(made, np.uint64) if type_.startswith("array<") else tuple(made)
     if type_.startswith("struct:"):
         return _object(getattr(messages, type_[7:]), value, path)

@@ -25,9 +25,8 @@ class Fault(Exception):
         super().__init__(code)
         self.code, self.mine, self.yours, self.steps = code, mine, yours, list(steps)
 
-    def error(self) -> WireError:
-        """The WireError with the whole path."""
-        path = ""
+    def error(self, path: str = "") -> WireError:
+        """The WireError with the whole path, below another where there is one."""
         for step in reversed(self.steps):
             path += step if not path or step.startswith("[") else f".{step}"
         return refuse(self.code, path, self.mine, self.yours)

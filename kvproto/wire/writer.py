@@ -14,7 +14,7 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 
-__all__ = ["pack", "validate"]
+__all__ = ["check_field", "check_rules", "pack", "validate"]
 
 Write = Callable[[Any], Any]
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
@@ -41,6 +41,22 @@ def validate(value: Any) -> dict[int, Any]:
     except Fault as fault:
         raise fault.error() from None
     return made
+
+
+def check_field(name: str, field: str, value: Any, path: str) -> None:
+    """Raise WireError, at the path, where a value is not one that the field may have."""
+    try:
+        _FIELD_WRITERS[name, field](value)
+    except Fault as fault:
+        raise fault.error(path) from None
+
+
+def check_rules(value: Any, path: str) -> None:
+    """Raise WireError, below the path, at the first rule that the fields break."""
+    try:
+        check(type(value).__name__, value)
+    except Fault as fault:
+        raise fault.error(path) from None
 
 
 def _struct_writer(cls: type[Any]) -> Write:
@@ -192,6 +208,7 @@ def _wrong(wanted: str, value: object) -> Fault:
     return Fault(ErrorCode.BAD_TYPE, wanted, type(value).__name__)
 
 
+_FIELD_WRITERS = {(name, row[1]): _writer(row) for name, rows in tables.FIELDS.items() for row in rows}
 _WRITERS: dict[type[Any], Write] = {}
 for _name in tables.FIELDS:
     _cls = getattr(messages, _name)

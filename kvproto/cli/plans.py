@@ -1,0 +1,265 @@
+"""`kvproto describe`, `check`, `plan`: Descriptions as files, whether they fit, and who sends what to whom."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvproto.cost import estimates
+from kvproto.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.geometry import Geometry, validate
+from kvproto.grants import items_needed
+from kvproto.lowering import Pair
+from kvproto.node.pool import pack
+from kvproto.plan import Plan, differences, plan
+from kvproto.program import CopyProgram, Runs, Side, Window
+from kvproto.wire import from_json, to_json
+from kvproto.wire.enums import DType, ErrorCode, Feature, ItemKind
+
+__all__ = ["add", "read_geometry", "run"]
+
+REFUSED = 3
+"""Exit status where two Descriptions do not fit."""
+_LETTERS = "TDEFGHIJ"
+
+
+def add(commands: Any) -> None:
+    """The three commands and their options."""
+    made = commands.add_parser("describe", help="write the Description of a model and parallel sizes, as JSON")
+    made.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
+    made.add_argument("--preset", choices=sorted(PRESETS), help="a well-known shape instead of a file")
+    made.add_argument(
+        "--draft", action="append", type=Path, default=[], metavar="CONFIG", help="a draft model; may be repeated"
+    )
+    made.add_argument(
+        "--nextn", action="store_true", help="the checkpoint's own multi-token-prediction layers are a draft"
+    )
+    for name in ("tp", "pp", "cp", "dcp", "interleave"):
+        made.add_argument(f"--{name}", type=int, default=1, metavar="N")
+    made.add_argument("--page", type=int, default=64, metavar="TOKENS")
+    made.add_argument("--kv-dtype", choices=[d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)])
+    made.add_argument("--replica", type=int, default=0, metavar="N")
+    made.add_argument(
+        "--fact", action="append", default=[], metavar="NAME=VALUE", help="identity that both sides must share"
+    )
+    for name, text in (
+        ("check", "whether two Descriptions fit: exit status 0, or 3 and why not"),
+        ("plan", "who sends what to whom"),
+    ):
+        one = commands.add_parser(name, help=text)
+        one.add_argument("source", type=Path, help="Description of the prefill side")
+        one.add_argument("sink", type=Path, help="Description of the decode side")
+        one.add_argument("--json", action="store_true", help="for programs")
+        one.add_argument(
+            "--spread-one", action="store_true", help="feature SPREAD_ONE: replicas are read from the lowest rank"
+        )
+        one.add_argument(
+            "--cold-draft", action="store_true", help="feature COLD_DRAFT: a draft that prefill lacks starts cold"
+        )
+        if name == "plan":
+            one.add_argument(
+                "--tokens", type=int, default=8192, metavar="N", help="tokens of the request that is costed"
+            )
+            one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """One of the three; the exit status."""
+    try:
+        if args.command == "describe":
+            return _describe(args)
+        source, sink = read_geometry(args.source), read_geometry(args.sink)
+    except KvprotoError as error:
+        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    features = [f for f, on in ((Feature.SPREAD_ONE, args.spread_one), (Feature.COLD_DRAFT, args.cold_draft)) if on]
+    try:
+        made = plan(source, sink, features)
+    except KvprotoError as error:
+        return _refused(error, args.json)
+    warnings = differences(source, sink)
+    if args.command == "check":
+        return _compatible(made, warnings, args.json)
+    try:
+        moved = dict(_programs(source, sink, made, args.first_token, args.tokens))
+    except KvprotoError as error:
+        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(_as_json(sink, made, moved)))
+        return 0
+    for line in _picture(source, sink, made, moved, args.first_token, args.tokens):
+        print(line)
+    return 0
+
+
+def read_geometry(path: Path) -> Geometry:
+    """A Description file: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    try:
+        geometry = from_json(Geometry, data)
+        validate(geometry)
+    except KvprotoError as error:
+        raise type(error)(error.code, f"{path}: {error.path}", error.mine, error.yours, error.advice) from None
+    return geometry
+
+
+def _describe(args: argparse.Namespace) -> int:
+    if (args.config is None) == (args.preset is None):
+        raise LocalError(
+            ErrorCode.OUT_OF_RANGE, "config", "a config.json or --preset", "both" if args.config else "neither"
+        )
+    configs = list(PRESETS[args.preset]) if args.preset else [json.loads(args.config.read_text())]
+    if args.nextn:
+        own = draft_of(configs[0])
+        if own is None:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
+        configs.append(own)
+    configs += [json.loads(path.read_text()) for path in args.draft]
+    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.page)
+    pairs = [fact.partition("=")[::2] for fact in args.fact]
+    dtype = DType[args.kv_dtype] if args.kv_dtype else None
+    geometry = describe(configs[0], configs[1:], sizes, dtype, args.replica, dict(pairs))
+    validate(geometry)
+    print(json.dumps(to_json(geometry)))
+    return 0
+
+
+def _refused(error: KvprotoError, as_json: bool) -> int:
+    if as_json:
+        said = {
+            "code": error.code.name,
+            "path": error.path,
+            "source": error.mine,
+            "sink": error.yours,
+            "advice": error.advice,
+        }
+        print(json.dumps({"compatible": False, **said}))
+    else:
+        print(f"refused: {error.between('prefill', 'decode')}")
+    return REFUSED
+
+
+def _compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: bool) -> int:
+    if as_json:
+        differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
+        print(
+            json.dumps({"compatible": True, "plan": made.digest.hex(), "cold": list(made.cold), "warnings": differing})
+        )
+        return 0
+    print(f"compatible: plan {made.digest.hex()[:16]}, {len(made.routes)} routes")
+    for path, a, b in warnings:
+        print(f"warning: {path}: prefill has {a}, decode has {b}")
+    for model in made.cold:
+        print(f"warning: draft {model} starts cold: prefill does not have it")
+    return 0
+
+
+def _programs(
+    source: Geometry, sink: Geometry, made: Plan, first: int, tokens: int
+) -> Iterator[tuple[tuple[int, int], CopyProgram]]:
+    """The program of each routed pair, for pools without gaps and a request whose items follow one another in no order."""
+    sides = [{r.rank: _side(g, r.rank, first, tokens) for r in g.ranks} for g in (source, sink)]
+    for a, b in sorted({(r.source, r.sink) for r in made.routes}):
+        (here, from_), (there, to) = sides[0][a], sides[1][b]
+        yield (a, b), Pair(made.between(a, b), here, there).lower(from_, to)
+
+
+def _side(geometry: Geometry, rank: int, first: int, tokens: int) -> tuple[Side, dict[int, Window]]:
+    groups = {g.id: g for g in geometry.groups}
+    dice = np.random.default_rng(rank)
+    windows, counts = {}, {}
+    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
+        group = groups[share.group]
+        count = tokens
+        if group.kind == ItemKind.RING:
+            count = min(tokens, group.rows * group.tokens_per_row)
+        need = items_needed(group, share.cp_rank, first, count)
+        counts[group.id] = max(2 * need, 1)
+        windows[group.id] = Window(first, count, dice.permutation(counts[group.id])[:need])
+    return Side(geometry, rank, pack(geometry, rank, counts)[0]), windows
+
+
+def _as_json(sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram]) -> dict[str, Any]:
+    pairs = []
+    for (a, b), program in moved.items():
+        runs = program.runs()
+        pairs.append(
+            {
+                "source": a,
+                "sink": b,
+                "send_flags": list(made.send_flags(a, b)),
+                "bytes": runs.bytes,
+                "runs": runs.count,
+                "bytes_per_run": runs.mean,
+                "routes": {str(r.group): r.digest.hex() for r in made.between(a, b)},
+                "seconds": {e.name: e.seconds for e in estimates(runs)},
+            }
+        )
+    required = {str(r.rank): list(made.required(r.rank)) for r in sink.ranks}
+    return {"plan": made.digest.hex(), "cold": list(made.cold), "required": required, "pairs": pairs}
+
+
+def _picture(
+    source: Geometry, sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
+) -> Iterator[str]:
+    """A matrix in letters, one for each group, and what the request costs."""
+    letters = {g.id: _LETTERS[g.model] if i == 0 else g.name[-1] for g in sink.groups for i in [_nth(sink, g.id)]}
+    shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
+    yield f"{shown}; prefill ranks across, decode ranks down"
+    width = max(4, len("".join(letters.values())) + 2)
+    columns = [r.rank for r in source.ranks]
+    if len(columns) * width > 200:
+        yield f"({len(columns)} x {len(sink.ranks)} ranks: only those with routes, rank by rank)"
+        for rank in sink.ranks[:64]:
+            yield f"D{rank.rank:<4} <- " + " ".join(
+                f"P{a}:{''.join(letters[g] for g in made.send_flags(a, rank.rank))}" for a in made.required(rank.rank)
+            )
+    else:
+        yield "       " + "".join(f"P{c:<{width - 1}}" for c in columns) + " awaits"
+        for rank in sink.ranks:
+            cells = "".join(
+                f"{''.join(letters[g] for g in made.send_flags(a, rank.rank)) or '.':<{width}}" for a in columns
+            )
+            yield f"  D{rank.rank:<4}{cells} {len(made.required(rank.rank))} of {len(columns)}"
+    total = Runs(sum(p.runs().count for p in moved.values()), sum(p.bytes for p in moved.values()))
+    yield ""
+    yield f"tokens [{first:,}, {first + tokens:,}), pools without gaps, items in no order:"
+    yield f"  {_size(total.bytes)} in {total.count:,} runs of {_size(total.mean)} on average, over {len(moved)} rank pairs"
+    if not moved:
+        return
+    (a, b), busiest = max(moved.items(), key=lambda item: item[1].bytes)
+    runs = busiest.runs()
+    yield f"  busiest pair P{a} to D{b}: {_size(runs.bytes)} in {runs.count:,} runs of {_size(runs.mean)}; on a pair of H200 about"
+    ways = estimates(runs)
+    for way in ways:
+        yield f"    {way.seconds * 1e3:10.3f} ms  {way.name}"
+    direct = next(e for e in ways if e.name == "descriptors").seconds < 1.5 * ways[0].seconds
+    yield f"  advice: {'direct: runs are long enough for descriptors' if direct else 'pack, or use a gather-scatter kernel: runs are short'}"
+
+
+def _nth(geometry: Geometry, id: int) -> int:
+    """Place of a group among those of its model."""
+    model = next(g.model for g in geometry.groups if g.id == id)
+    return [g.id for g in geometry.groups if g.model == model].index(id)
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1000
+    return ""

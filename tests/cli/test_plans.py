@@ -1,0 +1,130 @@
+"""`kvproto describe`, `check`, `plan` as a router or CI job calls them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproto.cli.main import main
+from kvproto.describe import PRESETS, Parallel, describe
+from kvproto.geometry import validate
+from kvproto.plan import plan
+from kvproto.wire import to_json
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    made = {}
+    for name, preset, tp in (
+        ("p", "deepseek-v3-eagle3", 8),
+        ("d", "deepseek-v3-eagle3", 4),
+        ("l", "llama-3-70b", 4),
+        ("n", "deepseek-v3", 8),
+    ):
+        path = tmp_path / f"{name}.json"
+        configs = PRESETS[preset]
+        path.write_text(
+            json.dumps(to_json(describe(configs[0], configs[1:], Parallel(tp=tp), facts={"weights": preset[:8]})))
+        )
+        made[name] = str(path)
+    return made
+
+
+def test_describe_writes_what_check_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 4,
+                "hidden_size": 512,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 3,
+                "torch_dtype": "float16",
+            }
+        )
+    )
+    for name, options in (("a", ["--tp", "2", "--pp", "3"]), ("b", ["--tp", "4", "--dcp", "2", "--page", "16"])):
+        assert main(["describe", str(config), *options, "--fact", "weights=r7"]) == 0
+        (tmp_path / name).write_text(capsys.readouterr().out)
+    assert main(["check", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "compatible" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "a"), str(tmp_path / "b"), "--tokens", "100", "--first-token", "7"]) == 0
+    assert "D3 " in capsys.readouterr().out
+
+
+def test_refused_pairs_say_why(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", files["p"], files["l"]]) == 3
+    assert (
+        "refused: IDENTITY_MISMATCH at facts[weights]: prefill has deepseek, decode has llama-3-"
+        in capsys.readouterr().out
+    )
+    assert main(["check", files["n"], files["d"], "--json"]) == 3
+    said = json.loads(capsys.readouterr().out)
+    assert (said["compatible"], said["code"], said["path"]) == (False, "PART_MISSING", "groups[draft].parts[k]")
+    assert main(["check", files["n"], files["d"], "--cold-draft"]) == 0
+    assert "draft 1 starts cold" in capsys.readouterr().out
+
+
+def test_plan_is_a_picture_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", files["p"], files["d"]]) == 0
+    said = capsys.readouterr().out
+    assert "  D1   .   T   D   D   .   T   .   .    4 of 8" in said
+    assert "2.3 GB in" in said
+    assert main(["plan", files["p"], files["d"], "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert data["required"]["1"] == [1, 2, 3, 5]
+    assert sum(pair["bytes"] for pair in data["pairs"]) == 8192 * (4 * 61 * 1152 + 2 * 8 * 256)
+    assert main(["plan", files["p"], files["d"], "--spread-one"]) == 0
+    assert "  D0   TD  D   .   ." in capsys.readouterr().out
+
+
+BAD = {
+    "not there": ("no.json", "No such file"),
+    "not JSON": ("{", "not JSON"),
+    "not a Description": ('{"replica": "0"}', "MISSING_FIELD"),
+    "not an object": ("[]", "BAD_TYPE"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_one_sentence(
+    case: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, says = BAD[case]
+    path = tmp_path / "bad.json"
+    if case != "not there":
+        path.write_text(text)
+    assert main(["check", str(path), files["d"]]) == 1
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"]],
+)  # fmt: skip
+def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", *options]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
+    config, *drafts = PRESETS[preset]
+    sizes = [
+        Parallel(),
+        Parallel(tp=3),
+        Parallel(tp=16),
+        Parallel(tp=4, pp=3),
+        Parallel(tp=8, dcp=4),
+        Parallel(tp=2, cp=4, interleave=16),
+    ]
+    made = [describe(config, drafts, size) for size in sizes]
+    for source in made:
+        validate(source)
+        for sink in made:
+            found = plan(source, sink)
+            # every byte that the sink owns comes from somewhere: as many layer-bytes as it owns
+            assert all(found.required(rank.rank) for rank in sink.ranks)
