@@ -25,6 +25,16 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status."""
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `kvproto ... | head` is no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="kvproto", description="The contract for handing over KV caches.")
     parser.add_argument(
         "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -103,3 +104,12 @@ def test_bad_input_is_one_sentence(source: str, says: str, capsys: pytest.Captur
 def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["errors"]) == 0
     assert "CONTENT_MISMATCH" in capsys.readouterr().out
+
+
+def test_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    frame = encode(transfer(*(attrs.evolve(grant(list(range(4000))), group=g) for g in range(40))))
+    path = tmp_path / "frame"
+    path.write_bytes(frame)
+    command = f"{sys.executable} -m kvproto.cli.main decode --json {path} | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+    assert done.stderr == b""
