@@ -138,7 +138,7 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
         cells: _Cells = defaultdict(list)
         for sources, sinks, layers in _alike(found, mine):
             if not sources:
-                raise _missing(sink, dst.model, part, layers[0][0], bool(found))
+                raise _missing(dst, part, layers[0][0], bool(found))
             _check_pair(sources[0].group, dst, part)
             _elect(sources, sinks, layers, dst.model, places, sink.replica, part, cells)
         homes = sorted(
@@ -392,18 +392,13 @@ def _digest(rows: list[tuple[int, ...]]) -> bytes:
     return hashlib.sha256(np.array(sorted(rows), "<u8").tobytes()).digest()
 
 
-def _missing(sink: Geometry, model: int, part: str, layer: int, part_known: bool) -> PlanError:
-    group = next(g for g in sink.groups if g.model == model and any(p.name == part for p in g.parts))
+def _missing(group: Group, part: str, layer: int, part_known: bool) -> PlanError:
     path = f"groups[{group.name}].parts[{part}]"
     if part_known:
-        return _incompatible(
-            ErrorCode.LAYER_MISSING,
-            path,
-            f"no layer {layer}",
-            f"layer {layer} of model {model}",
-            "serve the same layers",
-        )
-    return _incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {model}", "serve the same models and caches")
+        mine, yours, advice = f"no layer {layer}", f"layer {layer} of model {group.model}", "serve the same layers"
+        return _incompatible(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
+    advice = "serve the same models and caches"
+    return _incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
 
 
 def _incompatible(code: ErrorCode, path: str, mine: str, yours: str, advice: str) -> PlanError:

@@ -153,7 +153,12 @@ def _flip(rng: random.Random, program: CopyProgram, pools: dict[int, memoryview]
     i = rng.randrange(rows.rows.size)
     row = int(rows.sink_row[i]) + rng.randrange(int(rows.rows[i]))
     lane, byte, bit = rng.randrange(op["lanes"]), rng.randrange(op["lane_bytes"]), 1 << rng.randrange(8)
-    at = op["sink_offset"] + int(rows.sink_item[i]) * op["sink_item_stride"] + row * op["sink_row_stride"] + lane * op["sink_lane_stride"]
+    at = (
+        op["sink_offset"]
+        + int(rows.sink_item[i]) * op["sink_item_stride"]
+        + row * op["sink_row_stride"]
+        + lane * op["sink_lane_stride"]
+    )
     region = pools[int(op["sink_region"])]
     region[int(at) + byte] ^= bit
     changed = checksums(program, pools, sink=True)
@@ -306,7 +311,9 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
     windows = []
     for side_ in (source, sink):
         group = side_.group(0)
-        windows.append({0: Window(0, tokens, np.array(rng.sample(range(ITEMS), items_needed(group, 0, 0, tokens)), np.int64))})
+        windows.append(
+            {0: Window(0, tokens, np.array(rng.sample(range(ITEMS), items_needed(group, 0, 0, tokens)), np.int64))}
+        )
     whole = lower(plan(source.geometry, sink.geometry).between(0, 0), source, sink, *windows)
     first, layers = rng.randint(0, tokens), rng.sample(range(3), rng.randint(0, 3))
     last = rng.randint(first, tokens)
@@ -334,7 +341,9 @@ def test_runs_go_on_across_items_that_touch() -> None:
     geometry, columns = pool(attrs.evolve(PAGES, rows=2), 100)
     side_ = Side(geometry, 0, columns)
     items = np.array([4, 5, 6, 9, 10])
-    program = lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 10, items)}, {0: Window(0, 10, items + 20)})
+    program = lower(
+        plan(geometry, geometry).routes, side_, side_, {0: Window(0, 10, items)}, {0: Window(0, 10, items + 20)}
+    )
     assert program.maps[0].rows.tolist() == [6, 4]
     assert (program.runs().count, program.runs().mean) == (2, 40.0)
 
@@ -358,3 +367,38 @@ def test_checksum_of_a_model_with_a_great_number() -> None:
     assert checksums(program, {0: memoryview(memory)}, sink=False) == {
         0: oracle.checksum(where, {(1 << 20, "latent"): 0})
     }
+
+
+def test_worked_examples_of_the_spec() -> None:
+    """lowering.md: compressed rows, rings of two sizes, pages of two sizes."""
+    for step, rows, items in ((4, 250, 4), (128, 7, 1)):
+        group = attrs.evolve(mla(0, "c", 0, 8, 64), tokens_per_row=step)
+        assert items_needed(group, 0, 0, 1001) == items
+        geometry, columns = pool(group, 8)
+        side_, window = Side(geometry, 0, columns), {0: Window(0, 1001, np.arange(items))}
+        assert lower(plan(geometry, geometry).routes, side_, side_, window, window).maps[0].size == rows
+    small, large = (attrs.evolve(mla(0, "w", 0, 8, n), kind=ItemKind.RING) for n in (8, 16))
+    (source, theirs), (sink, ours) = pool(small), pool(large)
+    window = {0: Window(13, 7, np.array([2]))}
+    (rows_,) = lower(plan(source, sink).routes, Side(source, 0, theirs), Side(sink, 0, ours), window, window).maps
+    assert (rows_.source_row.tolist(), rows_.sink_row.tolist(), rows_.rows.tolist()) == ([5, 0], [13, 0], [3, 4])
+    (source, theirs), (sink, ours) = pool(mla(0, "p", 0, 8, 16)), pool(mla(0, "p", 0, 8, 64))
+    theirs[0] = attrs.evolve(theirs[0], item_stride=theirs[0].item_stride * 2, items=2)  # so that items do not touch
+    ours[0] = attrs.evolve(ours[0], item_stride=ours[0].item_stride * 2, items=2)
+    windows_ = {0: Window(3, 37, np.array([7, 1, 4]))}, {0: Window(3, 37, np.array([9]))}
+    (rows_,) = lower(plan(source, sink).routes, Side(source, 0, theirs), Side(sink, 0, ours), *windows_).maps
+    assert rows_.source_item.tolist() == [7, 1, 4]
+    assert (rows_.source_row.tolist(), rows_.sink_row.tolist(), rows_.rows.tolist()) == (
+        [3, 0, 0],
+        [3, 16, 32],
+        [13, 16, 8],
+    )
+
+
+def test_worked_example_of_two_deals() -> None:
+    """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
+    from kvproto.plan import _class_pairs
+
+    a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
+    assert len(_class_pairs(a, b)) == 8
+    assert [t for t in range(48) if t // 4 % 4 == 0 and t // 6 % 2 == 0] == [0, 1, 2, 3, 16, 17]

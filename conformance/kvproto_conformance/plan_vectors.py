@@ -1,0 +1,289 @@
+"""Makes the plan vectors: `python -m kvproto_conformance.plan_vectors` writes spec/v1/vectors/plan/.
+
+Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind
+from kvproto.wire.messages import Part
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.planner import plan
+
+Pair = tuple[Geometry, Geometry]
+FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan/plan.json"
+
+
+def engine(*shares: tuple[Group, int, Any], ranks: int, replica: int = 0) -> Geometry:
+    """Every rank owns all layers of each group; lanes by a function of the rank: None for all of them."""
+    groups = tuple(g for g, _, _ in shares)
+    made = (
+        Rank(rank=r, owns=tuple(owns(g, range(layers), lanes and lanes(r)) for g, layers, lanes in shares))
+        for r in range(ranks)
+    )
+    return Geometry(replica=replica, facts=(), groups=groups, ranks=tuple(made))
+
+
+def heads(number: int, ranks: int) -> Any:
+    """KV heads of a rank: a share of them, or one that consecutive ranks hold alike."""
+
+    def lanes(rank: int) -> list[tuple[int, int]]:
+        lo = number * rank // ranks
+        return [(lo, max(number * (rank + 1) // ranks, lo + 1))]
+
+    return lanes
+
+
+def gqa_engine(number: int, ranks: int, layers: int = 2) -> Geometry:
+    """A GQA cache of `number` heads."""
+    return engine((gqa(0, "target", 0, number, 128, 16), layers, heads(number, ranks)), ranks=ranks)
+
+
+def mixed(ranks: int, layers: int = 4, replica: int = 0) -> Geometry:
+    """An MLA target and a GQA draft of 8 heads."""
+    target, draft = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
+    return engine((target, layers, None), (draft, 1, heads(8, ranks)), ranks=ranks, replica=replica)
+
+
+def stages(split: list[int], heads_: int = 2) -> Geometry:
+    """Pipeline stages of so many layers each."""
+    group, first, made = gqa(0, "target", 0, heads_, 128, 16), 0, []
+    for rank, layers in enumerate(split):
+        made.append(Rank(rank=rank, owns=(owns(group, range(first, first + layers)),)))
+        first += layers
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
+
+
+def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
+    """id, clause, source and sink, features, note."""
+    exact = "KVP-PLAN-EXACT"
+    yield (
+        "mla-gqa-8-4",
+        exact,
+        (mixed(8), mixed(4)),
+        [],
+        "draft shards are lost where the target alone decides who sends",
+    )
+    yield (
+        "mla-gqa-8-4-one",
+        "KVP-PLAN-SPREAD",
+        (mixed(8), mixed(4)),
+        ["SPREAD_ONE"],
+        "the same, replicas read from the lowest",
+    )
+    for replica in (1, 2, 7):
+        yield (
+            f"mla-gqa-8-4-replica-{replica}",
+            exact,
+            (mixed(8), mixed(4, replica=replica)),
+            [],
+            "another sink replica starts its deal elsewhere",
+        )
+    yield "mla-16-1", exact, (mixed(16), mixed(1)), [], "a replicated latent was written by every rank that holds it"
+    yield "mla-1-16", exact, (mixed(1), mixed(16)), [], "one source, many sinks"
+    for number, d, p in ((12, 4, 6), (6, 2, 3), (12, 3, 4), (24, 4, 6), (12, 6, 4), (6, 3, 2), (12, 4, 3), (24, 6, 4)):
+        yield (
+            f"heads-{number}-{p}-{d}",
+            exact,
+            (gqa_engine(number, p), gqa_engine(number, d)),
+            [],
+            "ranks that do not divide: heads were dropped, or a key was missing",
+        )
+    for number, p, d in ((5, 3, 2), (7, 2, 5), (9, 4, 6), (2, 8, 4), (2, 4, 8), (1, 8, 3), (3, 8, 5), (4, 16, 1)):
+        yield (
+            f"heads-{number}-{p}-{d}",
+            exact,
+            (gqa_engine(number, p), gqa_engine(number, d)),
+            [],
+            "uneven shares; more ranks than heads, replicated in consecutive runs",
+        )
+    yield (
+        "stages-7-8",
+        exact,
+        (stages([7, 8]), stages([15])),
+        [],
+        "uneven stages: V of layer 0 was written over K of the last",
+    )
+    yield "stages-8-7-to-5-5-5", exact, (stages([8, 7]), stages([5, 5, 5])), [], "stages that do not match"
+    yield "stages-to-more", exact, (stages([15]), stages([4, 4, 4, 3])), [], "one rank to four stages"
+    draft_more = engine((gqa(0, "target", 0, 2, 128, 16), 2, None), (gqa(1, "draft", 1, 2, 128, 16), 2, None), ranks=1)
+    yield (
+        "draft-of-decode-alone",
+        "KVP-PLAN-PART",
+        (gqa_engine(2, 1), draft_more),
+        [],
+        "V of the target was written over K of the draft",
+    )
+    yield (
+        "draft-cold",
+        "KVP-PLAN-COLD",
+        (gqa_engine(2, 1), draft_more),
+        ["COLD_DRAFT"],
+        "both agreed that the draft starts cold",
+    )
+    yield "draft-of-prefill-alone", exact, (draft_more, gqa_engine(2, 1)), [], "what the sink does not have is not sent"
+    for name, sizes in (
+        ("deepseek-v3-eagle3", (8, 4)),
+        ("deepseek-v3-nextn", (8, 2)),
+        ("llama-3-70b", (8, 4)),
+        ("qwen3-235b-a22b", (8, 16)),
+    ):
+        config, *drafts = PRESETS[name]
+        small = [{**c, "num_hidden_layers": min(int(c["num_hidden_layers"]), 6)} for c in (config, *drafts)]
+        pair = tuple(describe(small[0], small[1:], Parallel(tp=tp)) for tp in sizes)
+        yield f"{name}-{sizes[0]}-{sizes[1]}", exact, (pair[0], pair[1]), [], "a well-known shape, six layers of it"
+    assert draft_of(PRESETS["deepseek-v3"][0])
+    hybrid = {
+        **PRESETS["nemotron-h-8b"][0], "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 4,
+        "n_groups": 1, "ssm_state_size": 8, "num_key_value_heads": 2,
+    }  # fmt: skip
+    for p, d in ((4, 2), (2, 4), (3, 2)):
+        pair_ = describe(hybrid, (), Parallel(tp=p)), describe(hybrid, (), Parallel(tp=d))
+        yield (
+            f"mamba2-one-group-{p}-{d}",
+            exact,
+            pair_,
+            [],
+            "x of the conv state is cut by heads, B and C of the one group are on every rank",
+        )
+    for deal, other in (
+        ((2, 4, 16), (8, 2, 1)),
+        ((1, 4, 4), (2, 2, 6)),
+        ((1, 3, 2), (1, 1, 1)),
+        ((1, 1, 1), (4, 4, 1)),
+    ):
+        config = {**PRESETS["deepseek-v3"][0], "num_hidden_layers": 2}
+        source = describe(config, (), Parallel(tp=deal[0], cp=deal[1], interleave=deal[2]))
+        sink = describe(config, (), Parallel(tp=other[0], dcp=other[1], interleave=other[2]))
+        yield (
+            f"cp-{deal[1]}x{deal[2]}-dcp-{other[1]}x{other[2]}",
+            exact,
+            (source, sink),
+            [],
+            "tokens dealt over ranks on both sides, interleaves apart",
+        )
+    ring = attrs.evolve(gqa(0, "window", 0, 2, 64, 8), kind=ItemKind.RING)
+    yield (
+        "ring-8-16",
+        exact,
+        (engine((ring, 2, None), ranks=1), engine((attrs.evolve(ring, rows=16), 2, None), ranks=2)),
+        [],
+        "each side states its own ring",
+    )
+    compressed = [
+        attrs.evolve(
+            mla(i, f"c{step}", 0, 576, 64),
+            tokens_per_row=step,
+            parts=(Part(name=f"c{step}", dtype=DType.BF16, lanes=1, lane_bytes=576),),
+        )
+        for i, step in enumerate((4, 128))
+    ]
+    yield (
+        "compressed-4-128",
+        exact,
+        tuple(engine(*((g, 2, None) for g in compressed), ranks=n) for n in (4, 2)),
+        [],
+        "rows that cover 4 and 128 tokens",
+    )  # type: ignore[misc]
+    fine = attrs.evolve(gqa(0, "target", 0, 8, 32, 16))
+    yield (
+        "lanes-cut-finer",
+        exact,
+        (engine((fine, 2, heads(8, 4)), ranks=4), gqa_engine(2, 2)),
+        [],
+        "one side's lane is four of the other's",
+    )
+    first = handoff(1, "first token", {"token": (DType.U32, 4)})
+    with_first = [engine((gqa(0, "target", 0, 2, 128, 16), 2, heads(2, n)), (first, 1, None), ranks=n) for n in (2, 1)]
+    yield (
+        "hand-off",
+        exact,
+        (with_first[0], with_first[1]),
+        [],
+        "first tokens are a group: they make a route of their own",
+    )
+    swapped = engine((gqa(0, "target", 0, 4, 128, 16), 2, None), ranks=1)
+    share = swapped.ranks[0].owns[0]
+    order = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p in (0, 1) for lo, hi in ((2, 4), (0, 2)))
+    swapped = attrs.evolve(swapped, ranks=(Rank(rank=0, owns=(attrs.evolve(share, lanes=order),)),))
+    yield (
+        "lanes-in-another-order",
+        exact,
+        (gqa_engine(4, 2), swapped),
+        [],
+        "where a rank stores its heads is not which heads they are",
+    )
+    for id_, clause, change, note in (
+        ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.RING}, "pages to a ring"),
+        ("step", "KVP-PLAN-ROWS", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
+        ("dtype", "KVP-PLAN-DTYPE", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
+        ("lanes", "KVP-PLAN-LANES", {"parts": _parts(lanes=3)}, "another model's number of heads"),
+        ("encoding", "KVP-PLAN-OPAQUE", {"parts": _parts(encoding="tiled.16x64")}, "a tiled layout to a plain one"),
+        (
+            "part",
+            "KVP-PLAN-PART",
+            {"parts": (*_parts(), Part(name="scale", dtype=DType.F32, lanes=1, lane_bytes=4))},
+            "scales that prefill does not keep",
+        ),
+    ):
+        odd = attrs.evolve(gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16), **change)
+        plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
+        yield f"refused-{id_}", clause, (engine((plain, 2, None), ranks=1), engine((odd, 2, None), ranks=1)), [], note
+    thirds = attrs.evolve(
+        gqa(0, "target", 0, 3, 64, 16), parts=tuple(Part(name=n, dtype=DType.F32, lanes=3, lane_bytes=64) for n in "kv")
+    )
+    halves = attrs.evolve(thirds, parts=tuple(Part(name=n, dtype=DType.F32, lanes=2, lane_bytes=96) for n in "kv"))
+    yield (
+        "refused-fold",
+        "KVP-PLAN-LANES",
+        (engine((thirds, 1, None), ranks=1), engine((halves, 1, None), ranks=1)),
+        [],
+        "lanes of 64 and 96 bytes",
+    )
+    yield "refused-layer", "KVP-PLAN-LAYER", (gqa_engine(2, 1, 2), gqa_engine(2, 1, 3)), [], "a layer more at the sink"
+    part_of = engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1)
+    yield "refused-coverage", "KVP-PLAN-COVER", (part_of, gqa_engine(2, 1)), [], "a head that no rank states"
+    named = [
+        attrs.evolve(gqa_engine(2, 1), facts=facts(f))
+        for f in ({"rope": "1e6"}, {"rope": "1e4"}, {"rope": "1e6", "adapter": "a"})
+    ]
+    yield "refused-fact", "KVP-GEO-FACT", (named[0], named[1]), [], "another rope base: fluent, and wrong"
+    yield "refused-fact-absent", "KVP-GEO-FACT", (named[0], named[2]), [], "a fact that one side lacks differs"
+
+
+def _parts(**changes: Any) -> tuple[Part, ...]:
+    return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
+
+
+def made() -> str:
+    """The text of the file."""
+    rows = []
+    for id_, clause, (source, sink), features, note in cases():
+        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": features}
+        try:
+            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
+        except Refusal as refusal:
+            expected = {"error": refusal.code, "path": refusal.path}
+        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    return f'{{"suite": "plan", "version": "1.0-draft", "cases": [\n{lines}\n]}}\n'
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text(made())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,192 @@
+"""The suite's own planner: planning.md word by word, over the JSON form of two Geometries; slow.
+
+It shares no code with kvproto: it goes layer by layer and cut by cut and joins at the end, where kvproto works with
+intervals of layers. Both must find the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+from math import lcm
+from typing import Any
+
+from kvproto_conformance.codec.refusal import Refusal
+
+__all__ = ["plan"]
+
+Json = dict[str, Any]
+Row = tuple[int, ...]
+_SPREAD_ONE, _COLD_DRAFT = "SPREAD_ONE", "COLD_DRAFT"
+_STRICTNESS = {"EQUAL": 0, "WARN": 1, "IGNORE": 2}
+
+
+def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
+    """Digests, routes and required responses; raises Refusal with the code and path of what does not fit."""
+    _facts(source, sink)
+    cold = set()
+    if _COLD_DRAFT in features:
+        cold = {g["model"] for g in sink["groups"]} - {g["model"] for g in source["groups"]} - {"0"}
+    rows: list[Row] = []
+    for group in sink["groups"]:
+        if group["model"] not in cold:
+            for index in range(len(group["parts"])):
+                rows += _part(source, sink, group, index, _SPREAD_ONE in features)
+    routes: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        routes[row[0], row[1], row[2]].append(row)
+    required = {int(r["rank"]): sorted({a for a, b, _ in routes if b == int(r["rank"])}) for r in sink["ranks"]}
+    return {
+        "plan": _digest(rows),
+        "routes": [
+            {"source": str(a), "sink": str(b), "group": str(g), "digest": _digest(routes[a, b, g])}
+            for a, b, g in sorted(routes)
+        ],
+        "required": {str(rank): [str(a) for a in ranks] for rank, ranks in required.items()},
+        "cold": sorted(cold),
+    }  # fmt: skip
+
+
+def _facts(source: Json, sink: Json) -> None:
+    mine, yours = ({f["name"]: f for f in side["facts"]} for side in (source, sink))
+    for name in sorted(mine.keys() | yours.keys(), key=str.encode):
+        both = [f for f in (mine.get(name), yours.get(name)) if f is not None]
+        rule = min((f["rule"] for f in both), key=_STRICTNESS.__getitem__)
+        if rule == "EQUAL" and len({f["value"] for f in both}) + (2 - len(both)) > 1:
+            raise Refusal("IDENTITY_MISMATCH", f"facts[{name}]")
+
+
+def _owners(
+    side: Json, model: str, part: str, layer: int, group_id: str | None = None
+) -> list[tuple[int, Json, int, int, int]]:
+    """(rank, group, first byte, byte after the last, cp rank) of every interval of a layer and part."""
+    groups = {g["id"]: g for g in side["groups"]}
+    found = []
+    for rank in side["ranks"]:
+        for share in rank["owns"]:
+            group = groups[share["group"]]
+            if group["model"] != model or str(layer) not in share["layers"] or (group_id or group["id"]) != group["id"]:
+                continue
+            for span in share["lanes"]:
+                stated = group["parts"][int(span["part"])]
+                if stated["name"] == part:
+                    size = int(stated["lane_bytes"])
+                    found.append(
+                        (
+                            int(rank["rank"]),
+                            group,
+                            int(span["lo"]) * size,
+                            int(span["hi"]) * size,
+                            int(share["cp_rank"]),
+                        )
+                    )
+    return found
+
+
+def _part(source: Json, sink: Json, group: Json, index: int, lowest: bool) -> list[Row]:
+    """The boxes of one part of one group of the sink, as rows of the digest."""
+    part, model = group["parts"][index]["name"], group["model"]
+    at = f"groups[{group['name']}]"
+    layers = sorted(
+        {int(x) for r in sink["ranks"] for s in r["owns"] if s["group"] == group["id"] for x in s["layers"]}
+    )
+    known = any(
+        g["model"] == model and p["name"] == part and _held(source, g) for g in source["groups"] for p in g["parts"]
+    )
+    cells: dict[Row, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for layer in layers:
+        have, want = _owners(source, model, part, layer), _owners(sink, model, part, layer, group["id"])
+        if not have:
+            raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
+        _compare(have[0][1], group, part, at)
+        cuts = sorted({x for o in have + want for x in o[2:4]})
+        for lo, hi in zip(cuts, cuts[1:], strict=False):
+            for c, d in _classes(have[0][1], group, at):
+                candidates = sorted({o[0] for o in have if o[2] <= lo and hi <= o[3] and o[4] == c})
+                needy = sorted({o[0] for o in want if o[2] <= lo and hi <= o[3] and o[4] == d})
+                if needy and not candidates:
+                    raise Refusal("COVERAGE", f"{at}.parts[{part}]")
+                for j, rank in enumerate(needy):
+                    m, n = len(needy), len(candidates)
+                    place = _places(sink, rank).index((int(model), layer))
+                    chosen = j * n // m if lowest or m >= n else (place * m + j + int(sink["replica"])) % n
+                    cells[candidates[chosen], rank, c, d][layer].append((lo, hi))
+    rows: list[Row] = []
+    for (a, b, c, d), spans in cells.items():
+        for first, last, lo, hi in _join(spans):
+            rows.append((a, b, int(group["id"]), int(model), first, last, index, lo, hi, c, d, int(sink["replica"])))
+    return rows
+
+
+def _held(side: Json, group: Json) -> bool:
+    return any(s["group"] == group["id"] for r in side["ranks"] for s in r["owns"])
+
+
+def _places(side: Json, number: int) -> list[tuple[int, int]]:
+    """All layers of a rank, by model and id."""
+    models = {g["id"]: int(g["model"]) for g in side["groups"]}
+    rank = next(r for r in side["ranks"] if int(r["rank"]) == number)
+    return sorted({(models[s["group"]], int(x)) for s in rank["owns"] for x in s["layers"]})
+
+
+def _compare(src: Json, dst: Json, part: str, at: str) -> None:
+    a, b = (next(p for p in g["parts"] if p["name"] == part) for g in (src, dst))
+    live = [(g.get("live_rows") or g["rows"]) if g["kind"] == "SLOT" else None for g in (src, dst)]
+    sizes = int(a["lane_bytes"]), int(b["lane_bytes"])
+    for code, path, same in (
+        ("KIND_MISMATCH", f"{at}.kind", src["kind"] == dst["kind"]),
+        ("DTYPE_MISMATCH", f"{at}.parts[{part}].dtype", a["dtype"] == b["dtype"]),
+        ("LANE_MISMATCH", f"{at}.parts[{part}].lanes", int(a["lanes"]) * sizes[0] == int(b["lanes"]) * sizes[1]),
+        ("ROW_MISMATCH", f"{at}.tokens_per_row", src["tokens_per_row"] == dst["tokens_per_row"]),
+        ("ROW_MISMATCH", f"{at}.live_rows", live[0] == live[1]),
+        ("LAYOUT_OPAQUE", f"{at}.parts[{part}].encoding", a.get("encoding") == b.get("encoding")),
+        ("LANE_MISMATCH", f"{at}.parts[{part}].lane_bytes", max(sizes) % min(sizes) == 0),
+    ):
+        if not same:
+            raise Refusal(code, path)
+
+
+def _classes(src: Json, dst: Json, at: str) -> list[tuple[int, int]]:
+    """Pairs of cp ranks that share a row, found row by row over one period of both deals."""
+    if src["cp_size"] == dst["cp_size"] == "1":
+        return [(0, 0)]
+    step = int(src["tokens_per_row"])
+    deals = []
+    for g in (src, dst):
+        dealt = g["cp_size"] != "1"
+        deals.append((int(g["cp_size"]), int(g["interleave"]) // step if dealt else 1, int(g["origin"]) // step))
+    period = lcm(*(n * run for n, run, _ in deals))
+    if period > 1 << 22:
+        raise Refusal("ROW_MISMATCH", f"{at}.interleave")
+    start = max(origin for _, _, origin in deals)
+    (n, run, origin), (m, other_run, other_origin) = deals
+    rows = range(start, start + period)
+    return sorted({((row - origin) // run % n, (row - other_origin) // other_run % m) for row in rows})
+
+
+def _join(spans: dict[int, list[tuple[int, int]]]) -> list[tuple[int, int, int, int]]:
+    """Per layer the longest lane intervals, then the longest runs of layers of one interval."""
+    layers_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for layer in sorted(spans):
+        joined: list[list[int]] = []
+        for lo, hi in sorted(spans[layer]):
+            if joined and joined[-1][1] == lo:
+                joined[-1][1] = hi
+            else:
+                joined.append([lo, hi])
+        for lo, hi in joined:
+            layers_of[lo, hi].append(layer)
+    found = []
+    for (lo, hi), layers in layers_of.items():
+        for layer in layers:
+            if layer - 1 not in layers:
+                last = layer
+                while last + 1 in layers:
+                    last += 1
+                found.append((layer, last + 1, lo, hi))
+    return found
+
+
+def _digest(rows: list[Row]) -> str:
+    return hashlib.sha256(b"".join(n.to_bytes(8, "little") for row in sorted(rows) for n in row)).hexdigest()

@@ -1,0 +1,92 @@
+"""The suite's own planner and kvproto's find the same routes, digests and refusals in random worlds."""
+
+import random
+from typing import Any
+
+import attrs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import PlanError
+from kvproto.plan import plan
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, Feature, ItemKind
+from kvproto.wire.messages import Geometry
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.planner import plan as second
+from tests.plan.worlds import caches, side
+
+FEATURES = [(), (Feature.SPREAD_ONE,), (Feature.COLD_DRAFT,), (Feature.SPREAD_ONE, Feature.COLD_DRAFT)]
+
+
+def ours(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any:
+    try:
+        made = plan(source, sink, features)
+    except PlanError as error:
+        return error.code.name, error.path
+    return {
+        "plan": made.digest.hex(),
+        "routes": [{"source": str(r.source), "sink": str(r.sink), "group": str(r.group), "digest": r.digest.hex()} for r in made.routes],
+        "required": {str(r.rank): [str(a) for a in made.required(r.rank)] for r in sink.ranks},
+        "cold": [str(m) for m in made.cold],
+    }  # fmt: skip
+
+
+def theirs(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any:
+    try:
+        return second(to_json(source), to_json(sink), [f.name for f in features])
+    except Refusal as refusal:
+        return refusal.code, refusal.path
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_two_planners_agree(seed: int) -> None:
+    rng = random.Random(seed)
+    held = caches(rng)
+    source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+    features = rng.choice(FEATURES)
+    assert ours(source, sink, features) == theirs(source, sink, features)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_two_planners_refuse_alike(seed: int) -> None:
+    """One thing of one side changed, or a rank, layer or group of the source taken away."""
+    rng = random.Random(seed)
+    held = caches(rng)
+    source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+    source = spoilt(rng, source)
+    features = rng.choice(FEATURES)
+    assert ours(source, sink, features) == theirs(source, sink, features)
+
+
+def spoilt(rng: random.Random, geometry: Geometry) -> Geometry:
+    groups = list(geometry.groups)
+    at = rng.randrange(len(groups))
+    group = groups[at]
+    kind = rng.choice(["kind", "dtype", "lanes", "bytes", "step", "encoding", "rank", "layer", "group"])
+    if kind == "rank" and len(geometry.ranks) > 1:
+        return attrs.evolve(geometry, ranks=tuple(r for r in geometry.ranks if r is not rng.choice(geometry.ranks)))
+    if kind == "layer":
+        ranks = []
+        for rank in geometry.ranks:
+            shares = [attrs.evolve(s, layers=s.layers[1:]) if s.group == group.id else s for s in rank.owns]
+            ranks.append(attrs.evolve(rank, owns=tuple(s for s in shares if s.layers.size)))
+        return attrs.evolve(geometry, ranks=tuple(ranks))
+    if kind == "group" and len(groups) > 1:
+        ranks = [attrs.evolve(r, owns=tuple(s for s in r.owns if s.group != group.id)) for r in geometry.ranks]
+        return attrs.evolve(geometry, groups=tuple(g for g in groups if g is not group), ranks=tuple(ranks))
+    parts = list(group.parts)
+    p = rng.randrange(len(parts))
+    changes: dict[str, dict[str, Any]] = {
+        "dtype": {"dtype": DType.I64}, "lanes": {"lanes": parts[p].lanes + 1}, "bytes": {"lane_bytes": parts[p].lane_bytes * 5 + 1},
+        "encoding": {"encoding": "tiled"},
+    }  # fmt: skip
+    parts[p] = attrs.evolve(parts[p], **changes.get(kind, {}))
+    groups[at] = attrs.evolve(group, parts=tuple(parts))
+    if kind == "kind":
+        groups[at] = attrs.evolve(group, kind=ItemKind.RING if group.kind == ItemKind.PAGE else ItemKind.PAGE)
+    if kind == "step":
+        groups[at] = attrs.evolve(group, tokens_per_row=group.tokens_per_row * 2)
+    return attrs.evolve(geometry, groups=tuple(groups))
