@@ -39,6 +39,8 @@ class _Map:
     source_flat: bool
     """Whether the items of the side touch, in every column, so that runs go on across them."""
     sink_flat: bool
+    whole: bool
+    """Whether a part of the group is opaque, so that items move whole."""
 
 
 class Pair:
@@ -57,8 +59,9 @@ class Pair:
                 key = (src.id, dst.id, box.source_class, box.sink_class)
                 if key not in keys:
                     keys[key] = len(self._maps)
-                    flat = [_flat(side.columns[g.id], g) for side, g in ((source, src), (sink, dst))]
-                    self._maps.append(_Map(src, dst, box.source_class, box.sink_class, *flat))
+                    whole = any(p.encoding for p in dst.parts)
+                    from_, to = (not whole and _flat(s.columns[g.id], g) for s, g in ((source, src), (sink, dst)))
+                    self._maps.append(_Map(src, dst, box.source_class, box.sink_class, from_, to, whole))
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
         self._ops = np.concatenate(tables) if tables else np.empty(0, OP)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
@@ -87,6 +90,8 @@ def _flat(columns: Columns, group: Group) -> bool:
 
 
 def _row_map(m: _Map, source: Window, sink: Window) -> RowMap:
+    if m.whole:
+        return _whole_items(m, source, sink)
     if m.sink.kind == ItemKind.SLOT:
         lo, hi = 0, m.sink.live_rows or m.sink.rows
     else:
@@ -123,6 +128,29 @@ def _row_map(m: _Map, source: Window, sink: Window) -> RowMap:
                 si, di = None if si is None else si[keep], None if di is None else di[keep]
     zero = np.broadcast_to(_ZERO, rows.shape)
     return RowMap(zero if si is None else si, sr, zero if di is None else di, dr, rows, first, length)
+
+
+def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
+    """Opaque parts: items as they are, whole; both sides deal and page alike. A window begins where an item does."""
+    group = m.sink
+    if group.kind != ItemKind.PAGE:
+        ours, theirs = source.items[:1], sink.items[:1]
+        first = np.zeros(ours.size, np.int64)
+    else:
+        lo, hi = rows_of(group, sink.first, sink.count)
+        begin, end = (owned_before(group, m.sink_class, row) for row in (lo, hi))
+        skip = owned_before(group, m.source_class, rows_of(m.source, source.first, source.count)[0]) // group.rows
+        number = -(-end // group.rows) - begin // group.rows if end > begin else 0
+        if number and begin % group.rows:
+            raise _short(group, sink.items.size, f"row {begin}, in the middle of an opaque item")
+        at = begin // group.rows - skip
+        ours, theirs = source.items[max(at, 0) : at + number], sink.items[:number]
+        if at < 0 or ours.size < number or theirs.size < number:
+            raise _short(group, source.items.size, f"items {at} to {at + number - 1} of the window")
+        first = (begin // group.rows + np.arange(number)) * group.rows
+    rows = np.full(ours.size, group.rows)
+    zero = np.broadcast_to(_ZERO, rows.shape)
+    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, rows)
 
 
 _ZERO = np.zeros(1, np.int64)

@@ -140,7 +140,8 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
             if not sources:
                 raise _missing(dst, part, layers[0][0], bool(found))
             _check_pair(sources[0].group, dst, part)
-            _elect(sources, sinks, layers, dst.model, places, sink.replica, part, cells)
+            for some, needy in _whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
+                _elect(some, needy, layers, dst.model, places, sink.replica, part, cells)
         homes = sorted(
             (lo, hi, c.group.id) for c in {(c.group.id, c.layers): c for c in found}.values() for lo, hi in c.layers
         )
@@ -152,6 +153,23 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
                     boxes[a, b, dst.id].append(Box(dst.model, from_, to, index, x, y, c, d, id))
     routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
     return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
+
+
+def _whole(
+    sources: tuple[_Claim, ...], sinks: tuple[_Claim, ...], part: str
+) -> Iterator[tuple[tuple[_Claim, ...], tuple[_Claim, ...]]]:
+    """An opaque part moves whole: sinks, and the sources that own the very same intervals in the same order."""
+    owned: tuple[dict[int, list[tuple[int, int]]], ...] = ({}, {})
+    for held, claims in zip(owned, (sources, sinks), strict=True):
+        for claim in claims:
+            held.setdefault(claim.rank, []).append((claim.lo, claim.hi))
+    for spans in sorted({tuple(v) for v in owned[1].values()}):
+        some = tuple(c for c in sources if tuple(owned[0][c.rank]) == spans)
+        if not some:
+            theirs = sorted({tuple(v) for v in owned[0].values()})
+            where = f"groups[{sinks[0].group.name}].parts[{part}]"
+            raise _incompatible(ErrorCode.LAYOUT_OPAQUE, where, str(theirs), str(spans), "divide opaque parts alike")
+        yield some, tuple(c for c in sinks if tuple(owned[1][c.rank]) == spans)
 
 
 def _homes(homes: list[tuple[int, int, int]], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
@@ -266,10 +284,15 @@ def _check_pair(src: Group, dst: Group, name: str) -> None:
         raise _incompatible(
             ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple"
         )
-    if a.encoding is not None and (src.rows, a.lane_bytes) != (dst.rows, b.lane_bytes):
-        raise _incompatible(
-            ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", str(src.rows), str(dst.rows), "opaque items move whole"
-        )
+    if a.encoding is not None:
+        deals = [
+            f"{g.rows} rows of {p.lane_bytes} bytes a lane"
+            + (f", dealt {g.cp_size} x {g.interleave} from {g.origin}" * (g.cp_size > 1))
+            for g, p in ((src, a), (dst, b))
+        ]
+        if deals[0] != deals[1]:
+            advice = "opaque items move whole: page and deal them alike"
+            raise _incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
 
 
 def _extent(lanes: int, size: int) -> str:

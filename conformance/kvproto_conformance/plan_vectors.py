@@ -239,6 +239,20 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         odd = attrs.evolve(gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16), **change)
         plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
         yield f"refused-{id_}", clause, (engine((plain, 2, None), ranks=1), engine((odd, 2, None), ranks=1)), [], note
+    tiled = [
+        attrs.evolve(g, parts=tuple(attrs.evolve(p, encoding="tiled.4") for p in g.parts))
+        for g in (gqa(0, "target", 0, 4, 128, 16), gqa(0, "target", 0, 2, 128, 16))
+    ]
+    alike = [engine((tiled[0], 2, heads(4, n)), ranks=n) for n in (2, 2, 1)]
+    yield "opaque-alike", exact, (alike[0], alike[1]), [], "tiled pages move whole between ranks that divide alike"
+    yield (
+        "opaque-families",
+        exact,
+        (engine((tiled[1], 4, heads(2, 4)), ranks=4), engine((tiled[1], 4, heads(2, 2)), ranks=2)),
+        [],
+        "replicas of an opaque share are its family",
+    )
+    yield "refused-opaque-share", "KVP-PLAN-OPAQUE", (alike[0], alike[2]), [], "half a tile is no tile"
     thirds = attrs.evolve(
         gqa(0, "target", 0, 3, 64, 16), parts=tuple(Part(name=n, dtype=DType.F32, lanes=3, lane_bytes=64) for n in "kv")
     )

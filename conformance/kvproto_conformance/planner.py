@@ -100,23 +100,62 @@ def _part(source: Json, sink: Json, group: Json, index: int, lowest: bool) -> li
         if not have:
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
         _compare(have[0][1], group, part, at)
-        cuts = sorted({x for o in have + want for x in o[2:4]})
-        for lo, hi in zip(cuts, cuts[1:], strict=False):
-            for c, d in _classes(have[0][1], group, at):
-                candidates = sorted({o[0] for o in have if o[2] <= lo and hi <= o[3] and o[4] == c})
-                needy = sorted({o[0] for o in want if o[2] <= lo and hi <= o[3] and o[4] == d})
-                if needy and not candidates:
-                    raise Refusal("COVERAGE", f"{at}.parts[{part}]")
-                for j, rank in enumerate(needy):
-                    m, n = len(needy), len(candidates)
-                    place = _places(sink, rank).index((int(model), layer))
-                    chosen = j * n // m if lowest or m >= n else (place * m + j + int(sink["replica"])) % n
-                    cells[candidates[chosen], rank, c, d][layer].append((lo, hi))
+        for some, needing in _families(have, want, group["parts"][index].get("encoding"), at, part):
+            _elect_layer(some, needing, layer, sink, group, at, part, lowest, cells)
     rows: list[Row] = []
     for (a, b, c, d), spans in cells.items():
         for first, last, lo, hi in _join(spans):
             rows.append((a, b, int(group["id"]), int(model), first, last, index, lo, hi, c, d, int(sink["replica"])))
     return rows
+
+
+Owner = tuple[int, Json, int, int, int]
+Cells = dict[Row, dict[int, list[tuple[int, int]]]]
+
+
+def _families(
+    have: list[Owner], want: list[Owner], encoding: str | None, at: str, part: str
+) -> list[tuple[list[Owner], list[Owner]]]:
+    """Who may read from whom: everybody, or, where the bytes are opaque, those with the very same intervals."""
+    if not encoding:
+        return [(have, want)]
+
+    def spans(owners: list[Owner], rank: int) -> tuple[tuple[int, int], ...]:
+        return tuple((o[2], o[3]) for o in owners if o[0] == rank)
+
+    found = []
+    for kind in sorted({spans(want, o[0]) for o in want}):
+        some = [o for o in have if spans(have, o[0]) == kind]
+        if not some:
+            raise Refusal("LAYOUT_OPAQUE", f"{at}.parts[{part}]")
+        found.append((some, [o for o in want if spans(want, o[0]) == kind]))
+    return found
+
+
+def _elect_layer(
+    have: list[Owner],
+    want: list[Owner],
+    layer: int,
+    sink: Json,
+    group: Json,
+    at: str,
+    part: str,
+    lowest: bool,
+    cells: Cells,
+) -> None:
+    """One source for every piece of one layer, and every sink rank that needs it."""
+    cuts = sorted({x for o in have + want for x in o[2:4]})
+    for lo, hi in zip(cuts, cuts[1:], strict=False):
+        for c, d in _classes(have[0][1], group, at):
+            candidates = sorted({o[0] for o in have if o[2] <= lo and hi <= o[3] and o[4] == c})
+            needy = sorted({o[0] for o in want if o[2] <= lo and hi <= o[3] and o[4] == d})
+            if needy and not candidates:
+                raise Refusal("COVERAGE", f"{at}.parts[{part}]")
+            for j, rank in enumerate(needy):
+                m, n = len(needy), len(candidates)
+                place = _places(sink, rank).index((int(group["model"]), layer))
+                chosen = j * n // m if lowest or m >= n else (place * m + j + int(sink["replica"])) % n
+                cells[candidates[chosen], rank, c, d][layer].append((lo, hi))
 
 
 def _held(side: Json, group: Json) -> bool:
@@ -134,6 +173,10 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     a, b = (next(p for p in g["parts"] if p["name"] == part) for g in (src, dst))
     live = [(g.get("live_rows") or g["rows"]) if g["kind"] == "SLOT" else None for g in (src, dst)]
     sizes = int(a["lane_bytes"]), int(b["lane_bytes"])
+    whole = [
+        (g["rows"], p["lane_bytes"], g["cp_size"]) + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())
+        for g, p in ((src, a), (dst, b))
+    ]
     for code, path, same in (
         ("KIND_MISMATCH", f"{at}.kind", src["kind"] == dst["kind"]),
         ("DTYPE_MISMATCH", f"{at}.parts[{part}].dtype", a["dtype"] == b["dtype"]),
@@ -142,6 +185,7 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
         ("ROW_MISMATCH", f"{at}.live_rows", live[0] == live[1]),
         ("LAYOUT_OPAQUE", f"{at}.parts[{part}].encoding", a.get("encoding") == b.get("encoding")),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lane_bytes", max(sizes) % min(sizes) == 0),
+        ("LAYOUT_OPAQUE", f"{at}.rows", not a.get("encoding") or whole[0] == whole[1]),
     ):
         if not same:
             raise Refusal(code, path)

@@ -139,12 +139,16 @@ class SinkNode:
         routes = plan.between(done.writer, self.pool.side.rank)
         rank = next(r for r in source.ranks if r.rank == done.writer)
         groups = {g.id: g for g in source.groups}
-        by_source = {box.source_group: grants[route.group] for route in routes for box in route.boxes}
+        drawn: dict[int, list[Grants]] = {}
+        for route in routes:
+            for id in {box.source_group for box in route.boxes}:
+                drawn.setdefault(id, []).append(grants[route.group])
         sources = {}
         counts = {}
         for share in rank.owns:
-            grant = by_source.get(share.group)
-            first, count = (grant.first, grant.count) if grant is not None else (0, 0)
+            some = drawn.get(share.group, [])
+            first = min((g.first for g in some), default=0)
+            count = max((g.first + g.count for g in some), default=0) - first
             counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
             sources[share.group] = Window(first, count, np.arange(counts[share.group]))
         columns: dict[int, Columns] = pack(source, done.writer, counts)[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums, execute
-from kvproto.geometry import Geometry, Group, owned_before
+from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
 from kvproto.node.pool import Pool
@@ -174,9 +174,7 @@ class SourceNode:
                         str(finished.tokens),
                         str(grant.state_after),
                     )
-                sources[group.id] = window(
-                    group, self.pool.side.owns(group.id).cp_rank, finished.items[group.id], grant.first, grant.count
-                )
+                sources[group.id] = Window(0, finished.tokens, np.array(finished.items[group.id], np.int64))
         pair = self._pairs.get(serve.session)
         if pair is None:
             sink = Side(session.sink, session.peer.rank, session.columns)
@@ -205,10 +203,3 @@ class SourceNode:
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()
-
-
-def window(group: Group, cp_rank: int, items: list[int], first: int, count: int) -> Window:
-    """The window of a request whose items begin with the one of token 0."""
-    paged = group.kind == ItemKind.PAGE
-    skip = owned_before(group, cp_rank, -(-first // group.tokens_per_row)) // group.rows if paged else 0
-    return Window(first, count, np.array(items[skip:], np.int64))

@@ -39,5 +39,7 @@ def test_register_in_c(flags: list[str], tmp_path: Path) -> None:
     assert judged > 100
     # a good frame cut short anywhere, and its body cut with the length mended
     whole = bytes.fromhex(next(c["bytes"] for c in rows if c["id"] == "register"))
-    cut = [whole[:n] for n in range(len(whole))] + [whole[:12] + (n - 16).to_bytes(4, "little") + whole[16:n] for n in range(16, len(whole))]
+    cut = [whole[:n] for n in range(len(whole))] + [
+        whole[:12] + (n - 16).to_bytes(4, "little") + whole[16:n] for n in range(16, len(whole))
+    ]
     assert {a["error"] for a in answers(program, [c.hex() for c in cut])} == {"TRUNCATED"}

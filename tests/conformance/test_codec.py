@@ -31,9 +31,15 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
 def test_second_opinion_on_every_vector(path: Path) -> None:
     for case in json.loads(path.read_text())["cases"]:
         found = judged(case)
-        assert found == {k: case[k] for k in ("error", "path", "message", "struct", "fields") if k in case and k in found}, case["id"]
+        assert found == {
+            k: case[k] for k in ("error", "path", "message", "struct", "fields") if k in case and k in found
+        }, case["id"]
         if "fields" in case and case.get("canonical", True):
-            made = write_struct(case["struct"], case["fields"]) if "struct" in case else write_frame(case["message"], case["fields"])
+            made = (
+                write_struct(case["struct"], case["fields"])
+                if "struct" in case
+                else write_frame(case["message"], case["fields"])
+            )
             assert made.hex() == case["bytes"], case["id"]
 
 
@@ -69,8 +75,15 @@ def test_two_writers_agree(name: str, data: st.DataObject) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.sampled_from(["00ff", "7", "007", "READY", "-1", "4294967296", "18446744073709551616", 2**53]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["unknown", "a", "group"]), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["00ff", "7", "007", "READY", "-1", "4294967296", "18446744073709551616", 2**53]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["unknown", "a", "group"]), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 

@@ -45,6 +45,10 @@ def test_two_planners_agree(seed: int) -> None:
     rng = random.Random(seed)
     held = caches(rng)
     source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+    if rng.random() < 0.3:
+        source, sink = opaque(source), opaque(sink)
+    if rng.random() < 0.1:
+        sink = attrs.evolve(source, replica=sink.replica)
     features = rng.choice(FEATURES)
     assert ours(source, sink, features) == theirs(source, sink, features)
 
@@ -59,6 +63,11 @@ def test_two_planners_refuse_alike(seed: int) -> None:
     source = spoilt(rng, source)
     features = rng.choice(FEATURES)
     assert ours(source, sink, features) == theirs(source, sink, features)
+
+
+def opaque(geometry: Geometry) -> Geometry:
+    groups = [attrs.evolve(g, parts=tuple(attrs.evolve(p, encoding="tiled") for p in g.parts)) for g in geometry.groups]
+    return attrs.evolve(geometry, groups=tuple(groups))
 
 
 def spoilt(rng: random.Random, geometry: Geometry) -> Geometry:

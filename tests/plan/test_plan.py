@@ -293,7 +293,7 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
     "all rows live": (changed(kind=ItemKind.SLOT, live_rows=3), changed(kind=ItemKind.SLOT), ErrorCode.ROW_MISMATCH,
                "groups[draft].live_rows", "3", "64"),
     "opaque pages": (changed(parts=part(encoding="tiled")), changed(parts=part(encoding="tiled"), rows=32), ErrorCode.LAYOUT_OPAQUE,
-               "groups[draft].rows", "64", "32"),
+               "groups[draft].rows", "64 rows of 256 bytes a lane", "32 rows of 256 bytes a lane"),
     "common multiple": (changed(cp_size=1021, interleave=1019), changed(cp_size=1013, interleave=1013), ErrorCode.ROW_MISMATCH,
                "groups[draft].interleave", "1021 ranks of 1019 tokens", "1013 ranks of 1013 tokens"),
     "nobody": (attrs.evolve(PAGED, ranks=PAGED.ranks[:1]), PAGED, ErrorCode.COVERAGE, "groups[draft].parts[k]",
@@ -346,3 +346,29 @@ def test_handoff_makes_routes_and_no_copies() -> None:
     made = plan(side, side)
     assert made.send_flags(0, 0) == (0,)
     assert lower(made.routes, Side(side, 0, {}), Side(side, 0, {}), {}, {}).bytes == 0
+
+
+def tiled(number: int, ranks: int, swap: bool = False) -> Geometry:
+    """GQA heads in a layout that strides do not describe."""
+    group = gqa(0, "tiled", 0, number, 32, 4)
+    group = attrs.evolve(group, parts=tuple(attrs.evolve(p, encoding="tiled.4") for p in group.parts))
+    made = []
+    for rank in range(ranks):
+        lo = number * rank // ranks
+        spans = [(lo, max(number * (rank + 1) // ranks, lo + 1))]
+        if swap:
+            half = (spans[0][0] + spans[0][1]) // 2
+            spans = [(half, spans[0][1]), (spans[0][0], half)]
+        made.append(Rank(rank=rank, owns=(owns(group, range(4), spans),)))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
+
+
+def test_opaque_parts_move_between_ranks_that_divide_alike() -> None:
+    assert [plan(tiled(4, 2), tiled(4, 2)).required(d) for d in (0, 1)] == [(0,), (1,)]
+    # two heads on four ranks: the replicas of a head are the family that its one sink is dealt over
+    made = plan(tiled(2, 4), tiled(2, 2))
+    assert [made.required(d) for d in (0, 1)] == [(0, 1), (2, 3)]
+    for source, sink in ((tiled(4, 2), tiled(4, 1)), (tiled(4, 1), tiled(4, 2)), (tiled(4, 2), tiled(4, 2, swap=True))):
+        with pytest.raises(PlanError) as caught:
+            plan(source, sink)
+        assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[tiled].parts[k]")

@@ -402,3 +402,29 @@ def test_worked_example_of_two_deals() -> None:
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
     assert len(_class_pairs(a, b)) == 8
     assert [t for t in range(48) if t // 4 % 4 == 0 and t // 6 % 2 == 0] == [0, 1, 2, 3, 16, 17]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "moved"), [(0, 16, 4), (0, 5, 2), (4, 4, 1), (8, 1, 1), (4, 0, 0), (5, 4, None), (6, 0, 0)]
+)
+def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> None:
+    group = attrs.evolve(PAGES, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
+    geometry, columns = pool(group, 8)
+    side_ = Side(geometry, 0, columns)
+    need = items_needed(group, 0, first, count)
+    windows_ = {0: Window(0, 16, np.array([5, 2, 7, 0]))}, {0: Window(first, count, np.array([1, 6, 3, 4])[:need])}
+    if moved is None:
+        with pytest.raises(RemoteError) as caught:
+            lower(plan(geometry, geometry).routes, side_, side_, *windows_)
+        assert caught.value.code == ErrorCode.BAD_GRANT
+        return
+    program = lower(plan(geometry, geometry).routes, side_, side_, *windows_)
+    here, there = (np.random.default_rng(i).integers(0, 256, 256, np.uint8) for i in (1, 2))
+    wanted = there.copy()
+    for source, sink in zip([5, 2, 7, 0][first // 4 :], [1, 6, 3, 4][:moved], strict=False):
+        wanted[32 * sink : 32 * sink + 32] = here[32 * source : 32 * source + 32]
+    assert execute(program, {0: memoryview(here)}, {0: memoryview(there)}) == program.bytes == 32 * moved
+    assert np.array_equal(there, wanted)
+    assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(
+        program, {0: memoryview(there)}, sink=True
+    )
