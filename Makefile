@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench fuzz clean
+.PHONY: demo test check bench fuzz sweep clean
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a minute or two)"
@@ -27,6 +27,9 @@ bench: $(STAMP)
 fuzz: $(STAMP)
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
+
+sweep: $(STAMP)
+	@$(PY) -m tests.sweep
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
