@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvproto.cli.page import page
 from kvproto.cost import estimates
 from kvproto.describe import PRESETS, Parallel, describe, draft_of
 from kvproto.errors import KvprotoError, LocalError
@@ -68,6 +69,7 @@ def add(commands: Any) -> None:
                 "--tokens", type=int, default=8192, metavar="N", help="tokens of the request that is costed"
             )
             one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
+            one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +97,14 @@ def run(args: argparse.Namespace) -> int:
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1
+    if args.html is not None:
+        moved_bytes = {key: program.bytes for key, program in moved.items()}
+        try:
+            args.html.write_text(page(source, sink, made, moved_bytes, _letters(sink), args.tokens))
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         print(json.dumps(_as_json(sink, made, moved)))
         return 0
@@ -217,7 +227,7 @@ def _picture(
     source: Geometry, sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
 ) -> Iterator[str]:
     """A matrix in letters, one for each group, and what the request costs."""
-    letters = {g.id: _LETTERS[g.model] if i == 0 else g.name[-1] for g in sink.groups for i in [_nth(sink, g.id)]}
+    letters = _letters(sink)
     shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
     yield f"{shown}; prefill ranks across, decode ranks down"
     width = max(4, len("".join(letters.values())) + 2)
@@ -249,6 +259,11 @@ def _picture(
         yield f"    {way.seconds * 1e3:10.3f} ms  {way.name}"
     direct = next(e for e in ways if e.name == "descriptors").seconds < 1.5 * ways[0].seconds
     yield f"  advice: {'direct: runs are long enough for descriptors' if direct else 'pack, or use a gather-scatter kernel: runs are short'}"
+
+
+def _letters(sink: Geometry) -> dict[int, str]:
+    """T for the target, D for the draft; further groups of a model by the last letter of their name."""
+    return {g.id: _LETTERS[min(g.model, 7)] if _nth(sink, g.id) == 0 else g.name[-1] for g in sink.groups}
 
 
 def _nth(geometry: Geometry, id: int) -> int:

@@ -128,3 +128,27 @@ def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
             found = plan(source, sink)
             # every byte that the sink owns comes from somewhere: as many layer-bytes as it owns
             assert all(found.required(rank.rank) for rank in sink.ranks)
+
+
+def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    assert main(["plan", files["p"], files["d"], "--html", str(out)]) == 0
+    text = out.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "/*data*/" not in text
+    start = text.index("const plan = ") + len("const plan = ")
+    data = json.JSONDecoder().raw_decode(text[start:])[0]
+    assert (len(data["sources"]), len(data["sinks"]), len(data["groups"])) == (8, 4, 2)
+    assert sum(data["bytes"].values()) == 8192 * (4 * 61 * 1152 + 2 * 8 * 256)
+    assert not [word for word in ("http://", "https://", "src=", "href=") if word in text]
+
+
+def test_names_in_the_page_are_only_names(files: dict[str, str], tmp_path: Path) -> None:
+    for side in ("p", "d"):
+        data = json.loads(Path(files[side]).read_text())
+        data["groups"][0]["name"] = "</script><b>"
+        Path(files[side]).write_text(json.dumps(data))
+    out = tmp_path / "plan.html"
+    assert main(["plan", files["p"], files["d"], "--html", str(out)]) == 0
+    assert "</script><b>" not in out.read_text()
+    assert main(["plan", files["p"], files["d"], "--html", str(tmp_path / "no" / "plan.html")]) == 1
