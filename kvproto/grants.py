@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.geometry import Geometry, Group, owned_before
+from kvproto.geometry import Geometry, Group, IntArray, Owns, owned_before
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, Region
 
@@ -100,6 +100,49 @@ def check_grants(
             )
         if np.unique(items).size != items.size:
             raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
+    _check_alias(groups, shares, columns, grants)
+
+
+def _check_alias(
+    groups: Mapping[int, Group], shares: Mapping[int, Owns], columns: Mapping[int, Columns], grants: tuple[Grants, ...]
+) -> None:
+    """Raise ITEM_ALIAS where items of two groups that share memory overlap; groups apart cost one comparison."""
+    named = [(i, g) for i, g in enumerate(grants) if g.items is not None and g.items.size and g.group in columns]
+    for n, (i, grant) in enumerate(named):
+        for _, other in named[:n]:
+            ours, theirs = (_extents(groups[g.group], shares[g.group], columns[g.group]) for g in (grant, other))
+            for region in np.intersect1d(ours[0], theirs[0]).tolist():
+                held = [_intervals(e, columns[g.group], g, region) for e, g in ((ours, grant), (theirs, other))]
+                (a, a_end), (b, b_end) = held
+                if a.min() >= b_end.max() or b.min() >= a_end.max():
+                    continue
+                starts, ends = np.concatenate([a, b]), np.concatenate([a_end, b_end])
+                whose = np.repeat([0, 1], [a.size, b.size])
+                order = np.argsort(starts, kind="stable")
+                starts, ends, whose = starts[order], np.maximum.accumulate(ends[order]), whose[order]
+                if bool(((starts[1:] < ends[:-1]) & (whose[1:] != whose[:-1])).any()):
+                    yours = f"items of groups {other.group} and {grant.group} overlap"
+                    raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "items of disjoint memory", yours)
+
+
+def _extents(group: Group, share: Owns, own: Columns) -> tuple[IntArray, IntArray]:
+    """Region of each column, and the bytes that one item reaches over."""
+    lanes = np.array([sum(s.hi - s.lo for s in share.lanes if s.part == p) for p in range(len(group.parts))])
+    size = np.array([p.lane_bytes for p in group.parts])
+    part = np.arange(own.region.size) % len(group.parts)
+    rows, lane = own.row_stride.astype(np.int64), own.lane_stride.astype(np.int64)
+    return own.region.astype(np.int64), (group.rows - 1) * rows + (lanes[part] - 1) * lane + size[part]
+
+
+def _intervals(
+    extents: tuple[IntArray, IntArray], own: Columns, grant: Grants, region: int
+) -> tuple[IntArray, IntArray]:
+    """Where the granted items begin and end in a region, column by column."""
+    some = np.flatnonzero(extents[0] == region)
+    items = np.empty(0) if grant.items is None else grant.items
+    offset, stride = own.offset[some].astype(np.int64), own.item_stride[some].astype(np.int64)
+    starts = (offset[:, None] + items.astype(np.int64) * stride[:, None]).ravel()
+    return starts, starts + np.repeat(extents[1][some], items.size)
 
 
 def _bad(path: str, mine: str, yours: str) -> RemoteError:

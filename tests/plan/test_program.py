@@ -11,12 +11,26 @@ from hypothesis import strategies as st
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.execute import checksums, execute
-from kvproto.geometry import Geometry, Group, Rank, decode_geometry, encode_geometry, gqa, mla, owns, validate
+from kvproto.geometry import (
+    Geometry,
+    Group,
+    Rank,
+    compressed,
+    decode_geometry,
+    encode_geometry,
+    gqa,
+    mla,
+    owns,
+    paged,
+    state,
+    validate,
+    window,
+)  # fmt: skip
 from kvproto.grants import check_columns, check_grants, items_needed
 from kvproto.lowering import lower
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, Side, Window
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
 from tests.plan.oracle import Request
@@ -428,3 +442,61 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(
         program, {0: memoryview(there)}, sink=True
     )
+
+
+def test_constructors_make_groups_that_copy() -> None:
+    """Each kind of cache by its constructor: one rank to another of the same shape, every owned byte of the window."""
+    for group, rows in (
+        (gqa(0, "kv", 0, 2, 8, 4, v_head_bytes=6), 7),
+        (window(0, "swa", 0, 2, 8, 16), 7),
+        (compressed(0, "c4", 0, 8, 4, 4), 1),
+        (paged(0, "index", 0, 4, {"index": (DType.F8E4M3, 1, 5), "scale": (DType.F32, 1, 4)}), 7),
+        (state(0, "conv", 0, {"conv": (DType.BF16, 12, 2)}, rows=3, scratch_rows=2), 3),
+    ):
+        geometry, columns = pool(group, 4)
+        validate(geometry)
+        side_, items = Side(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
+        program = lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 7, items)}, {0: Window(0, 7, items + 1)})
+        assert program.bytes == rows * sum(p.lanes * p.lane_bytes for p in group.parts)
+        here, there = (np.random.default_rng(i).integers(0, 256, 4096, np.uint8) for i in (1, 2))
+        execute(program, {0: memoryview(here)}, {0: memoryview(there)})
+        assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(program, {0: memoryview(there)}, sink=True)
+
+
+def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
+    """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
+    groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
+    ranks = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
+    geometry = Geometry(replica=0, facts=(), groups=groups, ranks=ranks)
+    places = ((0, 64, 16), (draft_offset, draft_stride, 8))
+    columns = {
+        g.id: Columns(
+            group=g.id, items=8, region=np.array([0]), offset=np.array([at]), item_stride=np.array([stride]),
+            row_stride=np.array([row]), lane_stride=np.array([row]),
+        )
+        for g, (at, stride, row) in zip(groups, places, strict=True)
+    }  # fmt: skip
+    return geometry, columns
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride", "target", "draft", "alias"),
+    [
+        (0, 32, [2, 3], [0, 1, 2, 3], False),  # a unified pool: blocks 2 and 3 for the target, the first two for the draft
+        (0, 32, [2, 3], [4, 0], True),  # draft item 4 is the first half of target item 2
+        (0, 32, [0], [1], True),
+        (0, 32, [0], [2], False),
+        (512, 32, [0, 1], [0, 1], False),  # pools apart
+        (32, 64, [0, 1], [0, 1], True),  # the draft inside the target's blocks
+        (64, 96, [0], [0], False),
+    ],
+)
+def test_items_of_two_groups_are_disjoint(offset: int, stride: int, target: list[int], draft: list[int], alias: bool) -> None:
+    geometry, columns = unified(offset, stride)
+    given_ = (grant(0, 4 * len(target), target), grant(0, 4 * len(draft), draft, group=1))
+    if not alias:
+        check_grants(geometry, 0, columns, (0, 1), given_)
+        return
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, columns, (0, 1), given_)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
