@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench fuzz sweep clean
+.PHONY: demo test check bench fuzz sweep demo-matrix clean
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a minute or two)"
@@ -27,6 +27,9 @@ bench: $(STAMP)
 fuzz: $(STAMP)
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
+
+demo-matrix: $(STAMP)
+	@$(PY) -m tests.demo.matrix
 
 sweep: $(STAMP)
 	@$(PY) -m tests.sweep

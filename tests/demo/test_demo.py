@@ -146,8 +146,16 @@ def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -
     assert short["same_tokens"]
 
 
-def test_tensor_parallel_that_does_not_divide() -> None:
-    result = demo("--prefill-tp", "3", "--decode-tp", "1")
+def test_ranks_that_do_not_divide_the_heads(prompts: Path) -> None:
+    """Four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes."""
+    args = ["--prefill-tp", "3", "--decode-tp", "2", "--target", "gqa", "--draft", "gqa", "--prompt-file", prompts]
+    result = demo(*args, "--json", "--max-new", "24")
+    assert result.returncode == 0, result.stderr
+    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+
+
+def test_more_ranks_than_heads() -> None:
+    result = demo("--prefill-tp", "5", "--decode-tp", "1")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert "error:" in result.stderr

@@ -176,10 +176,19 @@ def _text(request: Request) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    told = []
+
+    def stop(number: int, _: object) -> None:
+        # remembered too: an exception that is raised inside a callback of a library can be lost there
+        told.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(143)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     options = parse(argv)
     try:
-        return run(options, Console(highlight=False))
+        status = run(options, Console(highlight=False))
+        return 128 + told[0] if told else status
     except (EngineError, KvprotoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

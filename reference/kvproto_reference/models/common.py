@@ -59,7 +59,7 @@ class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        width = config.ffn // tp.size
+        width = tp.width(config.ffn)
         self.gate = weight(width, config.hidden)
         self.up = weight(width, config.hidden)
         self.down = weight(config.hidden, width)

@@ -17,7 +17,10 @@ class GqaAttention(nn.Module):
         super().__init__()
         self.config, self.tp, self.layer = config, tp, layer
         lo, hi = kv_head_range(config, tp.rank, tp.size)
-        self.heads, self.kv_heads = config.heads // tp.size, hi - lo
+        mine, each = tp.share(config.heads), config.heads // config.kv_heads
+        self.heads, self.kv_heads = tp.width(config.heads), hi - lo
+        self.kv_of = torch.arange(mine.start, mine.stop) // each - lo
+        """The KV head, of this rank's, that each of its query heads attends to."""
         dim = config.head_dim
         self.q = weight(self.heads * dim, config.hidden)
         self.k = weight(self.kv_heads * dim, config.hidden)
@@ -35,6 +38,6 @@ class GqaAttention(nn.Module):
         q = rope(rms_norm(q, self.q_norm, eps), table)
         cache.write(self.layer, "k", rope(rms_norm(k, self.k_norm, eps), table))
         cache.write(self.layer, "v", v)
-        keys, values = cache.read(self.layer, "k"), cache.read(self.layer, "v")
+        keys, values = (cache.read(self.layer, part)[..., self.kv_of, :] for part in ("k", "v"))
         out = attend(q, keys, values, positions, dim**-0.5)
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))

@@ -16,7 +16,7 @@ class MlaAttention(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()
         self.config, self.tp, self.layer = config, tp, layer
-        self.heads = config.heads // tp.size
+        self.heads = tp.width(config.heads)
         self.q = weight(self.heads * (config.nope_dim + config.rope_dim), config.hidden)
         self.kv_a = weight(config.latent + config.rope_dim, config.hidden)
         self.kv_norm = nn.Parameter(torch.ones(config.latent))

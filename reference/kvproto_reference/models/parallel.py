@@ -30,38 +30,36 @@ class TensorParallel:
         return total
 
     def share(self, count: int) -> slice:
-        """This rank's even share of `count` rows."""
-        each = count // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        """This rank's share of `count` units; shares differ by one where the ranks do not divide them."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def width(self, count: int) -> int:
+        """Units of this rank's share."""
+        return self.share(count).stop - self.share(count).start
 
 
 SOLO = TensorParallel()
 
 
 def check_split(config: ModelConfig, size: int) -> None:
-    """Raise EngineError unless the model divides over `size` TP ranks."""
+    """Raise EngineError where some of `size` TP ranks would have no query head, or nothing of the ffn."""
     for name, count in (("heads", config.heads), ("ffn", config.ffn)):
-        if count % size:
-            raise EngineError(f"{name} {count} does not divide over TP {size}")
-    if config.kind == "gqa":
-        large, small = max(config.kv_heads, size), min(config.kv_heads, size)
-        if large % small:
-            raise EngineError(f"{config.kv_heads} KV heads neither divide over nor replicate evenly to TP {size}")
+        if count < size:
+            raise EngineError(f"{name} {count} are too few for TP {size}")
 
 
 def kv_head_range(config: ModelConfig, rank: int, size: int) -> tuple[int, int]:
-    """Global KV heads [lo, hi) in the cache of one rank; the MLA latent counts as one head on all ranks."""
+    """Global KV heads [lo, hi) that the query heads of one rank attend to; the MLA latent counts as one, on all ranks.
+
+    Where the ranks do not divide the heads, or are more than the KV heads, a KV head is in the cache of several ranks.
+    """
     check_split(config, size)
     if not 0 <= rank < size:
         raise EngineError(f"TP rank {rank} is outside a group of {size}")
     if config.kind == "mla":
         return 0, 1
-    if size <= config.kv_heads:
-        each = config.kv_heads // size
-        return rank * each, (rank + 1) * each
-    # More ranks than KV heads: consecutive ranks hold a copy of the same head.
-    head = rank * config.kv_heads // size
-    return head, head + 1
+    mine, each = TensorParallel(rank, size).share(config.heads), config.heads // config.kv_heads
+    return mine.start // each, -(-mine.stop // each)
 
 
 def shard(config: ModelConfig, tp: TensorParallel, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,12 +70,16 @@ def shard(config: ModelConfig, tp: TensorParallel, state: dict[str, Tensor]) -> 
     cut: dict[str, Tensor] = {}
     for name, full in state.items():
         leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("q", "gate", "up", "k_up", "v_up"):
-            piece = full[tp.share(full.shape[0])]
+        if leaf in ("q", "k_up", "v_up"):
+            piece = full.reshape(config.heads, -1, *full.shape[1:])[tp.share(config.heads)].flatten(0, 1)
+        elif leaf in ("gate", "up"):
+            piece = full[tp.share(config.ffn)]
         elif leaf in ("k", "v"):
             piece = full[kv]
-        elif leaf in ("o", "down"):
-            piece = full[:, tp.share(full.shape[1])]
+        elif leaf == "o":
+            piece = full.reshape(len(full), config.heads, -1)[:, tp.share(config.heads)].flatten(1, 2)
+        elif leaf == "down":
+            piece = full[:, tp.share(config.ffn)]
         else:
             piece = full
         cut[name] = piece.to(torch.float32).contiguous()
