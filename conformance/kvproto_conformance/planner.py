@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import lcm
 from typing import Any
 
-from kvproto_conformance.codec.refusal import Refusal
+from kvproto_conformance.codec import Refusal
 
 __all__ = ["plan"]
 

@@ -121,8 +121,12 @@ def _enum(value: Any, name: str, path: str) -> int:
     cls = getattr(enums, name)
     if isinstance(value, dict) and value.keys() == {"unknown"}:
         number = _integer(value["unknown"], path)
+        if number > 0xFFFF:
+            raise refuse(ErrorCode.OUT_OF_RANGE, path, "at most 0xffff", number)
         if name in tables.OPEN_ENUMS and number not in set(cls):
             return number
+    elif not isinstance(value, str):
+        raise refuse(ErrorCode.BAD_TYPE, path, f"a name of {name}", type(value).__name__)
     elif isinstance(value, str) and value in cls.__members__:
         made: int = cls[value]
         return made

@@ -1,67 +1,145 @@
-"""The facts of spec/v1/registry.json, as this codec looks them up."""
-
-from __future__ import annotations
+"""The facts of registry.json, loaded once, in the shape that the reader and the writer need."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BODIES", "LIMIT", "MESSAGES", "Field", "enum_of", "fields_of", "is_open", "join", "major_of", "range_of"]
-
 _HERE = Path(__file__).resolve()
 _REPOSITORY = _HERE.parents[3] / "spec/v1/registry.json"
-_FACTS: dict[str, Any] = json.loads(
-    (_REPOSITORY if _REPOSITORY.is_file() else _HERE.parent / "registry.json").read_text()
-)
-
-Field = dict[str, Any]
-LIMIT: dict[str, int] = {name: row["value"] for name, row in _FACTS["limit"].items()}
-BODIES: dict[str, dict[str, Any]] = {**_FACTS["struct"], **_FACTS["message"]}
-MESSAGES: dict[int, str] = {row["id"]: name for name, row in _FACTS["message"].items()}
-_TOP = {"u8": 2**8 - 1, "u16": 2**16 - 1, "u32": 2**32 - 1, "u64": 2**64 - 1}
-_SIZE_LIMIT = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "array": "max_array"}
+REGISTRY = _REPOSITORY if _REPOSITORY.is_file() else _HERE.parent / "registry.json"
 
 
-def fields_of(name: str) -> list[Field]:
-    """Fields of a message or struct, by id."""
-    found: list[Field] = BODIES[name]["field"]
-    return found
+class Refusal(Exception):
+    """Bytes or JSON that the specification refuses, with the error and the path of the first failure."""
+
+    def __init__(self, code: str, path: str) -> None:
+        super().__init__(f"{code} at {path or 'the whole message'}")
+        self.code = code
+        self.path = path
 
 
-def major_of(name: str) -> int:
-    """The major version that a message travels as."""
-    return 0 if BODIES[name]["frozen"] else int(_FACTS["protocol"]["major"])
+@dataclass(frozen=True)
+class Type:
+    """A field type; kind is uint, bool, str, bytes, enum, struct, list or array."""
+
+    kind: str
+    low: int = 0
+    high: int = 0
+    name: str = ""
+    element: "Type | None" = None
+
+    @property
+    def item(self) -> "Type":
+        """The element type of a list or array."""
+        assert self.element is not None
+        return self.element
 
 
-def minor_of(name: str) -> int:
-    """The minor version that this writer sends with it."""
-    return 0 if BODIES[name]["frozen"] else int(_FACTS["protocol"]["minor"])
+@dataclass(frozen=True)
+class Field:
+    """A field; its range is in its type."""
+
+    id: int
+    name: str
+    type: Type
+    required: bool
 
 
-def enum_of(name: str) -> dict[str, int]:
+@dataclass(frozen=True)
+class Rule:
+    """A predicate over fields of one map and the error of its breach."""
+
+    predicate: str
+    args: tuple[Any, ...]
+    error: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields and rules of a message or struct; number and major are those of a message."""
+
+    name: str
+    number: int
+    major: int
+    fields: dict[int, Field]
+    names: dict[str, Field]
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Enum:
     """Names and values of an enum."""
-    if name == "ErrorCode":
-        return {error: row["code"] for error, row in _FACTS["error"].items()}
-    values: dict[str, int] = _FACTS["enum"][name]["values"]
-    return values
+
+    open: bool
+    names: dict[int, str]
+    values: dict[str, int]
 
 
-def is_open(name: str) -> bool:
-    """Whether unknown values of the enum are kept."""
-    return name == "ErrorCode" or bool(_FACTS["enum"][name]["open"])
+_facts: dict[str, Any] = json.loads(REGISTRY.read_text(encoding="utf-8"))
+_protocol: dict[str, Any] = _facts["protocol"]
+MAGIC: bytes = _protocol["magic"].encode("ascii")
+MAJOR: int = _protocol["major"]
+MINOR: int = _protocol["minor"]
+FROZEN_MAJOR: int = _protocol["frozen_major"]
+HEADER_BYTES: int = _protocol["header_bytes"]
+KNOWN_FLAGS: int = _protocol["known_flags"]
+MAY_IGNORE: int = 1 << _facts["field_ids"]["may_ignore_bit"]
+MAX_ID = 0xFFFF
+MAX_ENUM = 0xFFFF
+EXT: dict[str, int] = _facts["ext"]
+LIMITS: dict[str, int] = {name: limit["value"] for name, limit in _facts["limit"].items()}
+LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "array": "max_array"}
 
 
-def range_of(field: Field) -> tuple[int, int]:
-    """Least and greatest value, length or number of elements of a field."""
-    type_ = field["type"]
-    if "length" in field:
-        return field["length"], field["length"]
-    top = _TOP.get(type_) or LIMIT.get(_SIZE_LIMIT.get(type_.partition("<")[0], ""), 0)
-    return field.get("min", 0), field.get("max", top)
+def parse_type(text: str, low: int | None = None, high: int | None = None) -> Type:
+    """Turn a type of the registry and an optional range into a Type."""
+    kind, _, rest = text.partition("<" if "<" in text else ":")
+    name, element = "", None
+    if text[0] == "u":
+        kind, top = "uint", (1 << int(text[1:])) - 1
+    elif kind in ("list", "array"):
+        element, top = parse_type(rest[:-1]), LIMITS[LIMIT_OF[kind]]
+    elif kind == "enum":
+        name, top = rest, MAX_ENUM
+    elif kind == "struct":
+        name, top = rest, 0
+    else:
+        top = LIMITS[LIMIT_OF[kind]] if kind in LIMIT_OF else 0
+    return Type(kind, low or 0, top if high is None else high, name, element)
 
 
-def join(path: str, step: str | int) -> str:
-    """A path one step deeper: a name, or an index."""
-    if isinstance(step, int):
-        return f"{path}[{step}]"
-    return f"{path}.{step}" if path else step
+def _field(raw: dict[str, Any]) -> Field:
+    low, high = raw.get("length", raw.get("min")), raw.get("length", raw.get("max"))
+    return Field(raw["id"], raw["name"], parse_type(raw["type"], low, high), raw["presence"] == "required")
+
+
+def _layout(name: str, raw: dict[str, Any]) -> Layout:
+    fields = sorted((_field(field) for field in raw["field"]), key=lambda field: field.id)
+    rules = tuple(Rule(rule["rule"], tuple(rule["args"]), rule["error"]) for rule in raw.get("rule", []))
+    major = FROZEN_MAJOR if raw.get("frozen") else MAJOR
+    by_id, by_name = {field.id: field for field in fields}, {field.name: field for field in fields}
+    return Layout(name, raw.get("id", 0), major, by_id, by_name, rules)
+
+
+def _enum(is_open: bool, values: dict[str, int]) -> Enum:
+    return Enum(is_open, {value: name for name, value in values.items()}, values)
+
+
+MESSAGES: dict[str, Layout] = {name: _layout(name, raw) for name, raw in _facts["message"].items()}
+MESSAGE_TYPES: dict[int, Layout] = {layout.number: layout for layout in MESSAGES.values()}
+STRUCTS: dict[str, Layout] = {name: _layout(name, raw) for name, raw in _facts["struct"].items()}
+ENUMS: dict[str, Enum] = {name: _enum(raw["open"], raw["values"]) for name, raw in _facts["enum"].items()}
+ENUMS["ErrorCode"] = _enum(True, {name: raw["code"] for name, raw in _facts["error"].items()})
+
+
+def find(layouts: dict[str, Layout], name: str) -> Layout:
+    """Return the layout of a message or struct, or refuse a name that is not known."""
+    if not isinstance(name, str) or name not in layouts:
+        raise Refusal("UNKNOWN_MESSAGE", "@type")
+    return layouts[name]
+
+
+def join(path: str, name: str) -> str:
+    """Return the path of a field of the map at a path."""
+    return f"{path}.{name}" if path else name

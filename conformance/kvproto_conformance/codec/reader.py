@@ -1,300 +1,304 @@
-"""Bytes to the JSON form, by the order of checks of spec/v1/framing.md."""
+"""From bytes to the JSON form, in the order of checks of framing.md."""
 
-from __future__ import annotations
-
+import struct
 from typing import Any
 
+from kvproto_conformance.codec import facts
 from kvproto_conformance.codec.facts import (
-    LIMIT,
+    ENUMS,
+    EXT,
+    LIMIT_OF,
+    LIMITS,
+    MESSAGE_TYPES,
     MESSAGES,
-    Field,
-    enum_of,
-    fields_of,
-    is_open,
+    STRUCTS,
+    Layout,
+    Refusal,
+    Type,
+    find,
     join,
-    major_of,
-    range_of,
 )
-from kvproto_conformance.codec.refusal import Refusal
 from kvproto_conformance.codec.rules import check_rules
 
-__all__ = ["read_frame", "read_struct"]
-
-_WIDTH = {1: 1, 2: 2, 3: 4, 4: 8}
-"""Ext code to bytes of an element; 4 more: signed."""
-_UNSIGNED = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-_SIGNED = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-
-
-def read_frame(frame: bytes) -> tuple[str, dict[str, Any]]:
-    """Name and fields of a message; raises Refusal, and nothing else."""
-    magic = b"KVPW"
-    if frame[:4] != magic[: len(frame[:4])]:
-        raise Refusal("BAD_MAGIC", "@magic")
-    if len(frame) < 16:
-        raise Refusal("TRUNCATED", "@length")
-    major, type_, flags = frame[4], int.from_bytes(frame[6:8], "little"), int.from_bytes(frame[8:10], "little")
-    length = int.from_bytes(frame[12:16], "little")
-    if major > 1:
-        raise Refusal("UNSUPPORTED_VERSION", "@major")
-    if type_ not in MESSAGES:
-        raise Refusal("UNKNOWN_MESSAGE", "@type")
-    name = MESSAGES[type_]
-    if major != major_of(name):
-        raise Refusal("UNSUPPORTED_VERSION", "@major")
-    if flags & 0xFF:
-        raise Refusal("UNKNOWN_FLAG", "@flags")
-    if length > LIMIT["max_body"]:
-        raise Refusal("TOO_LARGE", "@length")
-    if length > len(frame) - 16:
-        raise Refusal("TRUNCATED", "@length")
-    if length < len(frame) - 16:
-        raise Refusal("TRAILING_BYTES", "@length")
-    return name, read_struct(name, frame[16:])
-
-
-def read_struct(name: str, data: bytes) -> dict[str, Any]:
-    """Fields of a bare map that fills the bytes; raises Refusal, and nothing else."""
-    if len(data) > LIMIT["max_body"]:
-        raise Refusal("TOO_LARGE", "")
-    body = _Body(data)
-    fields = body.struct(name, "", 1)
-    if body.at < len(data):
-        raise Refusal("TRAILING_BYTES", "")
-    return fields
+# Kinds of value by first byte; "none" is nil, floats and the byte that msgpack never uses.
+KIND = (
+    ["uint"] * 0x80 + ["map"] * 16 + ["list"] * 16 + ["str"] * 32
+    + ["none"] * 2 + ["bool"] * 2 + ["bytes"] * 3 + ["array"] * 3 + ["none"] * 2 + ["uint"] * 4 + ["signed"] * 4
+    + ["array"] * 5 + ["str"] * 3 + ["list"] * 2 + ["map"] * 2 + ["signed"] * 32
+)  # fmt: skip
+KIND_OF_TYPE = {"enum": "uint", "struct": "map"}
+# First byte: bytes of the number that follows it, and the least number that needs this form.
+FORM = {
+    0xCC: (1, 0x80), 0xCD: (2, 1 << 8), 0xCE: (4, 1 << 16), 0xCF: (8, 1 << 32),
+    0xD9: (1, 32), 0xDA: (2, 1 << 8), 0xDB: (4, 1 << 16),
+    0xC4: (1, 0), 0xC5: (2, 1 << 8), 0xC6: (4, 1 << 16),
+    0xC7: (1, 0), 0xC8: (2, 1 << 8), 0xC9: (4, 1 << 16),
+    0xDC: (2, 16), 0xDD: (4, 1 << 16),
+    0xDE: (2, 16), 0xDF: (4, 1 << 16),
+}  # fmt: skip
+SHORT_BITS = {"uint": 0x7F, "map": 0x0F, "list": 0x0F, "str": 0x1F}
+FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+# First byte of a signed integer: its bytes, and the greatest number that needs this form.
+SIGNED = {0xD0: (1, -33), 0xD1: (2, -0x81), 0xD2: (4, -0x8001), 0xD3: (8, -0x80000001)}
+UNSIGNED_CODES = {EXT["u8"]: "B", EXT["u16"]: "H", EXT["u32"]: "I", EXT["u64"]: "Q"}
+SIGNED_CODES = {EXT["i8"]: "b", EXT["i16"]: "h", EXT["i32"]: "i", EXT["i64"]: "q"}
+CODES = UNSIGNED_CODES | SIGNED_CODES
+WIDTH = {mark: struct.calcsize("<" + mark) for mark in CODES.values()}
+# Greatest number of an element type: the codes that a field of it takes.
+CODES_OF_TOP = {
+    256 ** WIDTH[widest] - 1: {code: mark for code, mark in UNSIGNED_CODES.items() if WIDTH[mark] <= WIDTH[widest]}
+    for widest in UNSIGNED_CODES.values()
+}
 
 
 class _Body:
-    """One pass over the bytes of a body."""
+    """A pass over the bytes of one map, from their first to their last."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
-    # bytes and numbers
+    def left(self) -> int:
+        return len(self.data) - self.at
 
-    def take(self, size: int, path: str) -> bytes:
-        if size > len(self.data) - self.at:
+    def take(self, count: int, path: str) -> bytes:
+        if count > self.left():
             raise Refusal("TRUNCATED", path)
-        self.at += size
-        return self.data[self.at - size : self.at]
+        self.at += count
+        return self.data[self.at - count : self.at]
 
-    def number(self, width: int, path: str, signed: bool = False) -> int:
-        return int.from_bytes(self.take(width, path), "big", signed=signed)
-
-    def integer(self, head: int, path: str) -> int:
-        """An integer of either sign, in its shortest form; `head` is taken already."""
-        if head <= 0x7F:
-            return head
-        if head >= 0xE0:
-            return head - 256
-        if head in _UNSIGNED:
-            width = _UNSIGNED[head]
-            value = self.number(width, path)
-            shortest = 1 if value < 128 else next(w + 1 for w in (1, 2, 4, 8) if value < 256**w)
-        else:
-            width = _SIGNED[head]
-            value = self.number(width, path, signed=True)
-            if value >= 0:
-                raise Refusal("NOT_CANONICAL", path)
-            shortest = 1 if value >= -32 else next(w + 1 for w in (1, 2, 4, 8) if value >= -(256**w) // 2)
-        if shortest != width + 1:
-            raise Refusal("NOT_CANONICAL", path)
-        return value
-
-    def unsigned(self, path: str) -> int:
-        head = self.take(1, path)[0]
-        if not (head <= 0x7F or head >= 0xE0 or head in _UNSIGNED or head in _SIGNED):
-            raise Refusal("BAD_TYPE", path)
-        value = self.integer(head, path)
-        if value < 0:
-            raise Refusal("BAD_TYPE", path)
-        return value
-
-    def sized(self, head: int, heads: tuple[int, ...], least: tuple[int, ...], path: str) -> int:
-        """The length of a value whose head announces 1, 2 or 4 bytes of it, and needs at least so much."""
-        i = heads.index(head)
-        width = 1 << i if len(heads) == 3 else 2 << i
-        size = self.number(width, path)
-        if size < least[i]:
-            raise Refusal("NOT_CANONICAL", path)
-        return size
-
-    def count(self, kind: str, path: str, depth: int) -> int:
-        """Entries of a map, or elements of a list: depth, kind, form, limit, room."""
-        if depth > LIMIT["max_depth"]:
-            raise Refusal("TOO_DEEP", path)
-        head = self.take(1, path)[0]
-        fixed, heads, each = (0x80, (0xDE, 0xDF), 2) if kind == "map" else (0x90, (0xDC, 0xDD), 1)
-        if fixed <= head < fixed + 16:
-            number = head - fixed
-        elif head in heads:
-            number = self.sized(head, heads, (16, 65536), path)
-        else:
-            raise Refusal("BAD_TYPE", path)
-        if number > LIMIT["max_list"]:
-            raise Refusal("TOO_LARGE", path)
-        if number * each > len(self.data) - self.at:
+    def kind(self, path: str) -> str:
+        """The kind of the value that begins here; nothing is taken."""
+        if not self.left():
             raise Refusal("TRUNCATED", path)
+        return KIND[self.data[self.at]]
+
+    def head(self, path: str) -> int:
+        """Take the first byte and the number after it: a value, count or length in its shortest form."""
+        first = self.take(1, path)[0]
+        if first in FIXED_EXT:
+            return FIXED_EXT[first]
+        if first not in FORM:
+            return first & SHORT_BITS[KIND[first]]
+        width, least = FORM[first]
+        number = int.from_bytes(self.take(width, path), "big")
+        if number < least or (first in (0xC7, 0xC8, 0xC9) and number in FIXED_EXT.values()):
+            raise Refusal("NOT_CANONICAL", path)
         return number
 
-    # values of fields
-
-    def struct(self, name: str, path: str, depth: int) -> dict[str, Any]:
-        known = {f["id"]: f for f in fields_of(name)}
-        found: dict[str, Any] = {}
-        before = 0
-        for _ in range(self.count("map", path, depth)):
-            id_ = self.unsigned(path)
-            field = known.get(id_)
-            here = join(path, field["name"] if field else f"#{id_:04x}")
-            if id_ <= before:
-                raise Refusal("FIELD_ORDER", here)
-            if id_ > 0xFFFF:
-                raise Refusal("OUT_OF_RANGE", here)
-            before = id_
-            if field is not None:
-                found[field["name"]] = self.value(field, here, depth)
-            elif id_ < 0x8000:
-                raise Refusal("UNKNOWN_FIELD", here)
-            else:
-                self.skip(here, depth + 1)
-        for field in fields_of(name):
-            if field["presence"] == "required" and field["name"] not in found:
-                raise Refusal("MISSING_FIELD", join(path, field["name"]))
-        check_rules(name, found, path)
-        return found
-
-    def value(self, field: Field, path: str, depth: int) -> Any:
-        type_ = field["type"]
-        if type_.startswith("struct:"):
-            return self.struct(type_[7:], path, depth + 1)
-        low, high = range_of(field)
-        if type_.startswith("list<"):
-            number = self.count("list", path, depth + 1)
-            if not low <= number <= high:
-                raise Refusal("OUT_OF_RANGE", path)
-            return [self.value({"type": type_[5:-1]}, join(path, i), depth + 1) for i in range(number)]
-        if type_.startswith("enum:"):
-            return self.enum(type_[5:], path)
-        if type_ in ("str", "bytes"):
-            return self.text(low, high, path) if type_ == "str" else self.bytes(low, high, path).hex()
-        if type_.startswith("array<"):
-            return self.array(int(type_[7:-1]) // 8, False, low, high, path)
-        if type_ == "bool":
-            head = self.take(1, path)[0]
-            if head not in (0xC2, 0xC3):
-                raise Refusal("BAD_TYPE", path)
-            return head == 0xC3
-        number = self.unsigned(path)
-        if not low <= number <= high:
-            raise Refusal("OUT_OF_RANGE", path)
-        return str(number)
-
-    def enum(self, enum: str, path: str) -> Any:
-        number = self.unsigned(path)
-        for name, value in enum_of(enum).items():
-            if value == number:
-                return name
-        if number > 0xFFFF:
-            raise Refusal("OUT_OF_RANGE", path)
-        if not is_open(enum):
-            raise Refusal("UNKNOWN_ENUM_VALUE", path)
-        return {"unknown": str(number)}
-
-    def text(self, low: int, high: int, path: str) -> str:
-        head = self.take(1, path)[0]
-        if 0xA0 <= head <= 0xBF:
-            size = head - 0xA0
-        elif head in (0xD9, 0xDA, 0xDB):
-            size = self.sized(head, (0xD9, 0xDA, 0xDB), (32, 256, 65536), path)
-        else:
+    def signed(self, path: str, skipped: bool) -> None:
+        """Take a signed integer of a skipped value; elsewhere none is good."""
+        first = self.take(1, path)[0]
+        width, greatest = SIGNED.get(first, (0, 0))
+        if width and int.from_bytes(self.take(width, path), "big", signed=True) > greatest:
+            raise Refusal("NOT_CANONICAL", path)
+        if not skipped:
             raise Refusal("BAD_TYPE", path)
-        if size > LIMIT["max_string"]:
+
+    def sized(self, kind: str, path: str) -> int:
+        """Take the header of text, bytes, a list or a map, within its limit and the buffer."""
+        count = self.head(path)
+        if count > LIMITS[LIMIT_OF.get(kind, "max_list")]:
             raise Refusal("TOO_LARGE", path)
-        data = self.take(size, path)
+        if count * (2 if kind == "map" else 1) > self.left():
+            raise Refusal("TRUNCATED", path)
+        return count
+
+    def text(self, path: str) -> str:
+        raw = self.take(self.sized("str", path), path)
         try:
-            text = data.decode()
+            return raw.decode("utf-8")
         except UnicodeDecodeError:
             raise Refusal("BAD_TEXT", path) from None
-        if not low <= size <= high:
-            raise Refusal("OUT_OF_RANGE", path)
-        return text
 
-    def bytes(self, low: int, high: int, path: str) -> bytes:
-        head = self.take(1, path)[0]
-        if head not in (0xC4, 0xC5, 0xC6):
-            raise Refusal("BAD_TYPE", path)
-        size = self.sized(head, (0xC4, 0xC5, 0xC6), (0, 256, 65536), path)
-        if size > LIMIT["max_bytes"]:
-            raise Refusal("TOO_LARGE", path)
-        data = self.take(size, path)
-        if not low <= size <= high:
-            raise Refusal("OUT_OF_RANGE", path)
-        return data
-
-    def array(self, widest: int, any_sign: bool, low: int, high: int, path: str) -> list[str]:
-        head = self.take(1, path)[0]
-        if head in _FIXEXT:
-            size = _FIXEXT[head]
-        elif head in (0xC7, 0xC8, 0xC9):
-            size = self.sized(head, (0xC7, 0xC8, 0xC9), (0, 256, 65536), path)
-            if size in _FIXEXT.values():
-                raise Refusal("NOT_CANONICAL", path)
-        else:
-            raise Refusal("BAD_TYPE", path)
+    def array(self, codes: dict[int, str], path: str) -> list[int]:
+        size = self.head(path)
         code = self.take(1, path)[0]
-        signed = 5 <= code <= 8
-        width = _WIDTH.get(code - 4 if signed else code, 99)
-        if width > widest or (signed and not any_sign):
+        if code not in codes:
             raise Refusal("BAD_TYPE", path)
+        width = WIDTH[codes[code]]
         if size % width:
             raise Refusal("BAD_LENGTH", path)
-        if size // width > LIMIT["max_array"]:
+        if size // width > LIMITS["max_array"]:
             raise Refusal("TOO_LARGE", path)
-        data = self.take(size, path)
-        numbers = [int.from_bytes(data[i : i + width], "little", signed=signed) for i in range(0, size, width)]
-        if width > 1 and _fits(numbers, width // 2, signed):
-            raise Refusal("NOT_CANONICAL", path)
-        if not low <= len(numbers) <= high:
-            raise Refusal("OUT_OF_RANGE", path)
-        return [str(n) for n in numbers]
+        numbers = list(struct.unpack(f"<{size // width}{codes[code]}", self.take(size, path)))
+        if not numbers:
+            if code != EXT["u8"]:
+                raise Refusal("NOT_CANONICAL", path)
+        elif width > 1:
+            half = 1 << (width * 4)  # numbers of half the width
+            low, high = (-half // 2, half // 2 - 1) if code in SIGNED_CODES else (0, half - 1)
+            if low <= min(numbers) and max(numbers) <= high:
+                raise Refusal("NOT_CANONICAL", path)
+        return numbers
 
-    # values that are skipped
+    def enter(self, depth: int, path: str) -> None:
+        if depth > LIMITS["max_depth"]:
+            raise Refusal("TOO_DEEP", path)
 
-    def skip(self, path: str, depth: int) -> None:
-        if self.at >= len(self.data):
-            raise Refusal("TRUNCATED", path)
-        head = self.data[self.at]
-        if 0x80 <= head <= 0x8F or head in (0xDE, 0xDF):
+    def field_id(self, path: str) -> int:
+        kind = self.kind(path)
+        if kind == "signed":
+            self.signed(path, skipped=False)
+        if kind != "uint":
+            raise Refusal("BAD_TYPE", path)
+        return self.head(path)
+
+    def skip(self, depth: int, path: str) -> None:
+        """Take a value of any kind; every error is at the path of the skipped field."""
+        kind = self.kind(path)
+        if kind == "uint":
+            self.head(path)
+        elif kind == "signed":
+            self.signed(path, skipped=True)
+        elif kind == "bool":
+            self.take(1, path)
+        elif kind == "str":
+            self.text(path)
+        elif kind == "bytes":
+            self.take(self.sized(kind, path), path)
+        elif kind == "array":
+            self.array(CODES, path)
+        elif kind == "list":
+            self.enter(depth, path)
+            for _ in range(self.sized(kind, path)):
+                self.skip(depth + 1, path)
+        elif kind == "map":
+            self.enter(depth, path)
             before = 0
-            for _ in range(self.count("map", path, depth)):
-                id_ = self.unsigned(path)
-                if id_ <= before:
-                    raise Refusal("FIELD_ORDER", path)
-                if id_ > 0xFFFF:
-                    raise Refusal("OUT_OF_RANGE", path)
-                before = id_
-                self.skip(path, depth + 1)
-        elif 0x90 <= head <= 0x9F or head in (0xDC, 0xDD):
-            for _ in range(self.count("list", path, depth)):
-                self.skip(path, depth + 1)
-        elif 0xA0 <= head <= 0xBF or head in (0xD9, 0xDA, 0xDB):
-            self.text(0, LIMIT["max_string"], path)
-        elif head in (0xC4, 0xC5, 0xC6):
-            self.bytes(0, LIMIT["max_bytes"], path)
-        elif head in (0xC2, 0xC3):
-            self.at += 1
-        elif head in _FIXEXT or head in (0xC7, 0xC8, 0xC9):
-            self.array(8, True, 0, LIMIT["max_array"], path)
-        elif head <= 0x7F or head >= 0xE0 or head in _UNSIGNED or head in _SIGNED:
-            self.at += 1
-            self.integer(head, path)
+            for _ in range(self.sized(kind, path)):
+                number = self.field_id(path)
+                _check_id(number, before, path)
+                self.skip(depth + 1, path)
+                before = number
         else:
             raise Refusal("BAD_TYPE", path)
 
+    def map(self, layout: Layout, depth: int, path: str) -> dict[str, Any]:
+        """Take a map of known layout, with its rules."""
+        self.enter(depth, path)
+        if self.kind(path) != "map":
+            raise Refusal("BAD_TYPE", path)
+        values: dict[str, Any] = {}
+        before = 0
+        for _ in range(self.sized("map", path)):
+            number = self.field_id(path)
+            field = layout.fields.get(number)
+            place = join(path, field.name if field else f"#{number:04x}")
+            _check_id(number, before, place)
+            before = number
+            if field:
+                values[field.name] = self.value(field.type, depth + 1, place)
+            elif number < facts.MAY_IGNORE:
+                raise Refusal("UNKNOWN_FIELD", place)
+            else:
+                self.skip(depth + 1, place)
+        for field in layout.fields.values():
+            if field.required and field.name not in values:
+                raise Refusal("MISSING_FIELD", join(path, field.name))
+        check_rules(layout, values, path)
+        return values
 
-def _fits(numbers: list[int], width: int, signed: bool) -> bool:
-    """Whether all numbers fit into elements of that width."""
-    top = 256**width
-    return all(-top // 2 <= n < top // 2 for n in numbers) if signed else all(n < top for n in numbers)
+    def value(self, type_: Type, depth: int, path: str) -> Any:
+        """Take a value of a known type, within its range; depth is that of a map or list here."""
+        kind = self.kind(path)
+        if kind == "signed" and type_.kind in ("uint", "enum"):
+            self.signed(path, skipped=False)
+        if kind != KIND_OF_TYPE.get(type_.kind, type_.kind):
+            raise Refusal("BAD_TYPE", path)
+        if kind == "map":
+            return self.map(STRUCTS[type_.name], depth, path)
+        if kind == "list":
+            self.enter(depth, path)
+            count = self.sized(kind, path)
+            _check_range(type_, count, path)
+            return [self.value(type_.item, depth + 1, f"{path}[{i}]") for i in range(count)]
+        if kind == "bool":
+            return self.take(1, path) == b"\xc3"
+        if kind == "str":
+            text = self.text(path)
+            _check_range(type_, len(text.encode("utf-8")), path)
+            return text
+        if kind == "bytes":
+            raw = self.take(self.sized(kind, path), path)
+            _check_range(type_, len(raw), path)
+            return raw
+        if kind == "array":
+            numbers = self.array(CODES_OF_TOP[type_.item.high], path)
+            _check_range(type_, len(numbers), path)
+            return numbers
+        number = self.head(path)
+        _check_range(type_, number, path)
+        if type_.kind == "enum" and not ENUMS[type_.name].open and number not in ENUMS[type_.name].names:
+            raise Refusal("UNKNOWN_ENUM_VALUE", path)
+        return number
+
+
+def _check_id(number: int, before: int, path: str) -> None:
+    if number <= before:
+        raise Refusal("FIELD_ORDER", path)
+    if number > facts.MAX_ID:
+        raise Refusal("OUT_OF_RANGE", path)
+
+
+def _check_range(type_: Type, number: int, path: str) -> None:
+    if not type_.low <= number <= type_.high:
+        raise Refusal("OUT_OF_RANGE", path)
+
+
+def _json(type_: Type, value: Any) -> Any:
+    if type_.kind == "struct":
+        return _json_map(STRUCTS[type_.name], value)
+    if type_.kind in ("list", "array"):
+        return [_json(type_.item, element) for element in value]
+    if type_.kind == "enum":
+        return ENUMS[type_.name].names.get(value, {"unknown": str(value)})
+    if type_.kind == "bytes":
+        return value.hex()
+    return str(value) if type_.kind == "uint" else value
+
+
+def _json_map(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _json(layout.names[name].type, value) for name, value in values.items()}
+
+
+def _read_map(layout: Layout, data: bytes) -> dict[str, Any]:
+    body = _Body(data)
+    values = body.map(layout, 1, "")
+    if body.left():
+        raise Refusal("TRAILING_BYTES", "")
+    return _json_map(layout, values)
+
+
+def _read_envelope(frame: bytes) -> Layout:
+    magic = frame[: len(facts.MAGIC)]
+    if magic != facts.MAGIC[: len(magic)]:
+        raise Refusal("BAD_MAGIC", "@magic")
+    if len(frame) < facts.HEADER_BYTES:
+        raise Refusal("TRUNCATED", "@length")
+    _, major, _, number, flags, _, length = struct.unpack_from("<4sBBHHHI", frame)
+    if major not in (facts.FROZEN_MAJOR, facts.MAJOR):
+        raise Refusal("UNSUPPORTED_VERSION", "@major")
+    if number not in MESSAGE_TYPES:
+        raise Refusal("UNKNOWN_MESSAGE", "@type")
+    layout = MESSAGE_TYPES[number]
+    if major != layout.major:
+        raise Refusal("UNSUPPORTED_VERSION", "@major")
+    if flags & 0xFF & ~facts.KNOWN_FLAGS:
+        raise Refusal("UNKNOWN_FLAG", "@flags")
+    if length > LIMITS["max_body"]:
+        raise Refusal("TOO_LARGE", "@length")
+    if length != len(frame) - facts.HEADER_BYTES:
+        raise Refusal("TRUNCATED" if length > len(frame) - facts.HEADER_BYTES else "TRAILING_BYTES", "@length")
+    return layout
+
+
+def read_frame(frame: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the message name and the fields in JSON form of one whole frame, or raise Refusal."""
+    layout = _read_envelope(frame)
+    return layout.name, _read_map(layout, frame[facts.HEADER_BYTES :])
+
+
+def read_struct(name: str, data: bytes) -> dict[str, Any]:
+    """Return the fields in JSON form of a bare struct, or raise Refusal."""
+    return _read_map(find(STRUCTS | MESSAGES, name), data)

@@ -1,80 +1,95 @@
-"""The predicates of cross-field rules, over the JSON form of one map."""
-
-from __future__ import annotations
+"""The predicates that join fields of one map, over decoded values: integers, text, bytes, lists and dicts."""
 
 from typing import Any
 
-from kvproto_conformance.codec.facts import BODIES, enum_of, fields_of, join
-from kvproto_conformance.codec.refusal import Refusal
-
-__all__ = ["check_rules"]
+from kvproto_conformance.codec.facts import ENUMS, Layout, Refusal, join
 
 
-def check_rules(name: str, fields: dict[str, Any], path: str) -> None:
-    """Refuse at the first rule, in the order of the table, that the fields break."""
-    types = {f["name"]: f["type"] for f in fields_of(name)}
-    for rule in BODIES[name].get("rule", []):
-        at = _broken(rule["rule"], rule["args"], fields, types)
-        if at is not None:
-            raise Refusal(rule["error"], join(path, at))
+def _key(value: Any) -> Any:
+    return value.encode("utf-8") if isinstance(value, str) else value
 
 
-def _broken(rule: str, args: list[Any], fields: dict[str, Any], types: dict[str, str]) -> str | None:
-    """Where the rule is broken, below the map; None where it holds."""
-    first = args[0]
-    if rule in ("present_iff", "only_if"):
-        wanted = fields.get(args[1]) == args[2]
-        if (first in fields) == wanted or (rule == "only_if" and first not in fields):
-            return None
-        return str(first)
-    if first not in fields:
-        return None
-    if rule in ("ascend", "rise", "unique"):
-        return _ordered(rule, args, fields[first], types)
-    if rule == "subset":
-        inner = types[first][len("list<enum:") : -1]
-        known = {_enum_number(inner, v) for v in fields[args[1]]}
-        return next((f"{first}[{i}]" for i, v in enumerate(fields[first]) if _enum_number(inner, v) not in known), None)
-    if rule == "same_length":
-        return next((str(a) for a in args[1:] if a in fields and len(fields[a]) != len(fields[first])), None)
-    if any(isinstance(a, str) and a not in fields for a in args):
-        return None
-    numbers = [int(fields[a]) if isinstance(a, str) else a for a in args]
-    holds = {
-        "le": lambda: numbers[0] <= numbers[1],
-        "lt": lambda: numbers[0] < numbers[1],
-        "sum_le": lambda: numbers[0] + numbers[1] <= numbers[2],
-    }[rule]()
-    return None if holds else [str(a) for a in args if isinstance(a, str)][-1]
+def _column(values: dict[str, Any], args: tuple[Any, ...]) -> list[Any]:
+    """The elements of a list or array, or the named field of each."""
+    elements = values.get(args[0], [])
+    return [_key(element[args[1]] if len(args) > 1 else element) for element in elements]
 
 
-def _ordered(rule: str, args: list[Any], values: list[Any], types: dict[str, str]) -> str | None:
-    type_ = types[args[0]]
-    tail = f".{args[1]}" if len(args) > 1 else ""
-    if len(args) > 1:
-        inner = type_[len("list<struct:") : -1]
-        key_type = next(f["type"] for f in fields_of(inner) if f["name"] == args[1])
-        keys = [_key(v[args[1]], key_type) for v in values]
-    else:
-        keys = [_key(v, type_[type_.index("<") + 1 : -1]) for v in values]
-    seen: list[Any] = []
-    for i, key in enumerate(keys):
-        bad = {
-            "unique": key in seen,
-            "ascend": bool(seen) and key <= seen[-1],
-            "rise": bool(seen) and key < seen[-1],
-        }[rule]
-        if bad:
-            return f"{args[0]}[{i}]{tail}"
-        seen.append(key)
+def _at(args: tuple[Any, ...], i: int) -> str:
+    """Path of an element, or of its named field."""
+    return f"{args[0]}[{i}].{args[1]}" if len(args) > 1 else f"{args[0]}[{i}]"
+
+
+def _ascend(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    column = _column(values, args)
+    return next((_at(args, i) for i in range(1, len(column)) if column[i] <= column[i - 1]), None)
+
+
+def _rise(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    column = _column(values, args)
+    return next((_at(args, i) for i in range(1, len(column)) if column[i] < column[i - 1]), None)
+
+
+def _unique(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    seen = set()
+    for i, element in enumerate(_column(values, args)):
+        if element in seen:
+            return _at(args, i)
+        seen.add(element)
     return None
 
 
-def _key(value: Any, type_: str) -> Any:
-    if type_.startswith("enum:"):
-        return _enum_number(type_[5:], value)
-    return value.encode() if type_ == "str" else int(value)
+def _subset(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    if args[0] not in values or args[1] not in values:
+        return None
+    part, whole = _column(values, args[:1]), set(_column(values, args[1:]))
+    return next((f"{args[0]}[{i}]" for i in range(len(part)) if part[i] not in whole), None)
 
 
-def _enum_number(enum: str, value: Any) -> int:
-    return int(value["unknown"]) if isinstance(value, dict) else enum_of(enum)[value]
+def _le(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    present = args[0] in values and args[1] in values
+    return args[1] if present and _key(values[args[0]]) > _key(values[args[1]]) else None
+
+
+def _lt(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    present = args[0] in values and args[1] in values
+    return args[1] if present and _key(values[args[0]]) >= _key(values[args[1]]) else None
+
+
+def _sum_le(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    named = [arg for arg in args if isinstance(arg, str)]
+    if any(name not in values for name in named):
+        return None
+    bound = values[args[2]] if isinstance(args[2], str) else args[2]
+    return named[-1] if values[args[0]] + values[args[1]] > bound else None
+
+
+def _same_length(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    present = [name for name in args if name in values]
+    return next((name for name in present if len(values[name]) != len(values[present[0]])), None)
+
+
+def _has(layout: Layout, values: dict[str, Any], field: str, name: str) -> bool:
+    return field in values and bool(values[field] == ENUMS[layout.names[field].type.name].values[name])
+
+
+def _present_iff(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    return args[0] if (args[0] in values) != _has(layout, values, args[1], args[2]) else None
+
+
+def _only_if(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
+    return args[0] if args[0] in values and not _has(layout, values, args[1], args[2]) else None
+
+
+PREDICATES = {
+    "ascend": _ascend, "rise": _rise, "unique": _unique, "subset": _subset, "le": _le, "lt": _lt, "sum_le": _sum_le,
+    "same_length": _same_length, "present_iff": _present_iff, "only_if": _only_if,
+}  # fmt: skip
+
+
+def check_rules(layout: Layout, values: dict[str, Any], path: str) -> None:
+    """Refuse the map at a path that breaks a rule, by the first one that it breaks."""
+    for rule in layout.rules:
+        place = PREDICATES[rule.predicate](layout, values, rule.args)
+        if place is not None:
+            raise Refusal(rule.error, join(path, place))

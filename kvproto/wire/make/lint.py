@@ -37,6 +37,9 @@ def lint(facts: Facts) -> None:
     for name, limit in facts["limit"].items():
         _keys(limit, {"value", "unit", "doc"}, set(), f"limit {name}")
         _need(limit["value"] > 0 and limit["unit"] in _UNITS, f"limit {name}")
+    for name in ("field_ids", "features"):
+        row = facts["grease"][name]
+        _need((row["last"] - row["first"]) % row["step"] == 0, f"grease {name}: the last is not of the series")
     _enums(facts)
     _messages(facts)
     _bodies(facts)
