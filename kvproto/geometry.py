@@ -1,7 +1,7 @@
 """What each rank owns, as the Description states it.
 
-The classes are the wire's own (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`); here are their
-constructors for the usual caches, their invariants, and the two formulas that place a token.
+The classes are the wire's own (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`); here are plain
+constructors, their invariants, and the two formulas that place a token. `kvproto.layout` states whole engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = [
     "Owns",
     "Part",
     "Rank",
-    "compressed",
     "decode_geometry",
     "digest",
     "encode_geometry",
@@ -38,10 +37,7 @@ __all__ = [
     "owned_before",
     "owner",
     "owns",
-    "paged",
-    "state",
     "validate",
-    "window",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -71,49 +67,6 @@ def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: D
     """Paged latent of multi-head latent attention, rope part included: one lane of `row_bytes`."""
     parts = (Part(name="latent", dtype=dtype, lanes=1, lane_bytes=row_bytes),)
     return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
-
-
-def window(
-    id: int, name: str, model: int, kv_heads: int, head_bytes: int, ring_rows: int, dtype: DType = DType.F32
-) -> Group:
-    """K and V of a sliding window in a ring a request: row = position mod `ring_rows`; each side states its own."""
-    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
-    return _group(id, name, model, ItemKind.RING, ring_rows, parts)
-
-
-def compressed(
-    id: int,
-    name: str,
-    model: int,
-    row_bytes: int,
-    page_rows: int,
-    tokens_per_row: int,
-    dtype: DType = DType.F32,
-    part: str = "latent",
-) -> Group:
-    """Paged rows that each cover several tokens (4 or 128, say): one lane of `row_bytes`, a part of its own name."""
-    parts = (Part(name=part, dtype=dtype, lanes=1, lane_bytes=row_bytes),)
-    return _group(id, name, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
-
-
-def paged(
-    id: int, name: str, model: int, page_size: int, parts: Mapping[str, tuple[DType, int, int]], **more: Any
-) -> Group:
-    """Any other paged parts, such as indexer keys or block scales: name to element type, lanes, bytes of a lane."""
-    made = tuple(Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, (d, lanes, size) in parts.items())
-    return _group(id, name, model, ItemKind.PAGE, page_size, made, **more)
-
-
-def state(
-    id: int, name: str, model: int, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1, scratch_rows: int = 0
-) -> Group:
-    """Recurrent state, a slot a request: name to element type, lanes, bytes of a lane; `rows` live ones, then scratch.
-
-    The SSM state of Mamba 2 is one row of a lane a head; its conv state has kernel - 1 rows of a lane a channel, of
-    which a rank owns its shares of x, of B and of C (`LaneSpan`s one after the other).
-    """
-    made = tuple(Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, (d, lanes, size) in parts.items())
-    return _group(id, name, model, ItemKind.SLOT, rows + scratch_rows, made, live_rows=rows)
 
 
 def handoff(id: int, name: str, parts: Mapping[str, tuple[DType, int]]) -> Group:

@@ -23,9 +23,11 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
 
 
 def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Rows that the tokens cover wholly."""
+    """Rows that the tokens cover wholly; of opaque groups, whose items move whole, the last may be covered in part."""
     step = group.tokens_per_row
     lo, hi = -(-first // step), (first + count) // step
+    if any(part.encoding for part in group.parts):
+        hi = -(-(first + count) // step)
     return lo, max(lo, hi)
 
 

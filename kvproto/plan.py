@@ -115,6 +115,8 @@ _Claims = dict[tuple[int, str], list[_Claim]]
 _Layers = tuple[tuple[int, int], ...]
 _Key = tuple[int, int, int, int]
 """(source rank, sink rank, source class, sink class)"""
+_Places = dict[tuple[int, int], tuple[int, npt.NDArray[np.int64]]]
+"""(rank, group id) -> place of its first layer, and its layers."""
 _Cells = dict[_Key, list[tuple[int, int, _Layers]]]
 """Lane byte intervals and the layers that they are of."""
 
@@ -141,7 +143,7 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
                 raise _missing(dst, part, layers[0][0], bool(found))
             _check_pair(sources[0].group, dst, part)
             for some, needy in _whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                _elect(some, needy, layers, dst.model, places, sink.replica, part, cells)
+                _elect(some, needy, layers, places, sink.replica, part, cells)
         homes = sorted(
             (lo, hi, c.group.id) for c in {(c.group.id, c.layers): c for c in found}.values() for lo, hi in c.layers
         )
@@ -250,18 +252,15 @@ def _alike(
         yield tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(layers)
 
 
-def _places(geometry: Geometry) -> dict[int, npt.NDArray[np.int64]]:
-    """Of each rank, model and layer of what it owns, by model and id: the place of a layer is its index."""
-    models = {g.id: g.model for g in geometry.groups}
-    found = {}
+def _places(geometry: Geometry) -> _Places:
+    """All layers that a rank owns, group after group, are its places in order."""
+    found: _Places = {}
     for rank in geometry.ranks:
-        keys = [_key(models[share.group], share.layers.astype(np.int64)) for share in rank.owns]
-        found[rank.rank] = np.unique(np.concatenate(keys)) if keys else np.empty(0, np.int64)
+        start = 0
+        for share in rank.owns:
+            found[rank.rank, share.group] = start, share.layers.astype(np.int64)
+            start += share.layers.size
     return found
-
-
-def _key(model: int, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return (model << 32) + layers if model < 1 << 31 else layers + (np.int64(model - (1 << 32)) << np.int64(32))
 
 
 def _check_pair(src: Group, dst: Group, name: str) -> None:
@@ -307,8 +306,7 @@ def _elect(
     sources: tuple[_Claim, ...],
     sinks: tuple[_Claim, ...],
     layers: _Layers,
-    model: int,
-    places: dict[int, npt.NDArray[np.int64]],
+    places: _Places,
     ordinal: int,
     part: str,
     cells: _Cells,
@@ -338,7 +336,8 @@ def _elect(
                     continue
                 key = (rank, few, many, j)
                 if key not in dealt:
-                    turn = (np.searchsorted(places[rank], _key(model, numbers)) * many + j + ordinal) % few
+                    start, held = places[rank, sinks[0].group.id]
+                    turn = ((start + np.searchsorted(held, numbers)) * many + j + ordinal) % few
                     dealt[key] = [_intervals(some) if (some := numbers[turn == k]).size else () for k in range(few)]
                 for source, share in zip(candidates, dealt[key], strict=True):
                     if share:

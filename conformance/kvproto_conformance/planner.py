@@ -153,7 +153,7 @@ def _elect_layer(
                 raise Refusal("COVERAGE", f"{at}.parts[{part}]")
             for j, rank in enumerate(needy):
                 m, n = len(needy), len(candidates)
-                place = _places(sink, rank).index((int(group["model"]), layer))
+                place = _places(sink, rank).index((int(group["id"]), layer))
                 chosen = j * n // m if lowest or m >= n else (place * m + j + int(sink["replica"])) % n
                 cells[candidates[chosen], rank, c, d][layer].append((lo, hi))
 
@@ -163,10 +163,9 @@ def _held(side: Json, group: Json) -> bool:
 
 
 def _places(side: Json, number: int) -> list[tuple[int, int]]:
-    """All layers of a rank, by model and id."""
-    models = {g["id"]: int(g["model"]) for g in side["groups"]}
+    """(group, layer) of all that a rank owns, in order."""
     rank = next(r for r in side["ranks"] if int(r["rank"]) == number)
-    return sorted({(models[s["group"]], int(x)) for s in rank["owns"] for x in s["layers"]})
+    return [(int(s["group"]), int(x)) for s in rank["owns"] for x in s["layers"]]
 
 
 def _compare(src: Json, dst: Json, part: str, at: str) -> None:

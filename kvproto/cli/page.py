@@ -12,7 +12,14 @@ from kvproto.plan import Plan
 __all__ = ["page"]
 
 
-def page(source: Geometry, sink: Geometry, made: Plan, moved: Mapping[tuple[int, int], int], letters: Mapping[int, str], tokens: int) -> str:
+def page(
+    source: Geometry,
+    sink: Geometry,
+    made: Plan,
+    moved: Mapping[tuple[int, int], int],
+    letters: Mapping[int, str],
+    tokens: int,
+) -> str:
     """HTML; `moved` is bytes by rank pair, for `tokens` tokens."""
     theirs = {g.id: g for g in source.groups}
     home = {r.group: theirs[b.source_group] for r in made.routes for b in r.boxes}

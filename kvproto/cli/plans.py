@@ -44,6 +44,7 @@ def add(commands: Any) -> None:
     )
     for name in ("tp", "pp", "cp", "dcp", "interleave"):
         made.add_argument(f"--{name}", type=int, default=1, metavar="N")
+    made.add_argument("--pp-layers", type=_numbers, metavar="N,N,...", help="layers of each stage, where not equal")
     made.add_argument("--page", type=int, default=64, metavar="TOKENS")
     made.add_argument("--kv-dtype", choices=[d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)])
     made.add_argument("--replica", type=int, default=0, metavar="N")
@@ -68,8 +69,14 @@ def add(commands: Any) -> None:
             one.add_argument(
                 "--tokens", type=int, default=8192, metavar="N", help="tokens of the request that is costed"
             )
+            for side in ("source", "sink"):
+                one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")
             one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
             one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "check":
         return _compatible(made, warnings, args.json)
     try:
-        moved = dict(_programs(source, sink, made, args.first_token, args.tokens))
+        moved = dict(
+            _programs(source, sink, made, args.first_token, args.tokens, (args.source_layout, args.sink_layout))
+        )
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1
@@ -139,10 +148,11 @@ def _describe(args: argparse.Namespace) -> int:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
     configs += [json.loads(path.read_text()) for path in args.draft]
-    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.page)
+    stages = tuple(args.pp_layers) if args.pp_layers else None
+    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
-    geometry = describe(configs[0], configs[1:], sizes, dtype, args.replica, dict(pairs))
+    geometry = describe(configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs))
     validate(geometry)
     print(json.dumps(to_json(geometry)))
     return 0
@@ -179,16 +189,19 @@ def _compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: b
 
 
 def _programs(
-    source: Geometry, sink: Geometry, made: Plan, first: int, tokens: int
+    source: Geometry, sink: Geometry, made: Plan, first: int, tokens: int, layouts: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], CopyProgram]]:
     """The program of each routed pair, for pools without gaps and a request whose items follow one another in no order."""
-    sides = [{r.rank: _side(g, r.rank, first, tokens) for r in g.ranks} for g in (source, sink)]
+    sides = [
+        {r.rank: _side(g, r.rank, first, tokens, layout == "HND") for r in g.ranks}
+        for g, layout in zip((source, sink), layouts, strict=True)
+    ]
     for a, b in sorted({(r.source, r.sink) for r in made.routes}):
         (here, from_), (there, to) = sides[0][a], sides[1][b]
         yield (a, b), Pair(made.between(a, b), here, there).lower(from_, to)
 
 
-def _side(geometry: Geometry, rank: int, first: int, tokens: int) -> tuple[Side, dict[int, Window]]:
+def _side(geometry: Geometry, rank: int, first: int, tokens: int, heads_first: bool) -> tuple[Side, dict[int, Window]]:
     groups = {g.id: g for g in geometry.groups}
     dice = np.random.default_rng(rank)
     windows, counts = {}, {}
@@ -197,10 +210,10 @@ def _side(geometry: Geometry, rank: int, first: int, tokens: int) -> tuple[Side,
         count = tokens
         if group.kind == ItemKind.RING:
             count = min(tokens, group.rows * group.tokens_per_row)
-        need = items_needed(group, share.cp_rank, first, count)
+        need = items_needed(group, share.cp_rank, first + tokens - count, count)
         counts[group.id] = max(2 * need, 1)
-        windows[group.id] = Window(first, count, dice.permutation(counts[group.id])[:need])
-    return Side(geometry, rank, pack(geometry, rank, counts)[0]), windows
+        windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
+    return Side(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
 
 
 def _as_json(sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram]) -> dict[str, Any]:

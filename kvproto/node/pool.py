@@ -36,8 +36,13 @@ class Pool:
         return np.ndarray(shape, np.uint8, self.memory.buffer, int(columns.offset[k]))
 
 
-def pack(geometry: Geometry, rank: int, items: Mapping[int, int]) -> tuple[dict[int, Columns], int]:
-    """Columns without gaps in region 0, and the region's length; `items` by group id, hand-off groups left out."""
+def pack(
+    geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False
+) -> tuple[dict[int, Columns], int]:
+    """Columns without gaps in region 0, and the region's length; `items` by group id, hand-off groups left out.
+
+    A page is [row, lane, byte] (NHD), or [lane, row, byte] with `heads_first` (HND).
+    """
     groups = {g.id: g for g in geometry.groups}
     share_of = next(r for r in geometry.ranks if r.rank == rank)
     found: dict[int, Columns] = {}
@@ -50,7 +55,8 @@ def pack(geometry: Geometry, rank: int, items: Mapping[int, int]) -> tuple[dict[
         for _ in share.layers:
             for p, part in enumerate(group.parts):
                 row = part.lane_bytes * sum(s.hi - s.lo for s in share.lanes if s.part == p)
-                rows.append((at, row * group.rows, row, part.lane_bytes))
+                strides = (part.lane_bytes, part.lane_bytes * group.rows) if heads_first else (row, part.lane_bytes)
+                rows.append((at, row * group.rows, *strides))
                 at += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
         offset, item, row_stride, lane = np.array(rows, np.uint64).T.copy()
         found[group.id] = Columns(

@@ -178,9 +178,9 @@ def boxes(source: Geometry, sink: Geometry) -> list[Row]:
     have, want = owners(source), owners(sink)
     sources, sinks = group_of(source), group_of(sink)
     layers_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for (model, _, layer, _), ranks in want.items():
+    for (model, part, layer, _), ranks in want.items():
         for rank in ranks:
-            layers_of[rank].add((model, layer))
+            layers_of[rank].add((sinks[model, part, layer].id, layer))
     place = {rank: {x: i for i, x in enumerate(sorted(found))} for rank, found in layers_of.items()}
     cells: dict[Row, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for (model, part, layer, byte), ranks in sorted(want.items()):
@@ -193,7 +193,7 @@ def boxes(source: Geometry, sink: Geometry) -> list[Row]:
                 if m >= len(able):
                     chosen = able[j * len(able) // m]
                 else:
-                    chosen = able[(place[rank][model, layer] * m + j + sink.replica) % len(able)]
+                    chosen = able[(place[rank][dst.id, layer] * m + j + sink.replica) % len(able)]
                 index = [p.name for p in dst.parts].index(part)
                 cells[chosen, rank, dst.id, model, index, c, d][layer].append(byte)
     found = []

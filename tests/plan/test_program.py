@@ -15,22 +15,18 @@ from kvproto.geometry import (
     Geometry,
     Group,
     Rank,
-    compressed,
     decode_geometry,
     encode_geometry,
     gqa,
     mla,
     owns,
-    paged,
-    state,
     validate,
-    window,
 )  # fmt: skip
 from kvproto.grants import check_columns, check_grants, items_needed
 from kvproto.lowering import lower
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, Side, Window
-from kvproto.wire.enums import DType, ErrorCode, ItemKind
+from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
 from tests.plan.oracle import Request
@@ -444,25 +440,6 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     )
 
 
-def test_constructors_make_groups_that_copy() -> None:
-    """Each kind of cache by its constructor: one rank to another of the same shape, every owned byte of the window."""
-    for group, rows in (
-        (gqa(0, "kv", 0, 2, 8, 4, v_head_bytes=6), 7),
-        (window(0, "swa", 0, 2, 8, 16), 7),
-        (compressed(0, "c4", 0, 8, 4, 4), 1),
-        (paged(0, "index", 0, 4, {"index": (DType.F8E4M3, 1, 5), "scale": (DType.F32, 1, 4)}), 7),
-        (state(0, "conv", 0, {"conv": (DType.BF16, 12, 2)}, rows=3, scratch_rows=2), 3),
-    ):
-        geometry, columns = pool(group, 4)
-        validate(geometry)
-        side_, items = Side(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
-        program = lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 7, items)}, {0: Window(0, 7, items + 1)})
-        assert program.bytes == rows * sum(p.lanes * p.lane_bytes for p in group.parts)
-        here, there = (np.random.default_rng(i).integers(0, 256, 4096, np.uint8) for i in (1, 2))
-        execute(program, {0: memoryview(here)}, {0: memoryview(there)})
-        assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(program, {0: memoryview(there)}, sink=True)
-
-
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
@@ -482,7 +459,13 @@ def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, C
 @pytest.mark.parametrize(
     ("offset", "stride", "target", "draft", "alias"),
     [
-        (0, 32, [2, 3], [0, 1, 2, 3], False),  # a unified pool: blocks 2 and 3 for the target, the first two for the draft
+        (
+            0,
+            32,
+            [2, 3],
+            [0, 1, 2, 3],
+            False,
+        ),  # a unified pool: blocks 2 and 3 for the target, the first two for the draft
         (0, 32, [2, 3], [4, 0], True),  # draft item 4 is the first half of target item 2
         (0, 32, [0], [1], True),
         (0, 32, [0], [2], False),
@@ -491,7 +474,9 @@ def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, C
         (64, 96, [0], [0], False),
     ],
 )
-def test_items_of_two_groups_are_disjoint(offset: int, stride: int, target: list[int], draft: list[int], alias: bool) -> None:
+def test_items_of_two_groups_are_disjoint(
+    offset: int, stride: int, target: list[int], draft: list[int], alias: bool
+) -> None:
     geometry, columns = unified(offset, stride)
     given_ = (grant(0, 4 * len(target), target), grant(0, 4 * len(draft), draft, group=1))
     if not alias:

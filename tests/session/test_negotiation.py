@@ -36,7 +36,10 @@ def test_vectors(case: dict[str, Any]) -> None:
         return
     for seed in (0, 7, 2**64 - 1):
         chosen = negotiate(greased(sink, seed), source)
-        assert (f"{chosen.major}.{chosen.minor}", [str(f) for f in chosen.features]) == (case["version"], case["features"])
+        assert (f"{chosen.major}.{chosen.minor}", [str(f) for f in chosen.features]) == (
+            case["version"],
+            case["features"],
+        )
 
 
 def welcome(**changes: Any) -> Welcome:

@@ -148,7 +148,11 @@ def test_lock_names_a_changed_field_id(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_lock_names_a_changed_vector_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = copied(monkeypatch, tmp_path)
-    change(spec / "vectors/codec/framing.json", "4b56505701000602000000000900000084010502060301", "4b56505701000602000000000900000084010502070301")
+    change(
+        spec / "vectors/codec/framing.json",
+        "4b56505701000602000000000900000084010502060301",
+        "4b56505701000602000000000900000084010502070301",
+    )
     (line,) = lock.differences(load())
     assert line.startswith("vectors.lock: framing/done-ack was ")
 
@@ -190,7 +194,9 @@ def test_clauses_are_linted(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_every_clause_of_bytes_has_a_vector() -> None:
     """What a reader or writer of bytes must do is shown by a case; the others wait for plan and session cases."""
-    cited = {case["clause"] for path in SPEC.glob("vectors/codec/*.json") for case in json.loads(path.read_text())["cases"]}
+    cited = {
+        case["clause"] for path in SPEC.glob("vectors/codec/*.json") for case in json.loads(path.read_text())["cases"]
+    }
     ours = {c.id for c in clauses.clauses(load()).values() if c.page in ("framing.md",) and "-W-" not in c.id}
     streams = {c for c in ours if c.startswith("KVP-STREAM-")}  # tests/wire/test_vectors.py cuts all vectors anywhere
     assert ours - cited - streams == UNSHOWN

@@ -60,7 +60,10 @@ def check(facts: Facts) -> None:
             _need(rule["clause"] in found, f"{name}, rule {rule['id']}: no clause {rule['clause']}")
             error = found[rule["clause"]].error
             generic = rule["clause"].startswith("KVP-RULE-")
-            _need(generic or error == rule["error"], f"{name}, rule {rule['id']}: {rule['error']}, but {rule['clause']} says {error}")
+            _need(
+                generic or error == rule["error"],
+                f"{name}, rule {rule['id']}: {rule['error']}, but {rule['clause']} says {error}",
+            )
         for field in body["field"]:
             for id_ in field.get("clauses", ()):
                 _need(id_ in found, f"{name}.{field['name']}: no clause {id_}")

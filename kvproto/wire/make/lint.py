@@ -72,15 +72,29 @@ def _messages(facts: Facts) -> None:
         _need(bool(m["reply"]) == (m["delivery"] == "request"), f"{name}: requests have replies, others none")
         for other in m["reply"]:
             _need(other in messages, f"{name}: reply {other}")
-            _need(other == "Error" or other == "Failed" or messages[other]["delivery"] == "reply", f"{name}: {other} is no reply")
-            _need(messages[other]["sender"] in ("both", {"source": "sink", "sink": "source"}.get(m["sender"])), f"{name}: {other} comes from the same side")
+            _need(
+                other == "Error" or other == "Failed" or messages[other]["delivery"] == "reply",
+                f"{name}: {other} is no reply",
+            )
+            _need(
+                messages[other]["sender"] in ("both", {"source": "sink", "sink": "source"}.get(m["sender"])),
+                f"{name}: {other} comes from the same side",
+            )
         names = {f["name"]: f for f in m["field"]}
-        _need(("request" in names) == (m["delivery"] != "notice") or name == "Error", f"{name}: a request id for all but notices")
+        _need(
+            ("request" in names) == (m["delivery"] != "notice") or name == "Error",
+            f"{name}: a request id for all but notices",
+        )
         for number, (field, type_) in _HEAD.items():
             for f in m["field"]:
-                _need(f["name"] != field or (f["id"], f["type"]) == (number, type_), f"{name}.{field} is field {number}, {type_}")
+                _need(
+                    f["name"] != field or (f["id"], f["type"]) == (number, type_),
+                    f"{name}.{field} is field {number}, {type_}",
+                )
         _need(m["frozen"] == (m["id"] <= 5), f"{name}: frozen are ids 1 to 5")
-        _need(not m["frozen"] or max(f["id"] for f in m["field"]) <= 15, f"{name}: fields of frozen messages are 1 to 15")
+        _need(
+            not m["frozen"] or max(f["id"] for f in m["field"]) <= 15, f"{name}: fields of frozen messages are 1 to 15"
+        )
     replies = {r for m in messages.values() for r in m["reply"]}
     for name, m in messages.items():
         _need(m["delivery"] != "reply" or name in replies, f"{name}: a reply to nothing")
@@ -126,7 +140,12 @@ def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
 def _top(type_: str, facts: Facts) -> int:
     if type_ in _BITS:
         return (1 << _BITS[type_]) - 1
-    for prefix, limit in (("str", "max_string"), ("bytes", "max_bytes"), ("list<", "max_list"), ("array<", "max_array")):
+    for prefix, limit in (
+        ("str", "max_string"),
+        ("bytes", "max_bytes"),
+        ("list<", "max_list"),
+        ("array<", "max_array"),
+    ):
         if type_.startswith(prefix):
             value: int = facts["limit"][limit]["value"]
             return value
@@ -190,7 +209,10 @@ def _machines(facts: Facts) -> None:
         for before, message, after, status in rows:
             _need({before, after} <= set(states), f"machine {name}: {before} to {after}")
             _need(message in facts["message"], f"machine {name}: message {message}")
-            _need(facts["message"][message]["status"] == "stable" or status == "draft", f"machine {name}: {message} is draft")
+            _need(
+                facts["message"][message]["status"] == "stable" or status == "draft",
+                f"machine {name}: {message} is draft",
+            )
             heard.add(message)
         reached, todo = {machine["first"]}, [machine["first"]]
         while todo:
@@ -199,7 +221,10 @@ def _machines(facts: Facts) -> None:
             reached |= fresh
             todo += fresh
         _need(reached == set(states), f"machine {name}: {sorted(set(states) - reached)} is never reached")
-    _need(heard | {"Error"} == facts["message"].keys(), f"no state hears {sorted(facts['message'].keys() - heard - {'Error'})}")
+    _need(
+        heard | {"Error"} == facts["message"].keys(),
+        f"no state hears {sorted(facts['message'].keys() - heard - {'Error'})}",
+    )
 
 
 def _known(type_: str, facts: Facts) -> bool:

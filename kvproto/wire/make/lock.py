@@ -49,7 +49,10 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
         for name, body in facts[kind].items():
             if kind == "message":
                 reply = ", ".join(body["reply"]) or "-"
-                yield f"message.{name}", f"0x{body['id']:04X} {body['sender']} {body['delivery']} -> {reply}; {body['status']}"
+                yield (
+                    f"message.{name}",
+                    f"0x{body['id']:04X} {body['sender']} {body['delivery']} -> {reply}; {body['status']}",
+                )
             for field in body["field"]:
                 yield f"{kind}.{name}.{field['name']}", " ".join(f"{k}={field[k]}" for k in _FACTS if k in field)
             for i, rule in enumerate(body.get("rule", ())):

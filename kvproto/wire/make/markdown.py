@@ -14,7 +14,10 @@ __all__ = ["pages", "renewed"]
 
 def messages(facts: Facts) -> str:
     """Every message: sender, class, reply, states."""
-    out = ["| id | message | sender | delivery | answered by | heard in state | status | |", "|---|---|---|---|---|---|---|---|"]
+    out = [
+        "| id | message | sender | delivery | answered by | heard in state | status | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name, m in facts["message"].items():
         reply = ", ".join(m["reply"]) or "-"
         out.append(
@@ -29,13 +32,24 @@ def messages(facts: Facts) -> str:
                 type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
                 secret = "yes" if f.get("secret") else ""
                 more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
-                out.append(f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {_span(f)} | {secret} | {f['doc']}{more} |")
+                out.append(
+                    f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {_span(f)} | {secret} | {f['doc']}{more} |"
+                )
             if body.get("rule"):
                 out += ["", "Rules, in order:", ""]
-                out += [f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)" for r in body["rule"]]
+                out += [
+                    f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
+                    for r in body["rule"]
+                ]
     out += ["", "# Enums"]
     for name, enum in facts["enum"].items():
-        out += ["", f"**{name}** ({'open' if enum['open'] else 'closed'}): {enum['doc']}", "", "| value | name | |", "|---|---|---|"]
+        out += [
+            "",
+            f"**{name}** ({'open' if enum['open'] else 'closed'}): {enum['doc']}",
+            "",
+            "| value | name | |",
+            "|---|---|---|",
+        ]
         out += [f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items()]
     out += ["", "**ErrorCode** (open): [errors](errors.md)."]
     return "\n".join(out)
@@ -54,7 +68,9 @@ def _heard(name: str, facts: Facts) -> str:
         states = [s["name"] for s in machine["state"]]
         here = {before for before, message, _, _ in moves(machine) if message == name}
         if len(here) > 4:
-            found.append("all but " + ", ".join(s for s in states if s not in here) if len(here) < len(states) else "all")
+            found.append(
+                "all but " + ", ".join(s for s in states if s not in here) if len(here) < len(states) else "all"
+            )
         elif here:
             found.append(", ".join(s for s in states if s in here))
     return "; ".join(found) or "all"
@@ -72,7 +88,10 @@ def _span(f: Facts) -> str:
 def errors(facts: Facts) -> str:
     """Every error and what to do."""
     out = ["| code | name | class | recovery | |", "|---|---|---|---|---|"]
-    out += [f"| `0x{e['code']:04X}` | `{n}` | {e['class']} | {e['recovery']} | {e['doc']} |" for n, e in facts["error"].items()]
+    out += [
+        f"| `0x{e['code']:04X}` | `{n}` | {e['class']} | {e['recovery']} | {e['doc']} |"
+        for n, e in facts["error"].items()
+    ]
     return "\n".join(out)
 
 
@@ -85,14 +104,18 @@ def limits(facts: Facts) -> str:
 
 def predicates(facts: Facts) -> str:
     """The closed list of cross-field rules."""
-    return "\n".join(["| predicate | holds if |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in facts["predicate"].items())])
+    return "\n".join(
+        ["| predicate | holds if |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in facts["predicate"].items())]
+    )
 
 
 def features(facts: Facts) -> str:
     """Optional behaviour."""
     out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
     for n, r in facts["feature"].items():
-        out.append(f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {', '.join(f'`{c}`' for c in r['clauses'])} |")
+        out.append(
+            f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {', '.join(f'`{c}`' for c in r['clauses'])} |"
+        )
     return "\n".join(out)
 
 
@@ -114,7 +137,9 @@ def machines(facts: Facts) -> str:
 def delivery(facts: Facts) -> str:
     """Delivery classes and statuses."""
     out = ["| delivery | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
-    return "\n".join([*out, "", "| status | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())])
+    return "\n".join(
+        [*out, "", "| status | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
+    )
 
 
 def dump(facts: Facts) -> str:

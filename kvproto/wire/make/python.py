@@ -66,7 +66,10 @@ def messages_module(facts: Facts) -> str:
                     options.append("eq=_same")
                 default = f" = attrs.field({', '.join(options)})" if options else ""
                 unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
-                out += [f"    {field['name']}: {type_}{default}", f'    """{field["doc"]}{unit} Since {field["since"]}."""']
+                out += [
+                    f"    {field['name']}: {type_}{default}",
+                    f'    """{field["doc"]}{unit} Since {field["since"]}."""',
+                ]
             out.append("")
     out += ["", "Message = (", "    " + "\n    | ".join(facts["message"]), ")"]
     return "\n".join(out) + "\n"
@@ -95,7 +98,15 @@ def tables_module(facts: Facts) -> str:
     for name, body in bodies:
         out.append(f'    "{name}": (')
         for f in body["field"]:
-            row = (f["id"], f["name"], f["type"], f["presence"] == "required", f.get("min"), f.get("max"), f.get("length"))
+            row = (
+                f["id"],
+                f["name"],
+                f["type"],
+                f["presence"] == "required",
+                f.get("min"),
+                f.get("max"),
+                f.get("length"),
+            )
             out.append("        " + repr(row).replace("'", '"') + ",")
         out.append("    ),")
     out += ["}", "", "RULES: dict[str, tuple[Rule, ...]] = {"]

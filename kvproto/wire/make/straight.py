@@ -26,10 +26,26 @@ def straight_module(facts: Facts) -> str:
         out.append(f"_{name} = {{int(v): v for v in enums.{name}}}")
     out.append("")
     for name, body in bodies.items():
-        setters = (f"_{name}_{f['name']} = setter({name}, \"{f['name']}\")" for f in body["field"])
-        out += ["", f"{name} = messages.{name}", *setters, "", "", *_decoder(name, body, facts), "", "", *_encoder(name, body, facts), ""]
+        setters = (f'_{name}_{f["name"]} = setter({name}, "{f["name"]}")' for f in body["field"])
+        out += [
+            "",
+            f"{name} = messages.{name}",
+            *setters,
+            "",
+            "",
+            *_decoder(name, body, facts),
+            "",
+            "",
+            *_encoder(name, body, facts),
+            "",
+        ]
     names = list(bodies)
-    out += ["", "DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {", *(f'    "{n}": _d_{n},' for n in names), "}"]
+    out += [
+        "",
+        "DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {",
+        *(f'    "{n}": _d_{n},' for n in names),
+        "}",
+    ]
     out += ["ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {", *(f"    {n}: _e_{n}," for n in names), "}"]
     return "\n".join(out) + "\n"
 
@@ -224,7 +240,10 @@ def _write(f: Facts, facts: Facts, var: str) -> tuple[list[str], str | None]:
         return [], f"write_text({var}, {low}, {high})"
     if type_ == "bytes" and f.get("length", 256) < 256:
         size = f["length"]
-        return [f"if {var}.__class__ is not bytes or len({var}) != {size}:", "    raise Doubt"], f"{bytes((0xC4, size))!r}, {var}"
+        return [
+            f"if {var}.__class__ is not bytes or len({var}) != {size}:",
+            "    raise Doubt",
+        ], f"{bytes((0xC4, size))!r}, {var}"
     if type_ == "bytes":
         low, high = (f["length"],) * 2 if "length" in f else _limits(f, facts, "max_bytes")
         return [f"write_bin({var}, {low}, {high}, out)"], None
@@ -237,7 +256,12 @@ def _write(f: Facts, facts: Facts, var: str) -> tuple[list[str], str | None]:
     low, high = _limits(f, facts, "max_list")
     item = f"x{var[1:]}"
     inner, expression = _write({"type": type_[5:-1]}, facts, item)
-    lines = [f"if {var}.__class__ is not tuple:", "    raise Doubt", f"out.append(write_count(len({var}), {low}, {high}))", f"for {item} in {var}:"]
+    lines = [
+        f"if {var}.__class__ is not tuple:",
+        "    raise Doubt",
+        f"out.append(write_count(len({var}), {low}, {high}))",
+        f"for {item} in {var}:",
+    ]
     lines += ["    " + line for line in inner]
     if expression is not None:
         lines.append(f"    out += ({expression},)")

@@ -45,7 +45,13 @@ def vectors(facts: Facts) -> dict[Path, str]:
 
 def uint(value: int) -> bytes:
     """Canonical unsigned integer."""
-    for limit, head, form in ((0x80, b"", "B"), (1 << 8, b"\xcc", "B"), (1 << 16, b"\xcd", "H"), (1 << 32, b"\xce", "I"), (1 << 64, b"\xcf", "Q")):
+    for limit, head, form in (
+        (0x80, b"", "B"),
+        (1 << 8, b"\xcc", "B"),
+        (1 << 16, b"\xcd", "H"),
+        (1 << 32, b"\xce", "I"),
+        (1 << 64, b"\xcf", "Q"),
+    ):
         if value < limit:
             return head + struct.pack(f">{form}", value)
     raise ValueError(value)
@@ -283,12 +289,27 @@ class _Body:
 
     def _good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
         kind = "struct" if self.bare else "message"
-        return {"id": id_, "clause": clause, "bytes": self._frame(raw(value.node)), kind: self.name, "fields": value.json, "note": note}
+        return {
+            "id": id_,
+            "clause": clause,
+            "bytes": self._frame(raw(value.node)),
+            kind: self.name,
+            "fields": value.json,
+            "note": note,
+        }
 
     def _bad(self, id_: str, clause: str, node: Node, error: str, path: str, note: str) -> Case:
         body = node if isinstance(node, bytes) else raw(node)
         kind = {"struct": self.name} if self.bare else {}
-        return {"id": id_, "clause": clause, "bytes": self._frame(body), **kind, "error": error, "path": path, "note": note}
+        return {
+            "id": id_,
+            "clause": clause,
+            "bytes": self._frame(body),
+            **kind,
+            "error": error,
+            "path": path,
+            "note": note,
+        }
 
     def _enveloped(self) -> Iterator[Case]:
         """Of the envelope."""
@@ -310,18 +331,36 @@ class _Body:
         """Of the body as a whole."""
         node, last = self.least.node, max(self.least.node)
         body = raw(node)
-        yield self._bad("trailing", "KVP-BODY-TRAILING", body + b"\x00", "TRAILING_BYTES", "", "a second value in the body")
-        yield self._bad("unknown-must", "KVP-BODY-UNKNOWN", node | {_UNKNOWN: uint(1)}, "UNKNOWN_FIELD", f"#{_UNKNOWN:04x}", "a newer field whose meaning is lost if ignored")
+        yield self._bad(
+            "trailing", "KVP-BODY-TRAILING", body + b"\x00", "TRAILING_BYTES", "", "a second value in the body"
+        )
+        yield self._bad(
+            "unknown-must",
+            "KVP-BODY-UNKNOWN",
+            node | {_UNKNOWN: uint(1)},
+            "UNKNOWN_FIELD",
+            f"#{_UNKNOWN:04x}",
+            "a newer field whose meaning is lost if ignored",
+        )
         ignored = self._good("unknown-may", "KVP-BODY-IGNORE", self.least, "grease: a field that may be ignored")
         yield ignored | {"bytes": self._frame(raw(node | {_GREASE: text("grease")})), "canonical": False}
         names = {f["id"]: f["name"] for f in self.body["field"]}
         pairs = b"".join(uint(k) + raw(v) for k, v in node.items())
         twice = bytes((0x80 | len(node) + 1,)) + pairs + uint(last) + raw(node[last])
-        yield self._bad("twice", "KVP-BODY-ORDER", twice, "FIELD_ORDER", names[last], "two readers may take different ones of two values")
+        yield self._bad(
+            "twice",
+            "KVP-BODY-ORDER",
+            twice,
+            "FIELD_ORDER",
+            names[last],
+            "two readers may take different ones of two values",
+        )
         if len(node) > 1:
             first = min(node)
             moved = {k: v for k, v in node.items() if k != first} | {first: node[first]}
-            yield self._bad("descending", "KVP-BODY-ORDER", moved, "FIELD_ORDER", names[first], "one message must have one encoding")
+            yield self._bad(
+                "descending", "KVP-BODY-ORDER", moved, "FIELD_ORDER", names[first], "one message must have one encoding"
+            )
         wide = b"\xde" + len(node).to_bytes(2, "big") + pairs
         yield self._bad("wide-map", "KVP-BODY-FORM", wide, "NOT_CANONICAL", "", "one message must have one encoding")
 
@@ -330,11 +369,27 @@ class _Body:
         if f["name"] in self._absent(owner, full=True):
             return
         if f["presence"] == "required":
-            yield self._bad(f"{id_}-missing", "KVP-BODY-REQUIRED", _replaced(node, at, None), "MISSING_FIELD", path, "a default nobody stated")
+            yield self._bad(
+                f"{id_}-missing",
+                "KVP-BODY-REQUIRED",
+                _replaced(node, at, None),
+                "MISSING_FIELD",
+                path,
+                "a default nobody stated",
+            )
         kind = self._kind(f["type"])
         rows = _WRONG[kind]
-        for what, bytes_, note in (rows[self.turn % len(rows)], rows[(self.turn + 1) % len(rows)])[: 2 if at[0] > 4 else 1]:
-            yield self._bad(f"{id_}-{what}", "KVP-BODY-TYPE" if what not in ("signed", "timestamp") else "KVP-BODY-ARRAY-KIND", _replaced(node, at, bytes_), "BAD_TYPE", path, note)
+        for what, bytes_, note in (rows[self.turn % len(rows)], rows[(self.turn + 1) % len(rows)])[
+            : 2 if at[0] > 4 else 1
+        ]:
+            yield self._bad(
+                f"{id_}-{what}",
+                "KVP-BODY-TYPE" if what not in ("signed", "timestamp") else "KVP-BODY-ARRAY-KIND",
+                _replaced(node, at, bytes_),
+                "BAD_TYPE",
+                path,
+                note,
+            )
         self.turn += 1
         yield from getattr(self, f"_of_{kind}")(owner, f, at, path, id_)
 
@@ -356,15 +411,45 @@ class _Body:
                     yield self._good(f"{id_}-unknown", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
             else:
                 beyond = max(enum["values"].values()) + 1
-                yield self._bad(f"{id_}-unknown", "KVP-BODY-ENUM", _replaced(node, at, uint(beyond)), "UNKNOWN_ENUM_VALUE", path, "an unknown value is no default")
-                yield self._bad(f"{id_}-zero", "KVP-BODY-ENUM", _replaced(node, at, uint(0)), "UNKNOWN_ENUM_VALUE", path, "0 is never a value")
-            yield self._bad(f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits")
+                yield self._bad(
+                    f"{id_}-unknown",
+                    "KVP-BODY-ENUM",
+                    _replaced(node, at, uint(beyond)),
+                    "UNKNOWN_ENUM_VALUE",
+                    path,
+                    "an unknown value is no default",
+                )
+                yield self._bad(
+                    f"{id_}-zero",
+                    "KVP-BODY-ENUM",
+                    _replaced(node, at, uint(0)),
+                    "UNKNOWN_ENUM_VALUE",
+                    path,
+                    "0 is never a value",
+                )
+            yield self._bad(
+                f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits"
+            )
             return
         low, high = f.get("min", 0), f.get("max", (1 << _BITS[f["type"]]) - 1)
         if low:
-            yield self._bad(f"{id_}-below", "KVP-BODY-RANGE", _replaced(node, at, uint(low - 1)), "OUT_OF_RANGE", path, "0 where something is counted or divided by")
+            yield self._bad(
+                f"{id_}-below",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, uint(low - 1)),
+                "OUT_OF_RANGE",
+                path,
+                "0 where something is counted or divided by",
+            )
         if high < (1 << 64) - 1:
-            yield self._bad(f"{id_}-above", "KVP-BODY-RANGE", _replaced(node, at, uint(high + 1)), "OUT_OF_RANGE", path, "a reader that casts wraps around")
+            yield self._bad(
+                f"{id_}-above",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, uint(high + 1)),
+                "OUT_OF_RANGE",
+                path,
+                "a reader that casts wraps around",
+            )
         if not self._ruled(owner, f["name"]):
             edges = [e for e in (0x7F, 0x80, 0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF, 0x100000000) if low < e < high]
             head = self.turn % 3 if at[0] > 4 or self.bare else 99  # sessions and ids are the same everywhere
@@ -372,16 +457,27 @@ class _Body:
             for what, value in ({"low": low, "high": high} | some).items():
                 good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))
                 note = "the end of the range" if what in ("low", "high") else "where the shortest form changes"
-                yield self._good(f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-W-SHORT", good, note)
+                yield self._good(
+                    f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-W-SHORT", good, note
+                )
         wide = b"\xcf" + min(high, 5).to_bytes(8, "big")
-        yield self._bad(f"{id_}-wide", "KVP-BODY-FORM", _replaced(node, at, wide), "NOT_CANONICAL", path, "an integer in 8 bytes that needs 1")
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, wide),
+            "NOT_CANONICAL",
+            path,
+            "an integer in 8 bytes that needs 1",
+        )
 
     def _ruled(self, owner: str, name: str) -> bool:
         """Whether some rule, in this map or around it, binds the field; then its ends are cases of that rule."""
         own = any(name in r["args"] for r in self._body(owner).get("rule", ()))
         bodies = self.facts["struct"] | self.facts["message"]
         return own or any(
-            r["rule"] in ("ascend", "rise", "unique") and r["args"][-1] == name and len(r["args"]) == 2 for b in bodies.values() for r in b.get("rule", ())
+            r["rule"] in ("ascend", "rise", "unique") and r["args"][-1] == name and len(r["args"]) == 2
+            for b in bodies.values()
+            for r in b.get("rule", ())
         )
 
     def _of_bool(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
@@ -392,15 +488,52 @@ class _Body:
         node, low = self.full.node, f.get("min", 0)
         high = f.get("max", self.facts["limit"]["max_string"]["value"])
         if low:
-            yield self._bad(f"{id_}-empty", "KVP-BODY-RANGE", _replaced(node, at, b"\xa0"), "OUT_OF_RANGE", path, "a name that names nothing")
+            yield self._bad(
+                f"{id_}-empty",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, b"\xa0"),
+                "OUT_OF_RANGE",
+                path,
+                "a name that names nothing",
+            )
         if "max" in f:
-            yield self._bad(f"{id_}-long", "KVP-BODY-RANGE", _replaced(node, at, text("x" * (high + 1))), "OUT_OF_RANGE", path, "one byte too long")
+            yield self._bad(
+                f"{id_}-long",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, text("x" * (high + 1))),
+                "OUT_OF_RANGE",
+                path,
+                "one byte too long",
+            )
             wide = "\u00e9" * (high // 2) + "\u00e9"
-            yield self._bad(f"{id_}-wide", "KVP-BODY-RANGE", _replaced(node, at, text(wide)), "OUT_OF_RANGE", path, "lengths are bytes, not characters")
+            yield self._bad(
+                f"{id_}-wide",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, text(wide)),
+                "OUT_OF_RANGE",
+                path,
+                "lengths are bytes, not characters",
+            )
         else:
-            yield self._bad(f"{id_}-huge", "KVP-BODY-LIMIT", _replaced(node, at, text("x" * (high + 1))), "TOO_LARGE", path, "beyond max_string")
-        yield self._bad(f"{id_}-utf8", "KVP-BODY-TEXT", _replaced(node, at, b"\xa2\xc3\x28"), "BAD_TEXT", path, "not UTF-8")
-        yield self._bad(f"{id_}-surrogate", "KVP-BODY-TEXT", _replaced(node, at, b"\xa3\xed\xa0\x80"), "BAD_TEXT", path, "a surrogate is not UTF-8")
+            yield self._bad(
+                f"{id_}-huge",
+                "KVP-BODY-LIMIT",
+                _replaced(node, at, text("x" * (high + 1))),
+                "TOO_LARGE",
+                path,
+                "beyond max_string",
+            )
+        yield self._bad(
+            f"{id_}-utf8", "KVP-BODY-TEXT", _replaced(node, at, b"\xa2\xc3\x28"), "BAD_TEXT", path, "not UTF-8"
+        )
+        yield self._bad(
+            f"{id_}-surrogate",
+            "KVP-BODY-TEXT",
+            _replaced(node, at, b"\xa3\xed\xa0\x80"),
+            "BAD_TEXT",
+            path,
+            "a surrogate is not UTF-8",
+        )
         if not self._ruled(owner, f["name"]) and "max" in f:
             good = _Value(_replaced(node, at, text("x" * high)), _json_replaced(self.full.json, path, "x" * high))
             yield self._good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
@@ -409,36 +542,96 @@ class _Body:
         node = self.full.node
         if "length" in f:
             for what, size in (("short", f["length"] - 1), ("long", f["length"] + 1)):
-                yield self._bad(f"{id_}-{what}", "KVP-BODY-RANGE", _replaced(node, at, binary(bytes(size))), "OUT_OF_RANGE", path, "a digest or key of another length")
+                yield self._bad(
+                    f"{id_}-{what}",
+                    "KVP-BODY-RANGE",
+                    _replaced(node, at, binary(bytes(size))),
+                    "OUT_OF_RANGE",
+                    path,
+                    "a digest or key of another length",
+                )
         else:
             least = f.get("min", 0)
             good = _Value(_replaced(node, at, binary(bytes(least))), _json_replaced(self.full.json, path, "00" * least))
             yield self._good(f"{id_}-least", "KVP-BODY-RANGE", good, "the shortest")
         bomb = b"\xc6\x00\x80\x00\x01"
         if "length" not in f:
-            yield self._bad(f"{id_}-bomb", "KVP-BODY-LIMIT", _replaced(node, at, bomb), "TOO_LARGE", path, "a length beyond the limit and the buffer: nothing may be allocated for it")
+            yield self._bad(
+                f"{id_}-bomb",
+                "KVP-BODY-LIMIT",
+                _replaced(node, at, bomb),
+                "TOO_LARGE",
+                path,
+                "a length beyond the limit and the buffer: nothing may be allocated for it",
+            )
         wide = b"\xc5\x00\x03abc"
-        yield self._bad(f"{id_}-wide", "KVP-BODY-FORM", _replaced(node, at, wide), "NOT_CANONICAL", path, "a header of 3 bytes where 2 do")
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, wide),
+            "NOT_CANONICAL",
+            path,
+            "a header of 3 bytes where 2 do",
+        )
 
     def _of_array(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
         widest = _BITS[f["type"][6:-1]] // 8
         if widest < 8:
-            yield self._bad(f"{id_}-beyond", "KVP-BODY-ARRAY-KIND", _replaced(node, at, numbers([1 << 8 * widest])), "BAD_TYPE", path, "elements wider than the field takes")
-        yield self._bad(f"{id_}-wide", "KVP-BODY-ARRAY-WIDTH", _replaced(node, at, numbers([1, 2, 255], 2)), "NOT_CANONICAL", path, "two bytes an element that needs one")
-        yield self._bad(f"{id_}-part", "KVP-BODY-ARRAY-LENGTH", _replaced(node, at, ext(2, b"\x00\x01\x02")), "BAD_LENGTH", path, "an array that ends inside an element")
-        yield self._bad(f"{id_}-long-form", "KVP-BODY-FORM", _replaced(node, at, b"\xc7\x02\x01\x01\x02"), "NOT_CANONICAL", path, "ext 8 where fixext does")
+            yield self._bad(
+                f"{id_}-beyond",
+                "KVP-BODY-ARRAY-KIND",
+                _replaced(node, at, numbers([1 << 8 * widest])),
+                "BAD_TYPE",
+                path,
+                "elements wider than the field takes",
+            )
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-ARRAY-WIDTH",
+            _replaced(node, at, numbers([1, 2, 255], 2)),
+            "NOT_CANONICAL",
+            path,
+            "two bytes an element that needs one",
+        )
+        yield self._bad(
+            f"{id_}-part",
+            "KVP-BODY-ARRAY-LENGTH",
+            _replaced(node, at, ext(2, b"\x00\x01\x02")),
+            "BAD_LENGTH",
+            path,
+            "an array that ends inside an element",
+        )
+        yield self._bad(
+            f"{id_}-long-form",
+            "KVP-BODY-FORM",
+            _replaced(node, at, b"\xc7\x02\x01\x01\x02"),
+            "NOT_CANONICAL",
+            path,
+            "ext 8 where fixext does",
+        )
         if f.get("min"):
             if not self._is_compared(owner, f["name"]):
-                yield self._bad(f"{id_}-empty", "KVP-BODY-RANGE", _replaced(node, at, numbers([])), "OUT_OF_RANGE", path, "nobody at all")
+                yield self._bad(
+                    f"{id_}-empty",
+                    "KVP-BODY-RANGE",
+                    _replaced(node, at, numbers([])),
+                    "OUT_OF_RANGE",
+                    path,
+                    "nobody at all",
+                )
         elif not self._is_compared(owner, f["name"]):
             good = _Value(_replaced(node, at, numbers([])), _json_replaced(self.full.json, path, []))
             yield self._good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
         if not self._is_compared(owner, f["name"]):
             for top in (0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF):
                 if top < 1 << 8 * widest:
-                    good = _Value(_replaced(node, at, numbers([1, top])), _json_replaced(self.full.json, path, ["1", str(top)]))
-                    yield self._good(f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest")
+                    good = _Value(
+                        _replaced(node, at, numbers([1, top])), _json_replaced(self.full.json, path, ["1", str(top)])
+                    )
+                    yield self._good(
+                        f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest"
+                    )
 
     def _is_compared(self, owner: str, name: str) -> bool:
         return any(name in r["args"] for r in self._body(owner).get("rule", ()) if r["rule"] == "same_length")
@@ -446,12 +639,33 @@ class _Body:
     def _of_list(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
         if f.get("min"):
-            yield self._bad(f"{id_}-empty", "KVP-BODY-RANGE", _replaced(node, at, []), "OUT_OF_RANGE", path, "nothing where something must be")
+            yield self._bad(
+                f"{id_}-empty",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, []),
+                "OUT_OF_RANGE",
+                path,
+                "nothing where something must be",
+            )
         elif not self._ruled_list(owner, f["name"]):
             good = _Value(_replaced(node, at, []), _json_replaced(self.full.json, path, []))
             yield self._good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
-        yield self._bad(f"{id_}-bomb", "KVP-BODY-LIMIT", _replaced(node, at, b"\xdd\x00\x01\x00\x01"), "TOO_LARGE", path, "a count beyond the limit: nothing may be allocated for it")
-        yield self._bad(f"{id_}-wide", "KVP-BODY-FORM", _replaced(node, at, b"\xdc\x00\x01\x80"), "NOT_CANONICAL", path, "array 16 where fixarray does")
+        yield self._bad(
+            f"{id_}-bomb",
+            "KVP-BODY-LIMIT",
+            _replaced(node, at, b"\xdd\x00\x01\x00\x01"),
+            "TOO_LARGE",
+            path,
+            "a count beyond the limit: nothing may be allocated for it",
+        )
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, b"\xdc\x00\x01\x80"),
+            "NOT_CANONICAL",
+            path,
+            "array 16 where fixarray does",
+        )
 
     def _ruled_list(self, owner: str, name: str) -> bool:
         return any(r["rule"] == "subset" and name == r["args"][1] for r in self._body(owner).get("rule", ()))
@@ -460,7 +674,14 @@ class _Body:
         node = self.full.node
         inner = f["type"][7:]
         first = self._fields(inner)[0]
-        yield self._bad(f"{id_}-empty", "KVP-BODY-REQUIRED", _replaced(node, at, {}), "MISSING_FIELD", f"{path}.{first['name']}", "an empty map lacks its first field")
+        yield self._bad(
+            f"{id_}-empty",
+            "KVP-BODY-REQUIRED",
+            _replaced(node, at, {}),
+            "MISSING_FIELD",
+            f"{path}.{first['name']}",
+            "an empty map lacks its first field",
+        )
 
     # rules
 
@@ -489,16 +710,25 @@ class _Body:
                 yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
             else:
                 shown = _json_replaced(whole.json, f"{path}{args[0]}", _json_at(whole.json, f"{path}{args[0]}")[::-1])
-                yield self._good(f"{id_}-any-order", clause, _Value(_replaced(whole.node, here, values[::-1]), shown), "any order will do")
+                yield self._good(
+                    f"{id_}-any-order",
+                    clause,
+                    _Value(_replaced(whole.node, here, values[::-1]), shown),
+                    "any order will do",
+                )
         elif name == "subset":
             extra = [*_at(whole.node, here), uint(_OPEN)]
-            yield bad("", _replaced(whole.node, here, extra), f"{args[0]}[{len(extra) - 1}]", "needs what it does not offer")
+            yield bad(
+                "", _replaced(whole.node, here, extra), f"{args[0]}[{len(extra) - 1}]", "needs what it does not offer"
+            )
         elif name in ("le", "lt"):
             second = fields[args[1]]
             for what, low, high in (("", 7, 6), ("-equal", 7, 7)):
                 node = _replaced(_replaced(whole.node, here, uint(low)), (*at, second["id"]), uint(high))
                 if what and name == "le":
-                    shown = _json_replaced(_json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high))
+                    shown = _json_replaced(
+                        _json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high)
+                    )
                     if args[0] not in absent:
                         yield self._good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
                 elif args[0] not in absent:
@@ -508,11 +738,15 @@ class _Body:
             last = args[1] if isinstance(args[2], int) else args[2]
             for what, a, b in (("-reach", top - 9, 9), ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1)):
                 node = _replaced(_replaced(whole.node, here, uint(a)), (*at, fields[args[1]]["id"]), uint(b))
-                shown = _json_replaced(_json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b))
+                shown = _json_replaced(
+                    _json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b)
+                )
                 if what == "-reach":
                     yield self._good(f"{id_}{what}", clause, _Value(node, shown), "exactly at the end")
                 else:
-                    yield bad(what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits")
+                    yield bad(
+                        what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits"
+                    )
         elif name == "same_length":
             for other in args[1:]:
                 node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
@@ -520,7 +754,9 @@ class _Body:
         elif name in ("present_iff", "only_if"):
             yield from self._presence(rule, fields, at, path, id_)
 
-    def _presence(self, rule: Facts, fields: dict[str, Facts], at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+    def _presence(
+        self, rule: Facts, fields: dict[str, Facts], at: tuple[int, ...], path: str, id_: str
+    ) -> Iterator[Case]:
         field, enum_field, member = rule["args"]
         enum = self.facts["enum"][fields[enum_field]["type"][5:]]
         whole = self.full
@@ -541,7 +777,14 @@ class _Body:
             good, wrong = (present, absent) if wanted else (absent, present)
             yield self._good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
             if not wanted or rule["rule"] == "present_iff":
-                yield self._bad(f"{id_}-{label}-not", rule["clause"], wrong.node, rule["error"], f"{path}{field}", "a field that this kind must or must not have")
+                yield self._bad(
+                    f"{id_}-{label}-not",
+                    rule["clause"],
+                    wrong.node,
+                    rule["error"],
+                    f"{path}{field}",
+                    "a field that this kind must or must not have",
+                )
 
     def _others(self, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
         """Mend the other rules on presence of the same enum field."""
@@ -554,7 +797,9 @@ class _Body:
 
                 def mend(node: Node, shown: Any, name: str, f: Facts = f, other: Facts = other) -> tuple[Node, Any]:
                     value = self._value(f, True, 0, "") if name == other["args"][2] else _Value(None, None)
-                    return _replaced(node, (*at, f["id"]), value.node), _json_replaced(shown, f"{path}{f['name']}", value.json)
+                    return _replaced(node, (*at, f["id"]), value.node), _json_replaced(
+                        shown, f"{path}{f['name']}", value.json
+                    )
 
                 found.append(mend)
         return found
@@ -582,7 +827,11 @@ def _json_replaced(shown: Any, path: str, new: Any) -> Any:
 
     def walk(value: Any, step: str | int, more: list[str | int]) -> Any:
         if isinstance(value, list):
-            return [walk(v, more[0], more[1:]) if i == step else v for i, v in enumerate(value)] if more else [new if i == step else v for i, v in enumerate(value)]
+            return (
+                [walk(v, more[0], more[1:]) if i == step else v for i, v in enumerate(value)]
+                if more
+                else [new if i == step else v for i, v in enumerate(value)]
+            )
         made = dict(value)
         made[str(step)] = walk(value[step], more[0], more[1:]) if more else new
         return {k: v for k, v in made.items() if v is not None}
