@@ -21,7 +21,7 @@ def describe(
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; `facts` are compared for equality by the other side. Raises LocalError."""
     found = [s for model, config in enumerate((target, *drafts)) for s in specs(config, model, page, kv_dtype)]
-    return lay_out(found, parallel, replica, facts, _number(target, "num_hidden_layers"))
+    return lay_out(found, parallel, replica, facts, _number(_text(target), "num_hidden_layers"))
 
 
 def draft_of(config: Config) -> Config | None:
@@ -32,8 +32,7 @@ def draft_of(config: Config) -> Config | None:
 
 def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None = None) -> list[GroupSpec]:
     """The caches of one model, attention first; raises LocalError for a config that lacks a size."""
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    config = _text(config)
     if page < 1:
         raise _bad("page", "at least 1", page)
     dtype = kv_dtype or _dtype(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"))
@@ -126,6 +125,12 @@ _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window", "mamba": "mamba",
     "mamba2": "mamba", "linear_attention": "linear", "mlp": "none", "moe": "none",
 }  # fmt: skip
+
+
+def _text(config: Config) -> Config:
+    """The language model of a checkpoint that also sees or hears."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _number(config: Config, *names: str) -> int:

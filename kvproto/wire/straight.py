@@ -7,26 +7,8 @@ from typing import Any
 
 from kvproto.wire import enums, messages
 from kvproto.wire.primitives import (
-    BYTE,
-    BYTE_OF,
-    Doubt,
-    array_ascends,
-    ascends,
-    new,
-    read_array,
-    read_bin,
-    read_count,
-    read_text,
-    read_uint,
-    rises,
-    setter,
-    u64,
-    unique,
-    write_array,
-    write_bin,
-    write_count,
-    write_text,
-    write_uint,
+    BYTE, BYTE_OF, Doubt, array_ascends, ascends, new, read_array, read_bin, read_count, read_text, read_uint, rises, setter, u64, unique,
+    write_array, write_bin, write_count, write_text, write_uint,
 )
 
 _Role = {int(v): v for v in enums.Role}
@@ -70,8 +52,7 @@ def _d_Version(b: Any, p: int) -> tuple[Version, int]:
     if f2 > 255:
         raise Doubt
     o = new(Version)
-    _Version_major(o, f1)
-    _Version_minor(o, f2)
+    _Version_major(o, f1); _Version_minor(o, f2)
     return o, p
 
 
@@ -84,12 +65,7 @@ def _e_Version(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 255:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 VersionRange = messages.VersionRange
@@ -129,9 +105,7 @@ def _d_VersionRange(b: Any, p: int) -> tuple[VersionRange, int]:
     if f2 > f3:
         raise Doubt
     o = new(VersionRange)
-    _VersionRange_major(o, f1)
-    _VersionRange_min_minor(o, f2)
-    _VersionRange_max_minor(o, f3)
+    _VersionRange_major(o, f1); _VersionRange_min_minor(o, f2); _VersionRange_max_minor(o, f3)
     return o, p
 
 
@@ -149,14 +123,7 @@ def _e_VersionRange(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not int or not 0 <= f3 <= 255:
         raise Doubt
-    out += (
-        b"\x83\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-    )
+    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
 
 
 Limits = messages.Limits
@@ -187,8 +154,7 @@ def _d_Limits(b: Any, p: int) -> tuple[Limits, int]:
     if f2 > 4294967295:
         raise Doubt
     o = new(Limits)
-    _Limits_max_body(o, f1)
-    _Limits_max_transfers(o, f2)
+    _Limits_max_body(o, f1); _Limits_max_transfers(o, f2)
     return o, p
 
 
@@ -201,12 +167,7 @@ def _e_Limits(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 1 <= f2 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 Endpoint = messages.Endpoint
@@ -230,8 +191,7 @@ def _d_Endpoint(b: Any, p: int) -> tuple[Endpoint, int]:
         raise Doubt
     f2, p = read_text(b, p + 1, 0, 4096)
     o = new(Endpoint)
-    _Endpoint_rank(o, f1)
-    _Endpoint_address(o, f2)
+    _Endpoint_rank(o, f1); _Endpoint_address(o, f2)
     return o, p
 
 
@@ -242,12 +202,7 @@ def _e_Endpoint(o: Any, out: list[Any]) -> None:
     f2 = o.address
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        write_text(f2, 0, 4096),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', write_text(f2, 0, 4096),)
 
 
 Geometry = messages.Geometry
@@ -300,10 +255,7 @@ def _d_Geometry(b: Any, p: int) -> tuple[Geometry, int]:
     if len(f4) > 1 and not ascends([x.rank for x in f4]):
         raise Doubt
     o = new(Geometry)
-    _Geometry_replica(o, f1)
-    _Geometry_facts(o, f2)
-    _Geometry_groups(o, f3)
-    _Geometry_ranks(o, f4)
+    _Geometry_replica(o, f1); _Geometry_facts(o, f2); _Geometry_groups(o, f3); _Geometry_ranks(o, f4)
     return o, p
 
 
@@ -322,23 +274,19 @@ def _e_Geometry(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x84\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-    )
+    out += (b'\x84\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02',)
     if f2.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f2), 0, 65536))
     for x2 in f2:
         _e_Fact(x2, out)
-    out += (b"\x03",)
+    out += (b'\x03',)
     if f3.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f3), 1, 65536))
     for x3 in f3:
         _e_Group(x3, out)
-    out += (b"\x04",)
+    out += (b'\x04',)
     if f4.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f4), 1, 65536))
@@ -372,9 +320,7 @@ def _d_Fact(b: Any, p: int) -> tuple[Fact, int]:
     if f3 is None:
         raise Doubt
     o = new(Fact)
-    _Fact_name(o, f1)
-    _Fact_value(o, f2)
-    _Fact_rule(o, f3)
+    _Fact_name(o, f1); _Fact_value(o, f2); _Fact_rule(o, f3)
     return o, p
 
 
@@ -386,14 +332,7 @@ def _e_Fact(o: Any, out: list[Any]) -> None:
     f3 = o.rule
     if f3.__class__ is not enums.FactRule and f3.__class__ is not int or f3 not in _FactRule:
         raise Doubt
-    out += (
-        b"\x83\x01",
-        write_text(f1, 1, 128),
-        b"\x02",
-        write_text(f2, 0, 4096),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-    )
+    out += (b'\x83\x01', write_text(f1, 1, 128), b'\x02', write_text(f2, 0, 4096), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
 
 
 Group = messages.Group
@@ -525,17 +464,7 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     if f7 is not None and not f4 == 2:
         raise Doubt
     o = new(Group)
-    _Group_id(o, f1)
-    _Group_name(o, f2)
-    _Group_model(o, f3)
-    _Group_kind(o, f4)
-    _Group_rows(o, f5)
-    _Group_tokens_per_row(o, f6)
-    _Group_live_rows(o, f7)
-    _Group_cp_size(o, f8)
-    _Group_interleave(o, f9)
-    _Group_origin(o, f10)
-    _Group_parts(o, f11)
+    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11)
     return o, p
 
 
@@ -570,39 +499,18 @@ def _e_Group(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f6.__class__ is not int or not 1 <= f6 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        write_text(f2, 1, 128),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', write_text(f2, 1, 128), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6),)
     if f7 is not None:
         if f7.__class__ is not int or not 1 <= f7 <= 4294967295:
             raise Doubt
-        out += (b"\x07", BYTE[f7] if f7 < 256 else write_uint(f7))
+        out += (b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7))
     if f8.__class__ is not int or not 1 <= f8 <= 4294967295:
         raise Doubt
     if f9.__class__ is not int or not 1 <= f9 <= 4294967295:
         raise Doubt
     if f10.__class__ is not int or not 0 <= f10 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x08",
-        BYTE[f8] if f8 < 256 else write_uint(f8),
-        b"\t",
-        BYTE[f9] if f9 < 256 else write_uint(f9),
-        b"\n",
-        BYTE[f10] if f10 < 256 else write_uint(f10),
-        b"\x0b",
-    )
+    out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n', BYTE[f10] if f10 < 256 else write_uint(f10), b'\x0b',)
     if f11.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f11), 1, 65536))
@@ -664,11 +572,7 @@ def _d_Part(b: Any, p: int) -> tuple[Part, int]:
     if left:
         raise Doubt
     o = new(Part)
-    _Part_name(o, f1)
-    _Part_dtype(o, f2)
-    _Part_lanes(o, f3)
-    _Part_lane_bytes(o, f4)
-    _Part_encoding(o, f5)
+    _Part_name(o, f1); _Part_dtype(o, f2); _Part_lanes(o, f3); _Part_lane_bytes(o, f4); _Part_encoding(o, f5)
     return o, p
 
 
@@ -687,18 +591,9 @@ def _e_Part(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x01",
-        write_text(f1, 1, 64),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x01', write_text(f1, 1, 64), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
     if f5 is not None:
-        out += (b"\x05", write_text(f5, 1, 64))
+        out += (b'\x05', write_text(f5, 1, 64))
 
 
 Rank = messages.Rank
@@ -729,8 +624,7 @@ def _d_Rank(b: Any, p: int) -> tuple[Rank, int]:
     if len(f2) > 1 and not ascends([x.group for x in f2]):
         raise Doubt
     o = new(Rank)
-    _Rank_rank(o, f1)
-    _Rank_owns(o, f2)
+    _Rank_rank(o, f1); _Rank_owns(o, f2)
     return o, p
 
 
@@ -743,11 +637,7 @@ def _e_Rank(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02',)
     if f2.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f2), 0, 65536))
@@ -798,10 +688,7 @@ def _d_Owns(b: Any, p: int) -> tuple[Owns, int]:
     if len(f4) > 1 and not rises([x.part for x in f4]):
         raise Doubt
     o = new(Owns)
-    _Owns_group(o, f1)
-    _Owns_layers(o, f2)
-    _Owns_cp_rank(o, f3)
-    _Owns_lanes(o, f4)
+    _Owns_group(o, f1); _Owns_layers(o, f2); _Owns_cp_rank(o, f3); _Owns_lanes(o, f4)
     return o, p
 
 
@@ -818,19 +705,11 @@ def _e_Owns(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x84\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-    )
+    out += (b'\x84\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02',)
     write_array(f2, 3, 1, 4194304, out)
     if f3.__class__ is not int or not 0 <= f3 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-    )
+    out += (b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04',)
     if f4.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f4), 1, 65536))
@@ -877,9 +756,7 @@ def _d_LaneSpan(b: Any, p: int) -> tuple[LaneSpan, int]:
     if f2 >= f3:
         raise Doubt
     o = new(LaneSpan)
-    _LaneSpan_part(o, f1)
-    _LaneSpan_lo(o, f2)
-    _LaneSpan_hi(o, f3)
+    _LaneSpan_part(o, f1); _LaneSpan_lo(o, f2); _LaneSpan_hi(o, f3)
     return o, p
 
 
@@ -897,14 +774,7 @@ def _e_LaneSpan(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x83\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-    )
+    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
 
 
 Region = messages.Region
@@ -1007,14 +877,7 @@ def _d_Region(b: Any, p: int) -> tuple[Region, int]:
     if (f5 is not None) != (f4 == 2):
         raise Doubt
     o = new(Region)
-    _Region_id(o, f1)
-    _Region_base(o, f2)
-    _Region_length(o, f3)
-    _Region_kind(o, f4)
-    _Region_device(o, f5)
-    _Region_boot(o, f6)
-    _Region_handles(o, f7)
-    _Region_namespace(o, f8)
+    _Region_id(o, f1); _Region_base(o, f2); _Region_length(o, f3); _Region_kind(o, f4); _Region_device(o, f5); _Region_boot(o, f6); _Region_handles(o, f7); _Region_namespace(o, f8)
     return o, p
 
 
@@ -1042,26 +905,12 @@ def _e_Region(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not enums.MemoryKind and f4.__class__ is not int or not 0 <= f4 <= 65535:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
     if f5 is not None:
-        out += (b"\x05", write_text(f5, 1, 128))
+        out += (b'\x05', write_text(f5, 1, 128))
     if f6.__class__ is not bytes or len(f6) != 16:
         raise Doubt
-    out += (
-        b"\x06",
-        b"\xc4\x10",
-        f6,
-        b"\x07",
-    )
+    out += (b'\x06', b'\xc4\x10', f6, b'\x07',)
     if f7.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f7), 1, 65536))
@@ -1070,7 +919,7 @@ def _e_Region(o: Any, out: list[Any]) -> None:
     if f8 is not None:
         if f8.__class__ is not int or not 0 <= f8 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x08", BYTE[f8] if f8 < 256 else write_uint(f8))
+        out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8))
 
 
 Handle = messages.Handle
@@ -1095,8 +944,7 @@ def _d_Handle(b: Any, p: int) -> tuple[Handle, int]:
         raise Doubt
     f2, p = read_bin(b, p + 1, 0, 8388608)
     o = new(Handle)
-    _Handle_transport(o, f1)
-    _Handle_data(o, f2)
+    _Handle_transport(o, f1); _Handle_data(o, f2)
     return o, p
 
 
@@ -1107,11 +955,7 @@ def _e_Handle(o: Any, out: list[Any]) -> None:
     f2 = o.data
     if f1.__class__ is not enums.Transport and f1.__class__ is not int or not 0 <= f1 <= 65535:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02',)
     write_bin(f2, 0, 8388608, out)
 
 
@@ -1165,13 +1009,7 @@ def _d_Columns(b: Any, p: int) -> tuple[Columns, int]:
     if len(f3) != len(f4) or len(f3) != len(f5) or len(f3) != len(f6) or len(f3) != len(f7):
         raise Doubt
     o = new(Columns)
-    _Columns_group(o, f1)
-    _Columns_items(o, f2)
-    _Columns_region(o, f3)
-    _Columns_offset(o, f4)
-    _Columns_item_stride(o, f5)
-    _Columns_row_stride(o, f6)
-    _Columns_lane_stride(o, f7)
+    _Columns_group(o, f1); _Columns_items(o, f2); _Columns_region(o, f3); _Columns_offset(o, f4); _Columns_item_stride(o, f5); _Columns_row_stride(o, f6); _Columns_lane_stride(o, f7)
     return o, p
 
 
@@ -1191,21 +1029,15 @@ def _e_Columns(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 1 <= f2 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x87\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-    )
+    out += (b'\x87\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03',)
     write_array(f3, 3, 1, 4194304, out)
-    out += (b"\x04",)
+    out += (b'\x04',)
     write_array(f4, 4, 0, 4194304, out)
-    out += (b"\x05",)
+    out += (b'\x05',)
     write_array(f5, 4, 0, 4194304, out)
-    out += (b"\x06",)
+    out += (b'\x06',)
     write_array(f6, 4, 0, 4194304, out)
-    out += (b"\x07",)
+    out += (b'\x07',)
     write_array(f7, 4, 0, 4194304, out)
 
 
@@ -1233,8 +1065,7 @@ def _d_RouteRef(b: Any, p: int) -> tuple[RouteRef, int]:
     p = p + 1 + 34
     f2 = bytes(b[p - 32 : p])
     o = new(RouteRef)
-    _RouteRef_group(o, f1)
-    _RouteRef_digest(o, f2)
+    _RouteRef_group(o, f1); _RouteRef_digest(o, f2)
     return o, p
 
 
@@ -1247,13 +1078,7 @@ def _e_RouteRef(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not bytes or len(f2) != 32:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        b"\xc4 ",
-        f2,
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', b'\xc4 ', f2,)
 
 
 Grants = messages.Grants
@@ -1339,12 +1164,7 @@ def _d_Grants(b: Any, p: int) -> tuple[Grants, int]:
     if f2 + f3 > f4:
         raise Doubt
     o = new(Grants)
-    _Grants_group(o, f1)
-    _Grants_first(o, f2)
-    _Grants_count(o, f3)
-    _Grants_valid(o, f4)
-    _Grants_items(o, f5)
-    _Grants_state_after(o, f6)
+    _Grants_group(o, f1); _Grants_first(o, f2); _Grants_count(o, f3); _Grants_valid(o, f4); _Grants_items(o, f5); _Grants_state_after(o, f6)
     return o, p
 
 
@@ -1368,23 +1188,14 @@ def _e_Grants(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 0 <= f4 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
     if f5 is not None:
-        out.append(b"\x05")
+        out.append(b'\x05')
         write_array(f5, 3, 0, 4194304, out)
     if f6 is not None:
         if f6.__class__ is not int or not 0 <= f6 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x06", BYTE[f6] if f6 < 256 else write_uint(f6))
+        out += (b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6))
 
 
 HandOff = messages.HandOff
@@ -1408,8 +1219,7 @@ def _d_HandOff(b: Any, p: int) -> tuple[HandOff, int]:
         raise Doubt
     f2, p = read_bin(b, p + 1, 0, 8388608)
     o = new(HandOff)
-    _HandOff_group(o, f1)
-    _HandOff_data(o, f2)
+    _HandOff_group(o, f1); _HandOff_data(o, f2)
     return o, p
 
 
@@ -1420,11 +1230,7 @@ def _e_HandOff(o: Any, out: list[Any]) -> None:
     f2 = o.data
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02',)
     write_bin(f2, 0, 8388608, out)
 
 
@@ -1458,8 +1264,7 @@ def _d_Checksum(b: Any, p: int) -> tuple[Checksum, int]:
         else:
             f2, p = read_uint(b, f2, p)
     o = new(Checksum)
-    _Checksum_group(o, f1)
-    _Checksum_value(o, f2)
+    _Checksum_group(o, f1); _Checksum_value(o, f2)
     return o, p
 
 
@@ -1472,12 +1277,7 @@ def _e_Checksum(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 Ticket = messages.Ticket
@@ -1523,10 +1323,7 @@ def _d_Ticket(b: Any, p: int) -> tuple[Ticket, int]:
     if f4 < 1:
         raise Doubt
     o = new(Ticket)
-    _Ticket_key(o, f1)
-    _Ticket_engine(o, f2)
-    _Ticket_replica(o, f3)
-    _Ticket_deadline(o, f4)
+    _Ticket_key(o, f1); _Ticket_engine(o, f2); _Ticket_replica(o, f3); _Ticket_deadline(o, f4)
     return o, p
 
 
@@ -1543,17 +1340,7 @@ def _e_Ticket(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x84\x01",
-        b"\xc4\x10",
-        f1,
-        b"\x02",
-        write_text(f2, 1, 128),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x84\x01', b'\xc4\x10', f1, b'\x02', write_text(f2, 1, 128), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
 
 
 Content = messages.Content
@@ -1581,9 +1368,7 @@ def _d_Content(b: Any, p: int) -> tuple[Content, int]:
         v3.append(x3)
     f3 = tuple(v3)
     o = new(Content)
-    _Content_tokens(o, f1)
-    _Content_adapter(o, f2)
-    _Content_salts(o, f3)
+    _Content_tokens(o, f1); _Content_adapter(o, f2); _Content_salts(o, f3)
     return o, p
 
 
@@ -1593,13 +1378,9 @@ def _e_Content(o: Any, out: list[Any]) -> None:
     f1 = o.tokens
     f2 = o.adapter
     f3 = o.salts
-    out += (b"\x83\x01",)
+    out += (b'\x83\x01',)
     write_array(f1, 3, 0, 4194304, out)
-    out += (
-        b"\x02",
-        write_text(f2, 0, 4096),
-        b"\x03",
-    )
+    out += (b'\x02', write_text(f2, 0, 4096), b'\x03',)
     if f3.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f3), 0, 65536))
@@ -1743,17 +1524,7 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
     if f10 and not set(f10) <= set(f9):
         raise Doubt
     o = new(Hello)
-    _Hello_resume(o, f1)
-    _Hello_request(o, f2)
-    _Hello_versions(o, f3)
-    _Hello_engine(o, f4)
-    _Hello_incarnation(o, f5)
-    _Hello_rank(o, f6)
-    _Hello_replica(o, f7)
-    _Hello_role(o, f8)
-    _Hello_offered(o, f9)
-    _Hello_needed(o, f10)
-    _Hello_limits(o, f11)
+    _Hello_resume(o, f1); _Hello_request(o, f2); _Hello_versions(o, f3); _Hello_engine(o, f4); _Hello_incarnation(o, f5); _Hello_rank(o, f6); _Hello_replica(o, f7); _Hello_role(o, f8); _Hello_offered(o, f9); _Hello_needed(o, f10); _Hello_limits(o, f11)
     return o, p
 
 
@@ -1783,14 +1554,10 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
     if f1 is not None:
         if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x01", BYTE[f1] if f1 < 256 else write_uint(f1))
+        out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1))
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-    )
+    out += (b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03',)
     if f3.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f3), 1, 65536))
@@ -1804,19 +1571,7 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f8.__class__ is not enums.Role and f8.__class__ is not int or f8 not in _Role:
         raise Doubt
-    out += (
-        b"\x04",
-        write_text(f4, 1, 128),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-        b"\x07",
-        BYTE[f7] if f7 < 256 else write_uint(f7),
-        b"\x08",
-        BYTE[f8] if f8 < 256 else write_uint(f8),
-        b"\t",
-    )
+    out += (b'\x04', write_text(f4, 1, 128), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
     if f9.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f9), 0, 65536))
@@ -1824,7 +1579,7 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
         if x9.__class__ is not enums.Feature and x9.__class__ is not int or not 0 <= x9 <= 65535:
             raise Doubt
         out += (BYTE[x9] if x9 < 256 else write_uint(x9),)
-    out += (b"\n",)
+    out += (b'\n',)
     if f10.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f10), 0, 65536))
@@ -1832,7 +1587,7 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
         if x10.__class__ is not enums.Feature and x10.__class__ is not int or not 0 <= x10 <= 65535:
             raise Doubt
         out += (BYTE[x10] if x10 < 256 else write_uint(x10),)
-    out += (b"\x0b",)
+    out += (b'\x0b',)
     _e_Limits(f11, out)
 
 
@@ -1941,16 +1696,7 @@ def _d_Welcome(b: Any, p: int) -> tuple[Welcome, int]:
     if len(f10) > 1 and not ascends([x.rank for x in f10]):
         raise Doubt
     o = new(Welcome)
-    _Welcome_session(o, f1)
-    _Welcome_request(o, f2)
-    _Welcome_version(o, f3)
-    _Welcome_engine(o, f4)
-    _Welcome_incarnation(o, f5)
-    _Welcome_rank(o, f6)
-    _Welcome_replica(o, f7)
-    _Welcome_features(o, f8)
-    _Welcome_limits(o, f9)
-    _Welcome_endpoints(o, f10)
+    _Welcome_session(o, f1); _Welcome_request(o, f2); _Welcome_version(o, f3); _Welcome_engine(o, f4); _Welcome_incarnation(o, f5); _Welcome_rank(o, f6); _Welcome_replica(o, f7); _Welcome_features(o, f8); _Welcome_limits(o, f9); _Welcome_endpoints(o, f10)
     return o, p
 
 
@@ -1975,13 +1721,7 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x8a\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-    )
+    out += (b'\x8a\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03',)
     _e_Version(f3, out)
     if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
         raise Doubt
@@ -1989,17 +1729,7 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f7.__class__ is not int or not 0 <= f7 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x04",
-        write_text(f4, 1, 128),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-        b"\x07",
-        BYTE[f7] if f7 < 256 else write_uint(f7),
-        b"\x08",
-    )
+    out += (b'\x04', write_text(f4, 1, 128), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08',)
     if f8.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f8), 0, 65536))
@@ -2007,9 +1737,9 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
         if x8.__class__ is not enums.Feature and x8.__class__ is not int or not 0 <= x8 <= 65535:
             raise Doubt
         out += (BYTE[x8] if x8 < 256 else write_uint(x8),)
-    out += (b"\t",)
+    out += (b'\t',)
     _e_Limits(f9, out)
-    out += (b"\n",)
+    out += (b'\n',)
     if f10.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f10), 1, 65536))
@@ -2085,13 +1815,7 @@ def _d_Refused(b: Any, p: int) -> tuple[Refused, int]:
     if left:
         raise Doubt
     o = new(Refused)
-    _Refused_session(o, f1)
-    _Refused_request(o, f2)
-    _Refused_code(o, f3)
-    _Refused_path(o, f4)
-    _Refused_mine(o, f5)
-    _Refused_yours(o, f6)
-    _Refused_advice(o, f7)
+    _Refused_session(o, f1); _Refused_request(o, f2); _Refused_code(o, f3); _Refused_path(o, f4); _Refused_mine(o, f5); _Refused_yours(o, f6); _Refused_advice(o, f7)
     return o, p
 
 
@@ -2109,25 +1833,14 @@ def _e_Refused(o: Any, out: list[Any]) -> None:
     if f1 is not None:
         if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x01", BYTE[f1] if f1 < 256 else write_uint(f1))
+        out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1))
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not enums.ErrorCode and f3.__class__ is not int or not 0 <= f3 <= 65535:
         raise Doubt
-    out += (
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        write_text(f4, 0, 4096),
-        b"\x05",
-        write_text(f5, 0, 4096),
-        b"\x06",
-        write_text(f6, 0, 4096),
-    )
+    out += (b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', write_text(f4, 0, 4096), b'\x05', write_text(f5, 0, 4096), b'\x06', write_text(f6, 0, 4096),)
     if f7 is not None:
-        out += (b"\x07", write_text(f7, 0, 4096))
+        out += (b'\x07', write_text(f7, 0, 4096))
 
 
 Error = messages.Error
@@ -2211,14 +1924,7 @@ def _d_Error(b: Any, p: int) -> tuple[Error, int]:
     if left:
         raise Doubt
     o = new(Error)
-    _Error_session(o, f1)
-    _Error_request(o, f2)
-    _Error_code(o, f3)
-    _Error_path(o, f4)
-    _Error_mine(o, f5)
-    _Error_yours(o, f6)
-    _Error_advice(o, f7)
-    _Error_about(o, f8)
+    _Error_session(o, f1); _Error_request(o, f2); _Error_code(o, f3); _Error_path(o, f4); _Error_mine(o, f5); _Error_yours(o, f6); _Error_advice(o, f7); _Error_about(o, f8)
     return o, p
 
 
@@ -2237,29 +1943,20 @@ def _e_Error(o: Any, out: list[Any]) -> None:
     if f1 is not None:
         if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x01", BYTE[f1] if f1 < 256 else write_uint(f1))
+        out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1))
     if f2 is not None:
         if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x02", BYTE[f2] if f2 < 256 else write_uint(f2))
+        out += (b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2))
     if f3.__class__ is not enums.ErrorCode and f3.__class__ is not int or not 0 <= f3 <= 65535:
         raise Doubt
-    out += (
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        write_text(f4, 0, 4096),
-        b"\x05",
-        write_text(f5, 0, 4096),
-        b"\x06",
-        write_text(f6, 0, 4096),
-    )
+    out += (b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', write_text(f4, 0, 4096), b'\x05', write_text(f5, 0, 4096), b'\x06', write_text(f6, 0, 4096),)
     if f7 is not None:
-        out += (b"\x07", write_text(f7, 0, 4096))
+        out += (b'\x07', write_text(f7, 0, 4096))
     if f8 is not None:
         if f8.__class__ is not int or not 0 <= f8 <= 65535:
             raise Doubt
-        out += (b"\x08", BYTE[f8] if f8 < 256 else write_uint(f8))
+        out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8))
 
 
 Goodbye = messages.Goodbye
@@ -2287,8 +1984,7 @@ def _d_Goodbye(b: Any, p: int) -> tuple[Goodbye, int]:
         raise Doubt
     f3, p = read_text(b, p + 1, 0, 4096)
     o = new(Goodbye)
-    _Goodbye_session(o, f1)
-    _Goodbye_reason(o, f3)
+    _Goodbye_session(o, f1); _Goodbye_reason(o, f3)
     return o, p
 
 
@@ -2299,12 +1995,7 @@ def _e_Goodbye(o: Any, out: list[Any]) -> None:
     f3 = o.reason
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        write_text(f3, 0, 4096),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', write_text(f3, 0, 4096),)
 
 
 Ping = messages.Ping
@@ -2341,8 +2032,7 @@ def _d_Ping(b: Any, p: int) -> tuple[Ping, int]:
         else:
             f2, p = read_uint(b, f2, p)
     o = new(Ping)
-    _Ping_session(o, f1)
-    _Ping_request(o, f2)
+    _Ping_session(o, f1); _Ping_request(o, f2)
     return o, p
 
 
@@ -2355,12 +2045,7 @@ def _e_Ping(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 Pong = messages.Pong
@@ -2397,8 +2082,7 @@ def _d_Pong(b: Any, p: int) -> tuple[Pong, int]:
         else:
             f2, p = read_uint(b, f2, p)
     o = new(Pong)
-    _Pong_session(o, f1)
-    _Pong_request(o, f2)
+    _Pong_session(o, f1); _Pong_request(o, f2)
     return o, p
 
 
@@ -2411,12 +2095,7 @@ def _e_Pong(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x82\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-    )
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 Describe = messages.Describe
@@ -2475,11 +2154,7 @@ def _d_Describe(b: Any, p: int) -> tuple[Describe, int]:
     p = p + 1 + 34
     f5 = bytes(b[p - 32 : p])
     o = new(Describe)
-    _Describe_session(o, f1)
-    _Describe_request(o, f2)
-    _Describe_version(o, f3)
-    _Describe_geometry(o, f4)
-    _Describe_digest(o, f5)
+    _Describe_session(o, f1); _Describe_request(o, f2); _Describe_version(o, f3); _Describe_geometry(o, f4); _Describe_digest(o, f5)
     return o, p
 
 
@@ -2497,23 +2172,11 @@ def _e_Describe(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04',)
     write_bin(f4, 0, 8388608, out)
     if f5.__class__ is not bytes or len(f5) != 32:
         raise Doubt
-    out += (
-        b"\x05",
-        b"\xc4 ",
-        f5,
-    )
+    out += (b'\x05', b'\xc4 ', f5,)
 
 
 Description = messages.Description
@@ -2572,11 +2235,7 @@ def _d_Description(b: Any, p: int) -> tuple[Description, int]:
     p = p + 1 + 34
     f5 = bytes(b[p - 32 : p])
     o = new(Description)
-    _Description_session(o, f1)
-    _Description_request(o, f2)
-    _Description_version(o, f3)
-    _Description_geometry(o, f4)
-    _Description_digest(o, f5)
+    _Description_session(o, f1); _Description_request(o, f2); _Description_version(o, f3); _Description_geometry(o, f4); _Description_digest(o, f5)
     return o, p
 
 
@@ -2594,23 +2253,11 @@ def _e_Description(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04',)
     write_bin(f4, 0, 8388608, out)
     if f5.__class__ is not bytes or len(f5) != 32:
         raise Doubt
-    out += (
-        b"\x05",
-        b"\xc4 ",
-        f5,
-    )
+    out += (b'\x05', b'\xc4 ', f5,)
 
 
 Register = messages.Register
@@ -2722,16 +2369,7 @@ def _d_Register(b: Any, p: int) -> tuple[Register, int]:
     if len(f9) > 1 and not ascends([x.group for x in f9]):
         raise Doubt
     o = new(Register)
-    _Register_session(o, f1)
-    _Register_request(o, f2)
-    _Register_source(o, f3)
-    _Register_sink(o, f4)
-    _Register_epoch(o, f5)
-    _Register_access(o, f6)
-    _Register_regions(o, f7)
-    _Register_columns(o, f8)
-    _Register_routes(o, f9)
-    _Register_plan(o, f10)
+    _Register_session(o, f1); _Register_request(o, f2); _Register_source(o, f3); _Register_sink(o, f4); _Register_epoch(o, f5); _Register_access(o, f6); _Register_regions(o, f7); _Register_columns(o, f8); _Register_routes(o, f9); _Register_plan(o, f10)
     return o, p
 
 
@@ -2766,35 +2404,19 @@ def _e_Register(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f6.__class__ is not enums.Access and f6.__class__ is not int or f6 not in _Access:
         raise Doubt
-    out += (
-        b"\x8a\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        b"\xc4 ",
-        f3,
-        b"\x04",
-        b"\xc4 ",
-        f4,
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-        b"\x07",
-    )
+    out += (b'\x8a\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', b'\xc4 ', f3, b'\x04', b'\xc4 ', f4, b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07',)
     if f7.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f7), 0, 65536))
     for x7 in f7:
         _e_Region(x7, out)
-    out += (b"\x08",)
+    out += (b'\x08',)
     if f8.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f8), 0, 65536))
     for x8 in f8:
         _e_Columns(x8, out)
-    out += (b"\t",)
+    out += (b'\t',)
     if f9.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f9), 0, 65536))
@@ -2802,11 +2424,7 @@ def _e_Register(o: Any, out: list[Any]) -> None:
         _e_RouteRef(x9, out)
     if f10.__class__ is not bytes or len(f10) != 32:
         raise Doubt
-    out += (
-        b"\n",
-        b"\xc4 ",
-        f10,
-    )
+    out += (b'\n', b'\xc4 ', f10,)
 
 
 Registered = messages.Registered
@@ -2882,12 +2500,7 @@ def _d_Registered(b: Any, p: int) -> tuple[Registered, int]:
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
     o = new(Registered)
-    _Registered_session(o, f1)
-    _Registered_request(o, f2)
-    _Registered_epoch(o, f3)
-    _Registered_transport(o, f4)
-    _Registered_routes(o, f5)
-    _Registered_plan(o, f6)
+    _Registered_session(o, f1); _Registered_request(o, f2); _Registered_epoch(o, f3); _Registered_transport(o, f4); _Registered_routes(o, f5); _Registered_plan(o, f6)
     return o, p
 
 
@@ -2910,17 +2523,7 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not enums.Transport and f4.__class__ is not int or not 0 <= f4 <= 65535:
         raise Doubt
-    out += (
-        b"\x86\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-    )
+    out += (b'\x86\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
     if f5.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f5), 0, 65536))
@@ -2928,11 +2531,7 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
         _e_RouteRef(x5, out)
     if f6.__class__ is not bytes or len(f6) != 32:
         raise Doubt
-    out += (
-        b"\x06",
-        b"\xc4 ",
-        f6,
-    )
+    out += (b'\x06', b'\xc4 ', f6,)
 
 
 Unregister = messages.Unregister
@@ -2980,9 +2579,7 @@ def _d_Unregister(b: Any, p: int) -> tuple[Unregister, int]:
     if f3 > 4294967295:
         raise Doubt
     o = new(Unregister)
-    _Unregister_session(o, f1)
-    _Unregister_request(o, f2)
-    _Unregister_epoch(o, f3)
+    _Unregister_session(o, f1); _Unregister_request(o, f2); _Unregister_epoch(o, f3)
     return o, p
 
 
@@ -2998,14 +2595,7 @@ def _e_Unregister(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x83\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-    )
+    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
 
 
 Unregistered = messages.Unregistered
@@ -3063,10 +2653,7 @@ def _d_Unregistered(b: Any, p: int) -> tuple[Unregistered, int]:
     if f4 is None:
         raise Doubt
     o = new(Unregistered)
-    _Unregistered_session(o, f1)
-    _Unregistered_request(o, f2)
-    _Unregistered_epoch(o, f3)
-    _Unregistered_proof(o, f4)
+    _Unregistered_session(o, f1); _Unregistered_request(o, f2); _Unregistered_epoch(o, f3); _Unregistered_proof(o, f4)
     return o, p
 
 
@@ -3085,16 +2672,7 @@ def _e_Unregistered(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not enums.Proof and f4.__class__ is not int or f4 not in _Proof:
         raise Doubt
-    out += (
-        b"\x84\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x84\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
 
 
 Transfer = messages.Transfer
@@ -3221,17 +2799,7 @@ def _d_Transfer(b: Any, p: int) -> tuple[Transfer, int]:
     if not array_ascends(f11):
         raise Doubt
     o = new(Transfer)
-    _Transfer_session(o, f1)
-    _Transfer_request(o, f2)
-    _Transfer_sequence(o, f3)
-    _Transfer_attempt(o, f4)
-    _Transfer_ticket(o, f5)
-    _Transfer_content(o, f6)
-    _Transfer_source_version(o, f7)
-    _Transfer_sink_version(o, f8)
-    _Transfer_epoch(o, f9)
-    _Transfer_grants(o, f10)
-    _Transfer_writers(o, f11)
+    _Transfer_session(o, f1); _Transfer_request(o, f2); _Transfer_sequence(o, f3); _Transfer_attempt(o, f4); _Transfer_ticket(o, f5); _Transfer_content(o, f6); _Transfer_source_version(o, f7); _Transfer_sink_version(o, f8); _Transfer_epoch(o, f9); _Transfer_grants(o, f10); _Transfer_writers(o, f11)
     return o, p
 
 
@@ -3271,35 +2839,13 @@ def _e_Transfer(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f9.__class__ is not int or not 1 <= f9 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x8b\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        b"\xc4\x10",
-        f5,
-        b"\x06",
-        b"\xc4 ",
-        f6,
-        b"\x07",
-        BYTE[f7] if f7 < 256 else write_uint(f7),
-        b"\x08",
-        BYTE[f8] if f8 < 256 else write_uint(f8),
-        b"\t",
-        BYTE[f9] if f9 < 256 else write_uint(f9),
-        b"\n",
-    )
+    out += (b'\x8b\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', b'\xc4\x10', f5, b'\x06', b'\xc4 ', f6, b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n',)
     if f10.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f10), 1, 65536))
     for x10 in f10:
         _e_Grants(x10, out)
-    out += (b"\x0b",)
+    out += (b'\x0b',)
     write_array(f11, 3, 1, 4194304, out)
 
 
@@ -3373,11 +2919,7 @@ def _d_Accepted(b: Any, p: int) -> tuple[Accepted, int]:
     if f5 is None:
         raise Doubt
     o = new(Accepted)
-    _Accepted_session(o, f1)
-    _Accepted_request(o, f2)
-    _Accepted_sequence(o, f3)
-    _Accepted_attempt(o, f4)
-    _Accepted_state(o, f5)
+    _Accepted_session(o, f1); _Accepted_request(o, f2); _Accepted_sequence(o, f3); _Accepted_attempt(o, f4); _Accepted_state(o, f5)
     return o, p
 
 
@@ -3399,18 +2941,7 @@ def _e_Accepted(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not enums.RequestState and f5.__class__ is not int or f5 not in _RequestState:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
 Grant = messages.Grant
@@ -3484,11 +3015,7 @@ def _d_Grant(b: Any, p: int) -> tuple[Grant, int]:
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
     o = new(Grant)
-    _Grant_session(o, f1)
-    _Grant_request(o, f2)
-    _Grant_sequence(o, f3)
-    _Grant_attempt(o, f4)
-    _Grant_grants(o, f5)
+    _Grant_session(o, f1); _Grant_request(o, f2); _Grant_sequence(o, f3); _Grant_attempt(o, f4); _Grant_grants(o, f5)
     return o, p
 
 
@@ -3510,17 +3037,7 @@ def _e_Grant(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
     if f5.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f5), 1, 65536))
@@ -3604,11 +3121,7 @@ def _d_Progress(b: Any, p: int) -> tuple[Progress, int]:
     if left:
         raise Doubt
     o = new(Progress)
-    _Progress_session(o, f1)
-    _Progress_sequence(o, f3)
-    _Progress_attempt(o, f4)
-    _Progress_state(o, f5)
-    _Progress_tokens(o, f6)
+    _Progress_session(o, f1); _Progress_sequence(o, f3); _Progress_attempt(o, f4); _Progress_state(o, f5); _Progress_tokens(o, f6)
     return o, p
 
 
@@ -3629,20 +3142,11 @@ def _e_Progress(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not enums.RequestState and f5.__class__ is not int or f5 not in _RequestState:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
     if f6 is not None:
         if f6.__class__ is not int or not 0 <= f6 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x06", BYTE[f6] if f6 < 256 else write_uint(f6))
+        out += (b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6))
 
 
 Done = messages.Done
@@ -3771,16 +3275,7 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
     if f10 is not None and len(f10) > 1 and not ascends([x.group for x in f10]):
         raise Doubt
     o = new(Done)
-    _Done_session(o, f1)
-    _Done_request(o, f2)
-    _Done_sequence(o, f3)
-    _Done_attempt(o, f4)
-    _Done_writer(o, f5)
-    _Done_groups(o, f6)
-    _Done_bytes(o, f7)
-    _Done_outcome(o, f8)
-    _Done_handoff(o, f9)
-    _Done_checksums(o, f10)
+    _Done_session(o, f1); _Done_request(o, f2); _Done_sequence(o, f3); _Done_attempt(o, f4); _Done_writer(o, f5); _Done_groups(o, f6); _Done_bytes(o, f7); _Done_outcome(o, f8); _Done_handoff(o, f9); _Done_checksums(o, f10)
     return o, p
 
 
@@ -3814,38 +3309,20 @@ def _e_Done(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 0 <= f5 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06',)
     write_array(f6, 3, 1, 4194304, out)
     if f7.__class__ is not int or not 0 <= f7 <= 18446744073709551615:
         raise Doubt
     if f8.__class__ is not enums.Outcome and f8.__class__ is not int or f8 not in _Outcome:
         raise Doubt
-    out += (
-        b"\x07",
-        BYTE[f7] if f7 < 256 else write_uint(f7),
-        b"\x08",
-        BYTE[f8] if f8 < 256 else write_uint(f8),
-        b"\t",
-    )
+    out += (b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
     if f9.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f9), 0, 65536))
     for x9 in f9:
         _e_HandOff(x9, out)
     if f10 is not None:
-        out.append(b"\n")
+        out.append(b'\n')
         if f10.__class__ is not tuple:
             raise Doubt
         out.append(write_count(len(f10), 0, 65536))
@@ -3913,10 +3390,7 @@ def _d_DoneAck(b: Any, p: int) -> tuple[DoneAck, int]:
     if f4 > 4294967295:
         raise Doubt
     o = new(DoneAck)
-    _DoneAck_session(o, f1)
-    _DoneAck_request(o, f2)
-    _DoneAck_sequence(o, f3)
-    _DoneAck_attempt(o, f4)
+    _DoneAck_session(o, f1); _DoneAck_request(o, f2); _DoneAck_sequence(o, f3); _DoneAck_attempt(o, f4)
     return o, p
 
 
@@ -3935,16 +3409,7 @@ def _e_DoneAck(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x84\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x84\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
 
 
 Failed = messages.Failed
@@ -4039,15 +3504,7 @@ def _d_Failed(b: Any, p: int) -> tuple[Failed, int]:
     if left:
         raise Doubt
     o = new(Failed)
-    _Failed_session(o, f1)
-    _Failed_request(o, f2)
-    _Failed_sequence(o, f3)
-    _Failed_attempt(o, f4)
-    _Failed_code(o, f5)
-    _Failed_path(o, f6)
-    _Failed_mine(o, f7)
-    _Failed_yours(o, f8)
-    _Failed_advice(o, f9)
+    _Failed_session(o, f1); _Failed_request(o, f2); _Failed_sequence(o, f3); _Failed_attempt(o, f4); _Failed_code(o, f5); _Failed_path(o, f6); _Failed_mine(o, f7); _Failed_yours(o, f8); _Failed_advice(o, f9)
     return o, p
 
 
@@ -4074,26 +3531,9 @@ def _e_Failed(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not enums.ErrorCode and f5.__class__ is not int or not 0 <= f5 <= 65535:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        write_text(f6, 0, 4096),
-        b"\x07",
-        write_text(f7, 0, 4096),
-        b"\x08",
-        write_text(f8, 0, 4096),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', write_text(f6, 0, 4096), b'\x07', write_text(f7, 0, 4096), b'\x08', write_text(f8, 0, 4096),)
     if f9 is not None:
-        out += (b"\t", write_text(f9, 0, 4096))
+        out += (b'\t', write_text(f9, 0, 4096))
 
 
 Abort = messages.Abort
@@ -4160,11 +3600,7 @@ def _d_Abort(b: Any, p: int) -> tuple[Abort, int]:
         raise Doubt
     f5, p = read_text(b, p + 1, 0, 4096)
     o = new(Abort)
-    _Abort_session(o, f1)
-    _Abort_request(o, f2)
-    _Abort_sequence(o, f3)
-    _Abort_attempt(o, f4)
-    _Abort_reason(o, f5)
+    _Abort_session(o, f1); _Abort_request(o, f2); _Abort_sequence(o, f3); _Abort_attempt(o, f4); _Abort_reason(o, f5)
     return o, p
 
 
@@ -4184,18 +3620,7 @@ def _e_Abort(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        write_text(f5, 0, 4096),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', write_text(f5, 0, 4096),)
 
 
 Drained = messages.Drained
@@ -4268,11 +3693,7 @@ def _d_Drained(b: Any, p: int) -> tuple[Drained, int]:
     if f5 is None:
         raise Doubt
     o = new(Drained)
-    _Drained_session(o, f1)
-    _Drained_request(o, f2)
-    _Drained_sequence(o, f3)
-    _Drained_attempt(o, f4)
-    _Drained_proof(o, f5)
+    _Drained_session(o, f1); _Drained_request(o, f2); _Drained_sequence(o, f3); _Drained_attempt(o, f4); _Drained_proof(o, f5)
     return o, p
 
 
@@ -4294,18 +3715,7 @@ def _e_Drained(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not enums.Proof and f5.__class__ is not int or f5 not in _Proof:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
 Chunk = messages.Chunk
@@ -4396,13 +3806,7 @@ def _d_Chunk(b: Any, p: int) -> tuple[Chunk, int]:
     f8 = f8 == 195
     p = p + 1 + 1
     o = new(Chunk)
-    _Chunk_session(o, f1)
-    _Chunk_sequence(o, f3)
-    _Chunk_attempt(o, f4)
-    _Chunk_slot(o, f5)
-    _Chunk_offset(o, f6)
-    _Chunk_bytes(o, f7)
-    _Chunk_last(o, f8)
+    _Chunk_session(o, f1); _Chunk_sequence(o, f3); _Chunk_attempt(o, f4); _Chunk_slot(o, f5); _Chunk_offset(o, f6); _Chunk_bytes(o, f7); _Chunk_last(o, f8)
     return o, p
 
 
@@ -4430,22 +3834,7 @@ def _e_Chunk(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f8.__class__ is not bool:
         raise Doubt
-    out += (
-        b"\x87\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-        b"\x07",
-        BYTE[f7] if f7 < 256 else write_uint(f7),
-        b"\x08",
-        b"\xc3" if f8 else b"\xc2",
-    )
+    out += (b'\x87\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', b'\xc3' if f8 else b'\xc2',)
 
 
 Credit = messages.Credit
@@ -4510,10 +3899,7 @@ def _d_Credit(b: Any, p: int) -> tuple[Credit, int]:
     if f4 is not None and not array_ascends(f4):
         raise Doubt
     o = new(Credit)
-    _Credit_session(o, f1)
-    _Credit_kind(o, f3)
-    _Credit_slots(o, f4)
-    _Credit_total(o, f5)
+    _Credit_session(o, f1); _Credit_kind(o, f3); _Credit_slots(o, f4); _Credit_total(o, f5)
     return o, p
 
 
@@ -4535,19 +3921,14 @@ def _e_Credit(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f3.__class__ is not enums.CreditKind and f3.__class__ is not int or f3 not in _CreditKind:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
     if f4 is not None:
-        out.append(b"\x04")
+        out.append(b'\x04')
         write_array(f4, 3, 0, 4194304, out)
     if f5 is not None:
         if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
             raise Doubt
-        out += (b"\x05", BYTE[f5] if f5 < 256 else write_uint(f5))
+        out += (b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5))
 
 
 Data = messages.Data
@@ -4622,12 +4003,7 @@ def _d_Data(b: Any, p: int) -> tuple[Data, int]:
     f7 = f7 == 195
     p = p + 1 + 1
     o = new(Data)
-    _Data_session(o, f1)
-    _Data_sequence(o, f3)
-    _Data_attempt(o, f4)
-    _Data_offset(o, f5)
-    _Data_data(o, f6)
-    _Data_last(o, f7)
+    _Data_session(o, f1); _Data_sequence(o, f3); _Data_attempt(o, f4); _Data_offset(o, f5); _Data_data(o, f6); _Data_last(o, f7)
     return o, p
 
 
@@ -4648,24 +4024,11 @@ def _e_Data(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x86\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-    )
+    out += (b'\x86\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06',)
     write_bin(f6, 1, 8388608, out)
     if f7.__class__ is not bool:
         raise Doubt
-    out += (
-        b"\x07",
-        b"\xc3" if f7 else b"\xc2",
-    )
+    out += (b'\x07', b'\xc3' if f7 else b'\xc2',)
 
 
 Offer = messages.Offer
@@ -4812,17 +4175,7 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     if f11 is not None and len(f11) > 1 and not ascends([x.group for x in f11]):
         raise Doubt
     o = new(Offer)
-    _Offer_session(o, f1)
-    _Offer_request(o, f2)
-    _Offer_sequence(o, f3)
-    _Offer_attempt(o, f4)
-    _Offer_writer(o, f5)
-    _Offer_epoch(o, f6)
-    _Offer_grants(o, f7)
-    _Offer_lease(o, f8)
-    _Offer_outcome(o, f9)
-    _Offer_handoff(o, f10)
-    _Offer_checksums(o, f11)
+    _Offer_session(o, f1); _Offer_request(o, f2); _Offer_sequence(o, f3); _Offer_attempt(o, f4); _Offer_writer(o, f5); _Offer_epoch(o, f6); _Offer_grants(o, f7); _Offer_lease(o, f8); _Offer_outcome(o, f9); _Offer_handoff(o, f10); _Offer_checksums(o, f11)
     return o, p
 
 
@@ -4859,21 +4212,7 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f6.__class__ is not int or not 1 <= f6 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-        b"\x06",
-        BYTE[f6] if f6 < 256 else write_uint(f6),
-        b"\x07",
-    )
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07',)
     if f7.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f7), 1, 65536))
@@ -4883,20 +4222,14 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f9.__class__ is not enums.Outcome and f9.__class__ is not int or f9 not in _Outcome:
         raise Doubt
-    out += (
-        b"\x08",
-        BYTE[f8] if f8 < 256 else write_uint(f8),
-        b"\t",
-        BYTE[f9] if f9 < 256 else write_uint(f9),
-        b"\n",
-    )
+    out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n',)
     if f10.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f10), 0, 65536))
     for x10 in f10:
         _e_HandOff(x10, out)
     if f11 is not None:
-        out.append(b"\x0b")
+        out.append(b'\x0b')
         if f11.__class__ is not tuple:
             raise Doubt
         out.append(write_count(len(f11), 0, 65536))
@@ -4977,11 +4310,7 @@ def _d_Pulled(b: Any, p: int) -> tuple[Pulled, int]:
         else:
             f5, p = read_uint(b, f5, p)
     o = new(Pulled)
-    _Pulled_session(o, f1)
-    _Pulled_request(o, f2)
-    _Pulled_sequence(o, f3)
-    _Pulled_attempt(o, f4)
-    _Pulled_bytes(o, f5)
+    _Pulled_session(o, f1); _Pulled_request(o, f2); _Pulled_sequence(o, f3); _Pulled_attempt(o, f4); _Pulled_bytes(o, f5)
     return o, p
 
 
@@ -5003,18 +4332,7 @@ def _e_Pulled(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
 Released = messages.Released
@@ -5064,9 +4382,7 @@ def _d_Released(b: Any, p: int) -> tuple[Released, int]:
     if f4 > 4294967295:
         raise Doubt
     o = new(Released)
-    _Released_session(o, f1)
-    _Released_sequence(o, f3)
-    _Released_attempt(o, f4)
+    _Released_session(o, f1); _Released_sequence(o, f3); _Released_attempt(o, f4)
     return o, p
 
 
@@ -5082,14 +4398,7 @@ def _e_Released(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
         raise Doubt
-    out += (
-        b"\x83\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-    )
+    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
 
 
 Renew = messages.Renew
@@ -5167,11 +4476,7 @@ def _d_Renew(b: Any, p: int) -> tuple[Renew, int]:
     if f5 < 1:
         raise Doubt
     o = new(Renew)
-    _Renew_session(o, f1)
-    _Renew_request(o, f2)
-    _Renew_sequence(o, f3)
-    _Renew_attempt(o, f4)
-    _Renew_lease(o, f5)
+    _Renew_session(o, f1); _Renew_request(o, f2); _Renew_sequence(o, f3); _Renew_attempt(o, f4); _Renew_lease(o, f5)
     return o, p
 
 
@@ -5193,18 +4498,7 @@ def _e_Renew(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 1 <= f5 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
 Renewed = messages.Renewed
@@ -5282,11 +4576,7 @@ def _d_Renewed(b: Any, p: int) -> tuple[Renewed, int]:
     if f5 < 1:
         raise Doubt
     o = new(Renewed)
-    _Renewed_session(o, f1)
-    _Renewed_request(o, f2)
-    _Renewed_sequence(o, f3)
-    _Renewed_attempt(o, f4)
-    _Renewed_lease(o, f5)
+    _Renewed_session(o, f1); _Renewed_request(o, f2); _Renewed_sequence(o, f3); _Renewed_attempt(o, f4); _Renewed_lease(o, f5)
     return o, p
 
 
@@ -5308,18 +4598,7 @@ def _e_Renewed(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 1 <= f5 <= 18446744073709551615:
         raise Doubt
-    out += (
-        b"\x85\x01",
-        BYTE[f1] if f1 < 256 else write_uint(f1),
-        b"\x02",
-        BYTE[f2] if f2 < 256 else write_uint(f2),
-        b"\x03",
-        BYTE[f3] if f3 < 256 else write_uint(f3),
-        b"\x04",
-        BYTE[f4] if f4 < 256 else write_uint(f4),
-        b"\x05",
-        BYTE[f5] if f5 < 256 else write_uint(f5),
-    )
+    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
 DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {

@@ -392,7 +392,9 @@ FIELDS: dict[str, tuple[Field, ...]] = {
 }
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "VersionRange": (("le", ("min_minor", "max_minor"), "FIELD_CONFLICT"),),
+    "VersionRange": (
+        ("le", ("min_minor", "max_minor"), "FIELD_CONFLICT"),
+    ),
     "Geometry": (
         ("ascend", ("facts", "name"), "BAD_GEOMETRY"),
         ("ascend", ("groups", "id"), "BAD_GEOMETRY"),
@@ -403,18 +405,26 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("le", ("live_rows", "rows"), "BAD_GEOMETRY"),
         ("only_if", ("live_rows", "kind", "SLOT"), "BAD_GEOMETRY"),
     ),
-    "Rank": (("ascend", ("owns", "group"), "BAD_GEOMETRY"),),
+    "Rank": (
+        ("ascend", ("owns", "group"), "BAD_GEOMETRY"),
+    ),
     "Owns": (
         ("ascend", ("layers",), "BAD_GEOMETRY"),
         ("rise", ("lanes", "part"), "BAD_GEOMETRY"),
     ),
-    "LaneSpan": (("lt", ("lo", "hi"), "BAD_GEOMETRY"),),
+    "LaneSpan": (
+        ("lt", ("lo", "hi"), "BAD_GEOMETRY"),
+    ),
     "Region": (
         ("sum_le", ("base", "length", 9223372036854775808), "OUT_OF_RANGE"),
         ("present_iff", ("device", "kind", "CUDA"), "FIELD_CONFLICT"),
     ),
-    "Columns": (("same_length", ("region", "offset", "item_stride", "row_stride", "lane_stride"), "BAD_COLUMNS"),),
-    "Grants": (("sum_le", ("first", "count", "valid"), "BAD_GRANT"),),
+    "Columns": (
+        ("same_length", ("region", "offset", "item_stride", "row_stride", "lane_stride"), "BAD_COLUMNS"),
+    ),
+    "Grants": (
+        ("sum_le", ("first", "count", "valid"), "BAD_GRANT"),
+    ),
     "Hello": (
         ("unique", ("versions", "major"), "REPEATED"),
         ("ascend", ("offered",), "NOT_ASCENDING"),
@@ -430,12 +440,16 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("columns", "group"), "NOT_ASCENDING"),
         ("ascend", ("routes", "group"), "NOT_ASCENDING"),
     ),
-    "Registered": (("ascend", ("routes", "group"), "NOT_ASCENDING"),),
+    "Registered": (
+        ("ascend", ("routes", "group"), "NOT_ASCENDING"),
+    ),
     "Transfer": (
         ("ascend", ("grants", "group"), "NOT_ASCENDING"),
         ("ascend", ("writers",), "NOT_ASCENDING"),
     ),
-    "Grant": (("ascend", ("grants", "group"), "NOT_ASCENDING"),),
+    "Grant": (
+        ("ascend", ("grants", "group"), "NOT_ASCENDING"),
+    ),
     "Done": (
         ("ascend", ("groups",), "NOT_ASCENDING"),
         ("ascend", ("handoff", "group"), "NOT_ASCENDING"),

@@ -186,7 +186,9 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "each replica sends": (
         "replicas_written_again", "plan.py", "cells[source, rank, c, d].append((lo, hi, share))", "cells[source, rank, c, d].append((lo, hi, layers))"),
     "a rank with a layer has all of its heads": (
-        "empty_ranks_shadow", "plan.py", "range(at[claim.lo], at[claim.hi])", "range(len(cuts))"),
+        "empty_ranks_shadow", "plan.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
+        "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
+        "    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
         "draft_shards_lost", "plan.py", "for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):\n        for c, d",
         "for i, (lo, hi) in enumerate(zip(cuts[:1], cuts[1:], strict=False)):\n        for c, d"),

@@ -132,6 +132,18 @@ def test_description_that_contradicts_itself(case: str) -> None:
         assert (caught.value.code, caught.value.path) == (code, path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [({name: 0}, name) for name in ("rows", "tokens_per_row", "cp_size", "interleave")]
+    + [({"parts": (attrs.evolve(MLA.parts[0], **{name: 0}),)}, f"parts[0].{name}") for name in ("lanes", "lane_bytes")]
+    + [({"live_rows": 0, "kind": ItemKind.SLOT}, "live_rows")],
+)
+def test_zero_sizes_are_refused(changes: dict[str, Any], path: str) -> None:
+    with pytest.raises(RemoteError) as caught:
+        validate(with_group(MLA, **changes))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, f"groups[0].{path}")
+
+
 @pytest.mark.parametrize("deal", [(1, 0), (9, 6), (3, 3)])
 def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
     cp = 1 if deal[0] == 1 else 2

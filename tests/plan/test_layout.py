@@ -1,0 +1,193 @@
+"""GroupSpec and lay_out: the caches in use, stated in a few lines, cut over ranks, and handed over byte for byte."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto.describe import PRESETS, describe, specs
+from kvproto.errors import LocalError, PlanError
+from kvproto.execute import checksums, execute
+from kvproto.geometry import Geometry, validate
+from kvproto.grants import items_needed
+from kvproto.layout import Block, GroupSpec, Parallel, lay_out
+from kvproto.lowering import lower
+from kvproto.node.pool import pack
+from kvproto.plan import plan
+from kvproto.program import Side, Window
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
+
+F8 = DType.F8E4M3
+
+
+def one(spec: GroupSpec, parallel: Parallel | None = None) -> Geometry:
+    geometry = lay_out([spec], parallel)
+    validate(geometry)
+    return geometry
+
+
+CACHES: dict[str, tuple[GroupSpec, int, int]] = {
+    # spec, rows of a window of 7 tokens, bytes of a row
+    "gqa": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=4, page=4), 7, 32),
+    "wide K": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=6, v_head_dim=4, page=4), 7, 40),
+    "block scales": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=3), 7, 32 + 48),
+    "mla": (GroupSpec.mla("mla", 1, latent=6, rope=2, page=4), 7, 16),
+    "indexer": (GroupSpec.indexer("index", 1, head_dim=128, page=4), 7, 132),
+    "indexer without scales": (GroupSpec.indexer("index", 1, head_dim=128, page=4, scale_block=None), 7, 128),
+    "page scales": (GroupSpec.page_scales("scales", 1, kv_heads=2, page=4), 2, 16),
+    "C4": (GroupSpec.compressed("c4", 1, dim=4, tokens_per_row=4, page_rows=2), 1, 8),
+    "window": (GroupSpec.window("swa", 1, kv_heads=2, head_dim=4, ring_rows=16), 7, 32),
+    "conv": (GroupSpec.mamba1("m", 1, channels=6, state=2, kernel=4, scratch_rows=2)[0], 3, 12),
+    "ssm": (GroupSpec.mamba1("m", 1, channels=6, state=2, kernel=4)[1], 1, 48),
+    "conv 2": (GroupSpec.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[0], 3, 20),
+    "ssm 2": (GroupSpec.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[1], 1, 48),
+    "conv gdn": (GroupSpec.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[0], 2, 20),
+    "ssm gdn": (GroupSpec.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[1], 1, 48),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_each_cache_copies_what_it_says(cache: str) -> None:
+    spec, rows, size = CACHES[cache]
+    geometry = one(spec)
+    group = geometry.groups[0]
+    columns, length = pack(geometry, 0, {0: 6})
+    side, items = Side(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
+    program = lower(plan(geometry, geometry).routes, side, side, {0: Window(0, 7, items)}, {0: Window(0, 7, items + 1)})
+    assert program.bytes == rows * size
+    here, there = (np.random.default_rng(i).integers(0, 256, length, np.uint8) for i in (1, 2))
+    assert execute(program, {0: memoryview(here)}, {0: memoryview(there)}) == program.bytes
+    sums = (checksums(program, {0: memoryview(x)}, sink=k) for k, x in enumerate((here, there)))
+    assert next(sums) == next(sums)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 50))
+def test_blocks_are_cut_into_whole_units_that_cover(units: int, unit: int, ranks: int) -> None:
+    cuts = [Block(units * unit, unit).cut(r, ranks) for r in range(ranks)]
+    assert all(lo % unit == hi % unit == 0 and lo < hi for lo, hi in cuts)
+    assert (cuts[0][0], cuts[-1][1]) == (0, units * unit)
+    if ranks <= units:
+        assert all(a[1] == b[0] for a, b in pairwise(cuts))
+        assert max(hi - lo for lo, hi in cuts) - min(hi - lo for lo, hi in cuts) <= unit
+    else:
+        assert all(a == b or a[1] == b[0] for a, b in pairwise(cuts))
+        held = [cuts.count(c) for c in set(cuts)]
+        assert max(held) - min(held) <= 1
+
+
+def test_sub_blocks_of_a_conv_state_are_cut_on_their_own() -> None:
+    """16 key heads of 128 and 32 value heads of 128 over 4 ranks; one group of B and C on each of 4."""
+    gdn = one(
+        GroupSpec.gdn("g", 1, key_heads=16, key_dim=128, value_heads=32, value_dim=128, kernel=4)[0], Parallel(tp=4)
+    )
+    assert [(s.lo, s.hi) for s in gdn.ranks[1].owns[0].lanes] == [(512, 1024), (2560, 3072), (5120, 6144)]
+    mamba = one(GroupSpec.mamba2("m", 1, heads=8, head_dim=64, groups=1, state=128, kernel=4)[0], Parallel(tp=4))
+    assert [(s.lo, s.hi) for s in mamba.ranks[3].owns[0].lanes] == [(384, 512), (512, 640), (640, 768)]
+
+
+def test_stages_divide_the_layers_of_the_target_and_a_draft_is_on_the_last() -> None:
+    target, draft = (
+        GroupSpec.gqa(n, k, kv_heads=1, head_dim=8, page=4, model=m) for m, (n, k) in enumerate((("t", 7), ("d", 2)))
+    )
+    first = GroupSpec.handoff("first token", {"token": (DType.U8, 4)})
+    for stages, wanted in ((None, [3, 2, 2]), ((1, 4, 2), [1, 4, 2])):
+        made = lay_out([target, draft, first], Parallel(pp=3, stages=stages))
+        validate(made)
+        assert [r.owns[0].layers.size for r in made.ranks] == wanted
+        assert [[o.group for o in r.owns] for r in made.ranks] == [[0], [0], [0, 1, 2]]
+
+
+def test_stages_cut_a_hybrid_by_the_model_not_by_the_cache() -> None:
+    """48 layers, every fourth with attention, in stages of 10, 26 and 12."""
+    made = describe(PRESETS["qwen3-next-80b-a3b"][0], parallel=Parallel(pp=3, stages=(10, 26, 12)))
+    attention = [r.owns[0].layers.tolist() for r in made.ranks]
+    assert attention == [[3, 7], [11, 15, 19, 23, 27, 31, 35], [39, 43, 47]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "path"),
+    [
+        ({"tp": 0}, "tp"), ({"interleave": 0}, "interleave"), ({"tp": 4, "dcp": 3}, "dcp"), ({"tp": 2, "dcp": 2, "cp": 2}, "dcp"),
+        ({"pp": 2, "stages": (1,)}, "stages"), ({"pp": 2, "stages": (9, -1)}, "stages"), ({"pp": 2, "stages": (1, 2)}, "stages"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_engine_has(sizes: dict[str, Any], path: str) -> None:
+    with pytest.raises(LocalError) as caught:
+        lay_out([GroupSpec.mla("m", 8, latent=6, rope=2, page=4)], Parallel(**sizes))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
+
+
+def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
+    """Attention in each fourth layer, held twice: neither copy gives all of it."""
+    config = PRESETS["qwen3-next-80b-a3b"][0]
+    made = plan(describe(config, parallel=Parallel(tp=4)), describe(config, parallel=Parallel(tp=1)))
+    given_ = {
+        r.source: sum(b.layer_hi - b.layer_lo for b in r.boxes if b.part == 0) for r in made.routes if r.group == 0
+    }
+    assert given_ == {0: 6, 1: 6, 2: 6, 3: 6}
+
+
+def test_page_scales_want_equal_pages() -> None:
+    pages = [one(GroupSpec.page_scales("scales", 1, kv_heads=2, page=p)) for p in (16, 32)]
+    with pytest.raises(PlanError) as caught:
+        plan(*pages)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "groups[scales].tokens_per_row")
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] = {
+    # config.json, and of each group: name, kind, layers, bytes of all lanes of a row
+    "Llama": (
+        {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "torch_dtype": "float16"},
+        [("target", ItemKind.PAGE, 4, 64)]),
+    "multi-head, fp32": (
+        {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "dtype": "float32"}, [("target", ItemKind.PAGE, 2, 512)]),
+    "sliding layers": (
+        {"num_hidden_layers": 4, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        [("target", ItemKind.PAGE, 2, 64), ("target window", ItemKind.PAGE, 2, 64)]),
+    "sparse MLA": (
+        {"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+        [("target", ItemKind.PAGE, 3, 1152), ("target index", ItemKind.PAGE, 3, 132)]),
+    "Mamba 1": (
+        {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "state_size": 8, "conv_kernel": 4},
+        [("target conv", ItemKind.SLOT, 2, 64), ("target ssm", ItemKind.SLOT, 2, 1024)]),
+    "Mamba 1 and attention": (
+        {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 4, "attn_layer_offset": 1,
+         "mamba_expand": 2, "mamba_d_state": 8, "mamba_d_conv": 4},
+        [("target", ItemKind.PAGE, 2, 128), ("target conv", ItemKind.SLOT, 6, 256), ("target ssm", ItemKind.SLOT, 6, 4096)]),
+    "gated delta net": (
+        PRESETS["qwen3-next-80b-a3b"][0],
+        [("target", ItemKind.PAGE, 12, 2048), ("target conv", ItemKind.SLOT, 36, 16384), ("target ssm", ItemKind.SLOT, 36, 32 * 128 * 128 * 4)]),
+    "text inside": (
+        {"text_config": {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}}, [("target", ItemKind.PAGE, 1, 32)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config_json(config: str) -> None:
+    given_, wanted = CONFIGS[config]
+    made = [
+        (s.group.name, s.group.kind, len(s.layers), sum(p.lanes * p.lane_bytes for p in s.group.parts))
+        for s in specs(given_)
+    ]
+    assert made == wanted
+    validate(describe(given_, parallel=Parallel(tp=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"num_attention_heads": None}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        ({"torch_dtype": "int3"}, "config.torch_dtype"),
+        ({"layer_types": ["full_attention", "novel"]}, "config.layer_types"),
+        ({"num_hidden_layers": None}, "config.num_hidden_layers"),
+    ],
+)
+def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8} | changes
+    with pytest.raises(LocalError) as caught:
+        specs({k: v for k, v in config.items() if v is not None})
+    assert caught.value.path == path
