@@ -29,48 +29,8 @@ from kvproto.program import CopyProgram, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
-from tests.plan.oracle import Request
-from tests.plan.worlds import Cache, caches, layout, regions, side
-
-ITEMS = 40
-
-
-@attrs.frozen
-class Held:
-    """A rank's memory and what is asked of it."""
-
-    columns: dict[int, Columns]
-    lengths: dict[int, int]
-    asked: dict[int, Request]
-    targets: dict[tuple[int, int], oracle.Coordinate]
-
-    @property
-    def windows(self) -> dict[int, Window]:
-        return {g: Window(r.first, r.count, np.array(r.items, np.int64)) for g, r in self.asked.items()}
-
-
-def span(rng: random.Random, cache: Cache, geometries: tuple[Geometry, ...]) -> tuple[int, int]:
-    """Tokens that both sides can name: from the later origin, and no more than the smaller ring."""
-    groups = [
-        g for x in geometries for g in x.groups if g.model == cache.model and g.parts[0].name == cache.parts[0][0]
-    ]
-    first = max([g.origin for g in groups if g.cp_size > 1], default=0) + rng.randint(0, 14)
-    most = min([g.rows * g.tokens_per_row for g in groups if g.kind == ItemKind.RING], default=14)
-    return first, rng.randint(0, min(most, 14))
-
-
-def hold(rng: random.Random, geometry: Geometry, rank: int, spans: dict[int, tuple[int, int]]) -> Held:
-    groups = {g.id: g for g in geometry.groups}
-    columns, lengths = layout(rng, geometry, rank, ITEMS)
-    asked = {}
-    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
-        group = groups[share.group]
-        needed = oracle.need(group, share.cp_rank, *spans[group.id])
-        assert items_needed(group, share.cp_rank, *spans[group.id]) == needed
-        asked[group.id] = Request(*spans[group.id], rng.sample(range(ITEMS), needed))
-    held = Held(columns, lengths, asked, dict(oracle.walk(geometry, rank, columns, asked)))
-    check_columns(geometry, rank, regions(lengths), tuple(columns[g] for g in sorted(columns)))
-    return held
+from tests.plan.programs import ITEMS, Held, hold, span
+from tests.plan.worlds import caches, layout, regions, side
 
 
 @settings(max_examples=130, deadline=None, suppress_health_check=list(HealthCheck))

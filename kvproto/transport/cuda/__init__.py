@@ -1,0 +1,1 @@
+"""Transport `cuda`: GPUs of one host that can map each other's memory; one gather-scatter kernel, no torch."""

@@ -1,0 +1,114 @@
+/* Copy programs on a GPU: strided rows of many layers from one side's pools into the other's, in one pass.
+ *
+ * A program is a list of classes; a class is the operations (layers, parts, lane pieces) whose rows are alike in number
+ * and width. Its bytes are cut into chunks of THREADS x DEPTH words, and blocks take chunks in turn. A thread has DEPTH
+ * loads in flight before its first store: a link between GPUs is filled by bytes in flight, not by instructions.
+ *
+ * The source compiles as C too, so that tests run this very arithmetic on a host (tests/transport/host_gpu.h).
+ */
+#ifndef THREADS
+#define THREADS 512
+#endif
+#ifndef DEPTH
+#define DEPTH 8
+#endif
+#ifndef WORD /* the widest type that divides every address, stride and length of a class */
+#define WORD uint4
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+/* Where one layer's piece lies on both sides; strides in bytes. */
+typedef struct {
+    u64 source, sink;
+    u64 source_item, source_row, source_lane;
+    u64 sink_item, sink_row, sink_lane;
+} Op;
+
+typedef struct {
+    u64 ops;    /* Op[] */
+    u64 rows;   /* uint4[]: source item, source row, sink item, sink row */
+    u32 n_rows; /* n_rows x words x units < 2^32 - THREADS x DEPTH */
+    u32 words;  /* words of a unit: bytes that touch on both sides */
+    u32 units;  /* units of a row: lanes that are apart */
+    u32 chunks; /* of one operation */
+    u32 first;  /* chunks of the classes before */
+    u32 unused;
+} Class;
+
+/* Runs of rows that follow one another on both sides, five arrays of n_runs: first row on the axis of all rows, then
+ * source item, source row, sink item, sink row. */
+typedef struct {
+    u64 runs; /* u32[5][n_runs] */
+    u64 rows; /* uint4[n_rows], written by expand */
+    u32 n_runs, n_rows;
+} Map;
+
+#ifdef __cplusplus
+extern "C"
+#endif
+__global__ void __launch_bounds__(THREADS) expand(const Map *maps)
+{
+    const Map *map = maps + blockIdx.y;
+    const u32 *start = (const u32 *)map->runs;
+    const u32 n = map->n_runs;
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < map->n_rows; i += gridDim.x * THREADS) {
+        u32 lo = 0, hi = n; /* the last run that begins at or before i */
+        while (hi - lo > 1) {
+            u32 mid = lo + (hi - lo) / 2;
+            if (start[mid] <= i)
+                lo = mid;
+            else
+                hi = mid;
+        }
+        u32 on = i - start[lo];
+        uint4 row;
+        row.x = start[n + lo];
+        row.y = start[2 * n + lo] + on;
+        row.z = start[3 * n + lo];
+        row.w = start[4 * n + lo] + on;
+        ((uint4 *)map->rows)[i] = row;
+    }
+}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+__global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_classes, u32 n_chunks)
+{
+    u32 at = 0;
+    for (u32 chunk = blockIdx.x; chunk < n_chunks; chunk += gridDim.x) {
+        while (at + 1 < n_classes && chunk >= classes[at + 1].first)
+            at++;
+        const Class c = classes[at];
+        const Op op = ((const Op *)c.ops)[(chunk - c.first) / c.chunks];
+        const uint4 *rows = (const uint4 *)c.rows;
+        const u32 width = c.words * c.units;
+        const u32 step = THREADS / width, rest = THREADS % width;
+        const u32 begin = (chunk - c.first) % c.chunks * (THREADS * DEPTH) + threadIdx.x;
+        u32 row = begin / width, within = begin % width;
+        WORD held[DEPTH], *to[DEPTH];
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            to[i] = 0;
+            if (row < c.n_rows) {
+                const uint4 r = rows[row];
+                const u32 unit = c.units == 1 ? 0 : within / c.words;
+                const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
+                held[i] = *(const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on);
+                to[i] = (WORD *)(op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
+            }
+            row += step;
+            within += rest;
+            if (within >= width) {
+                within -= width;
+                row++;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            if (to[i])
+                *to[i] = held[i];
+    }
+}

@@ -1,0 +1,168 @@
+"""The copy kernel's own source, compiled for the host, against the numpy executor: random programs, byte for byte."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvproto.transport.cuda
+from kvproto.errors import LocalError
+from kvproto.execute import execute
+from kvproto.grants import items_needed
+from kvproto.layout import GroupSpec, lay_out
+from kvproto.lowering import Pair
+from kvproto.node.pool import pack
+from kvproto.plan import plan
+from kvproto.program import CopyProgram, Side, Window
+from kvproto.transport.cuda.table import Launch, Work, launch, sizes, table
+from kvproto.wire.enums import DType, ErrorCode
+from tests.plan.programs import random_pairs
+
+HERE = Path(__file__).parent
+SOURCE = Path(kvproto.transport.cuda.__file__).parent / "kernel.cu"
+WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
+DRIVER = """
+#include "kernel.cu"
+void run_expand(const Map *maps, u32 n, u32 blocks) { EACH_THREAD(blocks, n) expand(maps); }
+void run_copy(const Class *classes, u32 n, u32 chunks, u32 blocks) { EACH_THREAD(blocks, 1) copy(classes, n, chunks); }
+"""
+
+Kernels = dict[int, ctypes.CDLL]
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "driver.c").write_text(DRIVER)
+    made = {}
+    for word, name in WORDS.items():
+        library = folder / f"copy{word}.so"
+        flags = ["-O1", "-w", "-shared", "-fPIC", "-fsanitize=bounds", f"-DWORD={name}", "-DTHREADS=64", "-DDEPTH=3"]
+        places = ["-I", str(SOURCE.parent), "-include", str(HERE / "host_gpu.h")]
+        subprocess.run(["gcc", *flags, *places, "-o", str(library), str(folder / "driver.c")], check=True, timeout=60)
+        made[word] = ctypes.CDLL(str(library))
+    return made
+
+
+def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
+    """As the executor does it: an image, the rows expanded, a copy for each width of word."""
+    most, rows = sizes(works)
+    memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
+    image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
+    made = launch(works, image_at, rows_at)
+    assert made.image.size <= most
+    start = image_at - memory.ctypes.data
+    memory[start : start + made.image.size] = made.image
+    if made.n_maps:
+        kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
+    for word, offset, n, chunks in made.classes:
+        kernels[word].run_copy(ctypes.c_void_p(image_at + offset), n, chunks, blocks)
+    assert (expanded[rows_at - expanded.ctypes.data + rows :] == 0xEE).all()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
+    monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans())
+def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool) -> None:
+    """Several rank pairs in one launch; all of it, or the layers of an interval."""
+    rng = random.Random(seed)
+    dice = np.random.default_rng(seed)
+    pairs = random_pairs(rng)
+    layers = tuple(sorted(rng.sample(range(6), 2))) if cut else None
+    works, checks = [], []
+    for program, from_lengths, to_lengths in pairs:
+        here = {r: dice.integers(0, 256, n, np.uint8) for r, n in from_lengths.items()}
+        there = {r: dice.integers(0, 256, n, np.uint8) for r, n in to_lengths.items()}
+        wanted = {r: a.copy() for r, a in there.items()}
+        part = program if layers is None else program.select(layers=range(*layers))
+        execute(part, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
+        made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
+        works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
+        checks.append((there, wanted, here, part.bytes))
+    launched = run(kernels, works, blocks)
+    assert launched.bytes == sum(n for *_, n in checks)
+    for there, wanted, _, _ in checks:
+        assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 24])
+def test_words_are_as_wide_as_the_alignment_allows(kernels: Kernels, shift: int) -> None:
+    program, here, there, make = plain(rows=5, width=96)
+    room = np.zeros(there.size + 64, np.uint8)
+    at = -(-room.ctypes.data // 16) * 16 - room.ctypes.data + shift
+    made = make(room.ctypes.data + at)
+    assert [s.word for s in made.shapes] == [{0: 16, 1: 1, 2: 2, 4: 4, 8: 8, 24: 8}[shift]]
+    run(kernels, [Work(made, made.ops.ctypes.data, program.maps)], 3)
+    execute(program, {0: memoryview(here)}, {0: memoryview(there)})
+    assert np.array_equal(room[at : at + there.size], there)
+    assert not room[:at].any()
+    assert not room[at + there.size :].any()
+
+
+def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.transport.cuda.table._MOST", 100)
+    program, here, there, make = plain(rows=90, width=96)
+    room = aligned(there.size)
+    made = make(room.ctypes.data)
+    launched = run(kernels, [Work(made, made.ops.ctypes.data, program.maps)], 3)
+    assert launched.classes[0][2] == 6  # 90 rows of 6 words, 16 rows at a time
+    execute(program, {0: memoryview(here)}, {0: memoryview(there)})
+    assert np.array_equal(room, there)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "path"),
+    [("source_item", 9, "source item"), ("sink_row", -1, "sink row"), ("rows", 7, "source row")],
+)
+def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: int, path: str) -> None:
+    program, _, there, make = plain(rows=5, width=96, flat=False)
+    made = make(there.ctypes.data)
+    bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
+    with pytest.raises(LocalError) as caught:
+        launch([Work(made, made.ops.ctypes.data, [bad])], 0, 0)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
+
+
+def aligned(size: int) -> np.ndarray:
+    room = np.zeros(size + 16, np.uint8)
+    at = -room.ctypes.data % 16
+    return room[at : at + size]
+
+
+def plain(
+    rows: int, width: int, flat: bool = True
+) -> tuple[CopyProgram, np.ndarray, np.ndarray, Callable[[int], object]]:
+    """A latent of `width` bytes from pages of 4 rows to pages of 2, both in no order; a table for a sink at an address."""
+    specs = [GroupSpec.mla("m", 1, latent=width - 1, rope=1, page=p, dtype=DType.U8) for p in (4, 2)]
+    geometries = [lay_out([s]) for s in specs]
+    dice = np.random.default_rng(1)
+    sides, windows, sizes_ = [], [], []
+    for g in geometries:
+        need = items_needed(g.groups[0], 0, 0, rows)
+        columns, length = pack(g, 0, {0: need})
+        if not flat:
+            columns[0] = attrs.evolve(columns[0], item_stride=columns[0].item_stride + np.uint64(width))
+            length += need * width
+        sides.append(Side(g, 0, columns))
+        windows.append({0: Window(0, rows, dice.permutation(need))})
+        sizes_.append(length)
+    program = Pair(plan(*geometries).routes, *sides).lower(*windows)
+    here = aligned(sizes_[0])
+    here[:] = dice.integers(0, 256, here.size, np.uint8)
+    return program, here, np.zeros(sizes_[1], np.uint8), lambda at: table(program, {0: here.ctypes.data}, {0: at})
