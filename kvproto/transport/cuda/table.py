@@ -104,7 +104,9 @@ def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, 
     kinds = np.stack([ops["map"], -word, unit // word, units])
     order = np.lexsort((ops["layer"], *kinds[::-1]))
     made, kinds = made[order], kinds[:, order]
-    starts = np.flatnonzero(np.concatenate([[True], (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)])) if len(ops) else []
+    starts = np.flatnonzero(
+        np.concatenate([np.full(min(len(ops), 1), True), (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)])
+    )
     stops = [*starts[1:], len(ops)]
     shapes = tuple(
         Shape(int(kinds[0, a]), int(-kinds[1, a]), int(kinds[2, a]), int(kinds[3, a]), int(a), int(b))

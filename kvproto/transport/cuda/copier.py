@@ -1,0 +1,187 @@
+"""Runs copy programs on one GPU: an upload, an expansion of runs into rows, and the copy kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from cuda.core import (
+    Buffer,
+    Event,
+    EventOptions,
+    Kernel,
+    LaunchConfig,
+    LegacyPinnedMemoryResource,
+    Program,
+    ProgramOptions,
+    Stream,
+    launch,
+)
+
+from kvproto.errors import LocalError
+from kvproto.program import CopyProgram, RowMap
+from kvproto.transport.cuda import table as tables
+from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Copier", "Copy", "Job", "Prepared"]
+
+_SOURCE = Path(__file__).with_name("kernel.cu")
+_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+
+
+@lru_cache
+def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, Kernel]:
+    """Compiled once a process: the copy kernel of one word, and expand."""
+    macros: list[str | tuple[str, str]] = [
+        ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
+    ]  # fmt: skip
+    options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
+    module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
+    return module.get_kernel("copy"), module.get_kernel("expand")
+
+
+class _Bytes:
+    """Plain device memory that lives as long as this."""
+
+    def __init__(self, size: int) -> None:
+        self.address, self.size = int(call(driver.cuMemAlloc(size), f"{size} bytes")), size
+
+    def __del__(self) -> None:
+        driver.cuMemFree(self.address)
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A rank pair's operations on the device; valid while both sides' regions stay mapped."""
+
+    table: tables.Table
+    _memory: _Bytes
+
+    @property
+    def address(self) -> int:
+        """Of the table."""
+        return self._memory.address
+
+
+@attrs.frozen
+class Job:
+    """A request's maps for one rank pair; only layers [lo, hi), where given."""
+
+    prepared: Prepared
+    maps: Sequence[RowMap]
+    layers: tuple[int, int] | None = None
+
+
+@attrs.define
+class _Slot:
+    host: Buffer
+    view: npt.NDArray[np.uint8]
+    image: _Bytes
+    rows: _Bytes
+    event: Event
+
+
+@attrs.frozen
+class Copy:
+    """A launch that is under way."""
+
+    event: Event
+    bytes: int
+    began: Event | None = None
+    """Before the upload, where the copier times."""
+
+    @property
+    def seconds(self) -> float:
+        """Device time from the upload to the last byte, of a copier that times."""
+        assert self.began is not None
+        return float(self.event - self.began) / 1000
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises LocalError(TRANSPORT_FAILED) after a device fault."""
+        return bool(self.event.is_done)
+
+    def wait(self) -> None:
+        """Block until done."""
+        self.event.sync()
+
+
+class Copier:
+    """One GPU's executor; not for use by several threads at once.
+
+    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take.
+    """
+
+    def __init__(self, device: int = 0, blocks: int | None = None, slots: int = 4, timed: bool = False) -> None:
+        self._device = current(device)
+        self.device = device
+        self.stream: Stream = self._device.create_stream()
+        self._arch = "".join(map(str, self._device.compute_capability))
+        self.blocks = blocks or self._device.properties.multiprocessor_count
+        self._timing = EventOptions(timing_enabled=timed)
+        self._timed = timed
+        self._slots: list[_Slot | None] = [None] * slots
+        self._next = 0
+        self._kernels(16)
+
+    def _kernels(self, word: int) -> tuple[Kernel, Kernel]:
+        return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
+
+    def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
+        """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
+        self._device.set_current()
+        made = tables.table(program, sources, sinks)
+        memory = _Bytes(max(made.ops.nbytes, 1))
+        if made.ops.nbytes:
+            call(driver.cuMemcpyHtoD(memory.address, made.ops.ctypes.data, made.ops.nbytes), "upload")
+        return Prepared(made, memory)
+
+    def submit(self, jobs: Sequence[Job], after: Event | None = None) -> Copy:
+        """Copy in stream order, after what is under way here and after `after` (the producer's event).
+
+        Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use.
+        """
+        self._device.set_current()
+        works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
+        slot = self._slot(*tables.sizes(works))
+        made = tables.launch(works, slot.image.address, slot.rows.address)
+        if after is not None:
+            self.stream.wait(after)
+        began = self.stream.record(options=self._timing) if self._timed else None
+        if made.bytes:
+            slot.view[: made.image.size] = made.image
+            code = driver.cuMemcpyHtoDAsync(
+                slot.image.address, slot.view.ctypes.data, made.image.size, self.stream.handle
+            )
+            call(code, "upload")
+            tall = -(-made.most_rows // tables.THREADS)
+            config = LaunchConfig(grid=(min(tall, 4 * self.blocks), made.n_maps, 1), block=tables.THREADS)
+            launch(self.stream, config, self._kernels(16)[1], np.uint64(slot.image.address))
+            for word, offset, classes, chunks in made.classes:
+                config = LaunchConfig(grid=min(chunks, self.blocks), block=tables.THREADS)
+                arguments = np.uint64(slot.image.address + offset), np.uint32(classes), np.uint32(chunks)
+                launch(self.stream, config, self._kernels(word)[0], *arguments)
+        self.stream.record(slot.event)
+        return Copy(self.stream.record(options=self._timing), made.bytes, began)
+
+    def _slot(self, image: int, rows: int) -> _Slot:
+        """The next slot of the ring, once its launch is over, as large as is needed."""
+        at = self._next
+        slot = self._slots[at]
+        if slot is not None and not slot.event.is_done:
+            raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
+        if slot is None or slot.view.size < image or slot.rows.size < rows:
+            size = 1 << max(image - 1, 4095).bit_length()
+            host = LegacyPinnedMemoryResource().allocate(size)
+            view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
+            event = self.stream.record(options=EventOptions(timing_enabled=False))
+            slot = _Slot(host, view, _Bytes(size), _Bytes(1 << max(rows - 1, 4095).bit_length()), event)
+            self._slots[at] = slot
+        self._next = (at + 1) % len(self._slots)
+        return slot

@@ -1,0 +1,240 @@
+"""Device memory that peers of one host may map: allocated here, or adopted from an engine.
+
+How an allocation may be shared is read off the driver's pointer attributes, never tried: a failed call for a handle can
+leave an error that sticks to the process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import attrs
+import msgpack
+from cuda.core import Buffer, Device
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.cuda.driver import (
+    call,
+    current,
+    driver,
+    enable_peer,
+    ordinal_of,
+    pid_namespace,
+    start_time,
+    uuid,
+)
+from kvproto.transport.shm import boot_id
+from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["DeviceMemory", "Mapped", "connect"]
+
+_LEGACY = 1
+"""Kind of handle: cuIpcGetMemHandle."""
+_NONCE = secrets.token_bytes(16)
+"""Names this process, also to itself."""
+_Attribute = driver.CUpointer_attribute
+_FACTS = {
+    "type": _Attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+    "device": _Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    "start": _Attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+    "size": _Attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+    "buffer": _Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+    "legacy": _Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    "handles": _Attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES,
+    "managed": _Attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
+}
+
+
+def facts(address: int) -> dict[str, int]:
+    """What the driver knows of the allocation at an address; zeros where it knows none."""
+    names = list(_FACTS.values())
+    values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
+    return {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
+
+
+class DeviceMemory:
+    """A region of device memory that this process owns.
+
+    Allocated here it is one cuMemAlloc, so that other libraries can register it too; `__dlpack__` hands it to a
+    framework as bytes.
+    """
+
+    def __init__(self, length: int, device: int = 0, id: int = 0) -> None:
+        current(device)
+        advice = "make the pools smaller"
+        address = int(call(driver.cuMemAlloc(length), f"{length} bytes on device {device}", advice))
+        self._set(address, length, id, owned=True)
+
+    @classmethod
+    def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
+        """An engine's own pool; raises LocalError where [address, address + length) is not of one device allocation."""
+        made = cls.__new__(cls)
+        made._set(address, length, id, owned=False)
+        return made
+
+    def _set(self, address: int, length: int, id: int, owned: bool) -> None:
+        known = facts(address)
+        if known["type"] != driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value or known["managed"]:
+            kind = "managed memory" if known["managed"] else "no device memory"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "regions", "memory of one device", kind, "allocate on the device")
+        start, size = known["start"], known["size"]
+        if length < 1 or address + length > start + size:
+            room = f"at most {start + size - address} bytes"
+            raise LocalError(ErrorCode.OUT_OF_REGION, "regions.length", room, str(length), "register one allocation")
+        self.address, self.length, self.id, self.device = address, length, id, known["device"]
+        self._owned, self._known = owned, known
+        self._buffer: Buffer | None = None
+
+    @property
+    def buffer(self) -> Buffer:
+        """The bytes, for frameworks."""
+        if self._buffer is None:
+            self._buffer = Buffer.from_handle(self.address, self.length, owner=self)
+        return self._buffer
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.buffer.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self.buffer.__dlpack_device__()
+        return int(kind), int(number)
+
+    @property
+    def region(self) -> Region:
+        """What Register says of it; raises NO_TRANSPORT, with a way out, for an allocation that cannot be shared."""
+        self.check()
+        if not self._known["legacy"]:
+            raise LocalError(
+                ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc", "virtual memory or a memory pool",
+                "allocate with kvproto.memory, or turn expandable segments and stream-ordered pools off",
+            )  # fmt: skip
+        current(self.device)
+        handle = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
+        pid = os.getpid()
+        data = msgpack.packb([
+            _LEGACY, pid, start_time(pid), _NONCE, handle, self.address - self._known["start"], self._known["size"],
+        ])  # fmt: skip
+        return Region(
+            id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
+            boot=boot_id(), handles=(Handle(transport=Transport.CUDA, data=data),), namespace=pid_namespace(),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise POOL_MOVED where the allocation was freed, or another is there now."""
+        if facts(self.address)["buffer"] != self._known["buffer"]:
+            raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
+
+    def close(self) -> None:
+        """Free it, if it was allocated here; peers must have unmapped it."""
+        if self._owned:
+            self._owned = False
+            current(self.device)
+            call(driver.cuMemFree(self.address), "free")
+
+
+@attrs.define
+class _Opened:
+    base: int
+    size: int
+    users: int = 0
+
+
+_opened: dict[tuple[int, bytes], _Opened] = {}
+"""An allocation is opened once in a context, whatever number of regions lie in it."""
+
+
+@attrs.define
+class Mapped:
+    """A peer's region as kernels of one device of this process see it."""
+
+    address: int
+    length: int
+    device: int
+    owner: int
+    """Process; this one's own for a region of its own."""
+    _key: tuple[int, bytes] | None = None
+
+    def close(self) -> None:
+        """Unmap; no kernel may be running that uses it."""
+        key, self._key = self._key, None
+        if key is None:
+            return
+        opened = _opened[key]
+        opened.users -= 1
+        if not opened.users:
+            del _opened[key]
+            current(self.device)
+            call(driver.cuIpcCloseMemHandle(opened.base), "unmap")
+
+
+def connect(region: Region, path: str, device: int) -> Mapped:
+    """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
+    handle = next((h for h in region.handles if h.transport == Transport.CUDA), None)
+    if handle is None or region.boot != boot_id():
+        raise _no(f"{path}.handles", "CUDA on this host", "none", "use a common transport")
+    owner = ordinal_of(region.device or "")
+    if owner is None:
+        advice = "let CUDA_VISIBLE_DEVICES name the GPUs of both sides"
+        raise _no(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
+    if not Device(device).can_access_peer(owner) and device != owner:
+        raise _no(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
+    try:
+        kind, pid, began, nonce, ipc, offset, size = _read(bytes(handle.data))
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise _failed(path, "a handle", "bytes that are none") from error
+    if nonce == _NONCE:
+        if facts(region.base)["start"] + offset != region.base or not enable_peer(device, owner):
+            raise _failed(path, "memory of this process", "freed memory")
+        return Mapped(region.base, region.length, device, pid)
+    if region.namespace != pid_namespace():
+        advice = "run both engines in one PID namespace, or use transport NIXL"
+        raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
+    if start_time(pid) != began:
+        raise _failed(path, "a process that lives", f"process {pid} has ended")
+    if kind != _LEGACY or offset + region.length > size:
+        raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
+    key = (device, ipc)
+    try:
+        opened = _opened.get(key) or _open(device, ipc)
+    except KvprotoError as error:
+        raise _failed(path, "a handle that opens", error.yours) from error
+    _opened[key] = opened
+    opened.users += 1
+    mapped = Mapped(opened.base + offset, region.length, device, pid, key)
+    if offset + region.length > opened.size:
+        mapped.close()
+        raise _failed(path, f"an allocation of {opened.size} bytes", f"{offset} + {region.length}")
+    return mapped
+
+
+def _open(device: int, ipc: bytes) -> _Opened:
+    current(device)
+    handle = driver.CUipcMemHandle()
+    handle.reserved = ipc
+    lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    address = int(call(driver.cuIpcOpenMemHandle(handle, lazy.value), "mapping"))
+    base, size = call(driver.cuMemGetAddressRange(address), "range")
+    return _Opened(int(base), int(size))
+
+
+def _read(data: bytes) -> tuple[int, int, int, bytes, bytes, int, int]:
+    kind, pid, began, nonce, ipc, offset, size = msgpack.unpackb(data)
+    numbers, strings = (kind, pid, began, offset, size), (nonce, ipc)
+    if (
+        not all(type(n) is int and n >= 0 for n in numbers)
+        or not all(type(s) is bytes for s in strings)
+        or len(ipc) != 64
+    ):
+        raise ValueError("not a handle")
+    return kind, pid, began, nonce, ipc, offset, size
+
+
+def _no(path: str, mine: str, yours: str, advice: str) -> RemoteError:
+    return RemoteError(ErrorCode.NO_TRANSPORT, path, mine, yours, advice)
+
+
+def _failed(path: str, mine: str, yours: str) -> RemoteError:
+    return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, "register again")

@@ -1,0 +1,23 @@
+"""What needs a GPU is skipped without one; what needs two, without two."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+FOUND = 0
+if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
+    from cuda.bindings import driver
+
+    if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
+        FOUND = int(driver.cuDeviceGetCount()[1])
+
+collect_ignore_glob = [] if FOUND else ["test_*.py"]
+
+
+@pytest.fixture(params=[(0, 0), (0, 1), (1, 0)], ids=["one GPU", "push", "pull"])
+def devices(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """Devices of the source's memory and of the sink's; the copy runs on device 0."""
+    if max(request.param) >= FOUND:
+        pytest.skip("needs two GPUs")
+    return request.param

@@ -1,0 +1,21 @@
+"""Bytes in and out of device memory."""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.memory import DeviceMemory
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def put(memory: DeviceMemory, data: Bytes) -> None:
+    current(memory.device)
+    call(driver.cuMemcpyHtoD(memory.address, data.ctypes.data, data.nbytes), "put")
+
+
+def get(memory: DeviceMemory, length: int | None = None) -> Bytes:
+    current(memory.device)
+    out = np.empty(memory.length if length is None else length, np.uint8)
+    call(driver.cuMemcpyDtoH(out.ctypes.data, memory.address, out.nbytes), "get")
+    return out

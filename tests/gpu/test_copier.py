@@ -1,0 +1,97 @@
+"""The copy kernel on GPUs: random programs over random layouts, byte for byte, and what it refuses."""
+
+import random
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto.errors import LocalError
+from kvproto.execute import execute
+from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.wire.enums import ErrorCode
+from tests.gpu.memory import get, put
+from tests.plan.programs import random_pairs
+
+SEEDS = 150
+
+
+def test_random_programs(devices: tuple[int, int]) -> None:
+    """Several rank pairs in one launch; every byte of every region, written or not."""
+    copier = Copier(0)
+    enable_peer(0, 1) if max(devices) else None
+    for seed in range(SEEDS):
+        rng, dice = random.Random(seed), np.random.default_rng(seed)
+        layers = tuple(sorted(rng.sample(range(6), 2))) if seed % 3 == 0 else None
+        jobs, checks, keep = [], [], []
+        for program, from_lengths, to_lengths in random_pairs(rng):
+            held = []
+            for lengths, device in ((from_lengths, devices[0]), (to_lengths, devices[1])):
+                host = {r: dice.integers(0, 256, n, np.uint8) for r, n in lengths.items()}
+                memory = {r: DeviceMemory(n, device) for r, n in lengths.items()}
+                for r in lengths:
+                    put(memory[r], host[r])
+                held.append((host, memory))
+            (here, source), (there, sink) = held
+            part = program if layers is None else program.select(layers=range(*layers))
+            execute(part, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in there.items()})
+            prepared = copier.prepare(
+                program, {r: m.address for r, m in source.items()}, {r: m.address for r, m in sink.items()}
+            )
+            jobs.append(Job(prepared, program.maps, layers))
+            checks.append((there, sink, part.bytes))
+            keep += [*source.values(), *sink.values()]
+        copy = copier.submit(jobs)
+        copy.wait()
+        assert copy.done
+        assert copy.bytes == sum(n for *_, n in checks)
+        for there, sink, _ in checks:
+            for r, memory in sink.items():
+                assert np.array_equal(get(memory), there[r]), (seed, r)
+        for memory in keep:
+            memory.close()
+
+
+def test_refused_before_any_byte_moves_and_the_next_runs() -> None:
+    copier = Copier(0)
+    program, from_lengths, to_lengths = next(
+        p for seed in range(99) for p in random_pairs(random.Random(seed)) if p[0].bytes and len(p[0].maps[0].rows)
+    )
+    source = {r: DeviceMemory(n, 0) for r, n in from_lengths.items()}
+    sink = {r: DeviceMemory(n, 0) for r, n in to_lengths.items()}
+    before = {r: np.random.default_rng(r).integers(0, 256, m.length, np.uint8) for r, m in sink.items()}
+    for r, m in sink.items():
+        put(m, before[r])
+    prepared = copier.prepare(
+        program, {r: m.address for r, m in source.items()}, {r: m.address for r, m in sink.items()}
+    )
+    bad = attrs.evolve(program.maps[0], sink_item=program.maps[0].sink_item + 1000)
+    with pytest.raises(LocalError) as caught:
+        copier.submit([Job(prepared, [bad, *program.maps[1:]])])
+    assert caught.value.code == ErrorCode.OUT_OF_REGION
+    assert all(np.array_equal(get(m), before[r]) for r, m in sink.items())
+    copier.submit([Job(prepared, program.maps)]).wait()
+    assert not all(np.array_equal(get(m), before[r]) for r, m in sink.items())
+
+
+def test_more_launches_than_slots_are_busy_not_lost() -> None:
+    copier = Copier(0, slots=2)
+    size = 1 << 28
+    source, sink = DeviceMemory(size), DeviceMemory(size)
+    from kvproto.probe import scattered
+
+    program = scattered(1024, size // 1024)
+    prepared = copier.prepare(program, {0: source.address}, {0: sink.address})
+    copies = [copier.submit([Job(prepared, program.maps)]) for _ in range(2)]
+    refused = 0
+    for _ in range(8):
+        try:
+            copies.append(copier.submit([Job(prepared, program.maps)]))
+        except LocalError as error:
+            refused += error.code == ErrorCode.BUSY
+    for copy in copies:
+        copy.wait()
+    assert refused
+    copier.submit([Job(prepared, program.maps)]).wait()
