@@ -66,13 +66,14 @@ def places(program: CopyProgram, width: int, side: str) -> Iterator[np.ndarray]:
 def compare(program: CopyProgram, width: int, source: torch.Tensor, sink: torch.Tensor) -> None:
     """Every row is where it must be, and nothing else was written: the pool was 0xEE before."""
     total = 0
+    source, sink = (t[: t.numel() // width * width] for t in (source, sink))
     for a, b in zip(places(program, width, "source"), places(program, width, "sink"), strict=True):
         here = source.view(-1, width)[torch.from_numpy(a).to(source.device)]
         there = sink.view(-1, width)[torch.from_numpy(b).to(sink.device)]
         if not torch.equal(here.to(sink.device), there):
             raise SystemExit("bytes differ")
         total += len(b)
-    words = sink[: sink.numel() // width * width].view(torch.int64).view(-1, width // 8)
+    words = sink.view(torch.int64).view(-1, width // 8)
     untouched = torch.tensor(0xEEEEEEEEEEEEEEEE - (1 << 64), device=sink.device)
     changed = sum(int((part != untouched).any(dim=1).sum()) for part in words.split((1 << 31) // width))
     if changed != total:

@@ -8,6 +8,7 @@ import pytest
 
 from kvproto.errors import LocalError
 from kvproto.execute import execute
+from kvproto.probe import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
@@ -80,11 +81,9 @@ def test_more_launches_than_slots_are_busy_not_lost() -> None:
     copier = Copier(0, slots=2)
     size = 1 << 28
     source, sink = DeviceMemory(size), DeviceMemory(size)
-    from kvproto.probe import scattered
-
-    program = scattered(1024, size // 1024)
+    program = scattered(1024, size // (64 * 1024), run=64)
     prepared = copier.prepare(program, {0: source.address}, {0: sink.address})
-    copies = [copier.submit([Job(prepared, program.maps)]) for _ in range(2)]
+    copies = [copier.submit([Job(prepared, program.maps)] * 40) for _ in range(2)]
     refused = 0
     for _ in range(8):
         try:
