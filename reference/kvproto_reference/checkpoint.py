@@ -92,7 +92,7 @@ def _read(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, 
 
 def _read_hf(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> Tensor:
     """Our weight `name` of full `shape`, this rank's cut of it, out of the tensor or tensors that hold it."""
-    part, origin = cut(config, tp, name, shape), source(name)
+    part, origin = cut(config, tp, name, shape), source(name, config)
     if ".experts." in name:
         return torch.stack([weights.read(origin.format(e), shape[1:], part[1:]) for e in range(shape[0])])
     if name.endswith(("k_up", "v_up")):
@@ -108,12 +108,12 @@ def _read_hf(weights: Weights, config: ModelConfig, tp: TensorParallel, name: st
 def _check_names(weights: Weights, config: ModelConfig, ours: set[str]) -> None:
     """Raise EngineError for tensors that the decoder would leave out."""
     experts = range(config.moe.experts if config.moe else 0)
-    known = {source(name).format(e) for name in ours for e in (experts if ".experts." in name else (0,))}
+    known = {source(name, config).format(e) for name in ours for e in (experts if ".experts." in name else (0,))}
     left = sorted(name for name in weights.names - known if not ignored(name, config))
     if config.tied and "lm_head.weight" in left:
         left.remove("lm_head.weight")
         shape = (config.vocab, config.hidden)
-        if not torch.equal(weights.read("lm_head.weight", shape), weights.read(source("embed"), shape)):
+        if not torch.equal(weights.read("lm_head.weight", shape), weights.read(source("embed", config), shape)):
             raise EngineError("config.json: tie_word_embeddings is True, but lm_head.weight is not model.embed_tokens")
     if left:
         raise EngineError(f"checkpoint weights {weights.files[0].parent}: no use is known for {', '.join(left[:5])}")

@@ -26,7 +26,7 @@ from ..tokenizer import Tokenizer
 from .options import add_models, checkpoint_folder, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
-from .router import Engines, Request, Router, engine_command
+from .router import LOAD, START, Engines, Request, Router, engine_command
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +89,7 @@ def run(options: DemoOptions, console: Console) -> int:
         router = Router(folder, "prefill", engines)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
-            router.wait_ready()
+            router.wait_ready(LOAD if options.attach is None else START)
         router.submit(prompts, options.max_new)
         with _stream(router, tokenizer, console, options.json) as on_news:
             router.collect(on_news)

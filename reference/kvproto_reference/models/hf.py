@@ -77,7 +77,6 @@ WEIGHTS = {
     "attn.k_norm": "self_attn.k_norm.weight",
     "attn.q_a": "self_attn.q_a_proj.weight",
     "attn.q_a_norm": "self_attn.q_a_layernorm.weight",
-    "attn.q_b": "self_attn.q_b_proj.weight",
     "attn.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
     "attn.kv_norm": "self_attn.kv_a_layernorm.weight",
     "attn.k_up": "self_attn.kv_b_proj.weight",
@@ -95,6 +94,8 @@ WEIGHTS = {
     "ffn.experts.down": "mlp.experts.{}.down_proj.weight",
 }
 """Tensors by our names; those of a layer without its prefix, `{}` is the number of the expert that we stack."""
+SQUEEZED = {**WEIGHTS, "attn.q": "self_attn.q_b_proj.weight"}
+"""The same where MLA queries are squeezed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -112,12 +113,13 @@ class Family:
     moe: Callable[[Config], MoeConfig | None] = lambda config: None
 
 
-def source(name: str) -> str:
+def source(name: str, config: ModelConfig) -> str:
     """The tensor that our weight `name` comes from."""
+    tensors = SQUEEZED if config.q_rank else WEIGHTS
     if not name.startswith("layers."):
-        return WEIGHTS[name]
+        return tensors[name]
     _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{WEIGHTS[rest]}"
+    return f"model.layers.{layer}.{tensors[rest]}"
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
@@ -188,7 +190,10 @@ def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], 
 
 def _rope(config: Config, kind: Kind, dim: int) -> dict[str, Any]:
     """Fields of the rotary embedding; `rope_parameters` is what `rope_scaling` with `rope_theta` came to be called."""
-    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if old and new and old != new:
+        raise refused("rope_scaling", old, ("what rope_parameters says",))
+    said = dict(new or old or {})
     said.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     name = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)

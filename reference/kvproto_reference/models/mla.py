@@ -24,10 +24,9 @@ class MlaAttention(nn.Module):
         self.config, self.tp, self.layer = config, tp, layer
         self.heads = tp.width(config.heads)
         width, rank = self.heads * (config.nope_dim + config.rope_dim), config.q_rank
-        self.q = weight(width, config.hidden) if rank is None else None
-        self.q_a = weight(rank, config.hidden) if rank is not None else None
-        self.q_a_norm = nn.Parameter(torch.ones(rank)) if rank is not None else None
-        self.q_b = weight(width, rank) if rank is not None else None
+        self.q_a = weight(rank, config.hidden) if rank else None
+        self.q_a_norm = nn.Parameter(torch.ones(rank)) if rank else None
+        self.q = weight(width, rank or config.hidden)
         self.kv_a = weight(config.latent + config.rope_dim, config.hidden)
         self.kv_norm = nn.Parameter(torch.ones(config.latent))
         self.k_up = weight(self.heads, config.nope_dim, config.latent)
@@ -54,7 +53,6 @@ class MlaAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., heads * (nope_dim + rope_dim)]."""
-        if self.q_a is None or self.q_a_norm is None or self.q_b is None:
-            assert self.q is not None
-            return F.linear(x, self.q)
-        return F.linear(rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS), self.q_b)
+        if self.q_a is not None and self.q_a_norm is not None:
+            x = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
+        return F.linear(x, self.q)

@@ -66,7 +66,7 @@ def kv_head_range(config: ModelConfig, rank: int, size: int) -> tuple[int, int]:
 
 
 CUTS = {
-    **dict.fromkeys(("q", "q_b", "q_bias", "k_up", "v_up"), ("heads", 0)),
+    **dict.fromkeys(("q", "q_bias", "k_up", "v_up"), ("heads", 0)),
     **dict.fromkeys(("k", "v", "k_bias", "v_bias"), ("kv_heads", 0)),
     "o": ("heads", -1),
     **dict.fromkeys(("gate", "up"), ("ffn", -2)),

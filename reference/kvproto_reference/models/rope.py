@@ -40,5 +40,5 @@ def yarn_rates(rates: Rates, theta: float, original: int, factor: float, fast: f
 
 
 def yarn_gain(factor: float, weight: float = 1.0) -> float:
-    """What attention scores over a context longer by `factor` are sharpened by, from each side (section 3.3)."""
+    """What attention scores over a context longer by `factor` are sharpened by, from each side (section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
