@@ -182,6 +182,7 @@ def test_fingerprint_tells_config_and_weights(llama: Path) -> None:
     [
         ({"eos_token_id": 5}, {}, {5}),
         ({"eos_token_id": 5}, {"eos_token_id": [6, 7]}, {6, 7}),
+        ({"eos_token_id": 0}, {"eos_token_id": None}, {0}),
         ({"eos_token_id": None}, {"bos_token_id": 1}, set()),
     ],
 )

@@ -9,7 +9,9 @@ from .parallel import TensorParallel
 
 def weight(*shape: int) -> nn.Parameter:
     """A matrix parameter [..., out, in], drawn with deviation in^-0.5."""
-    return nn.Parameter(torch.randn(*shape) * shape[-1] ** -0.5)
+    drawn = torch.empty(*shape)
+    # Meta tensors stand for weights that are loaded; drawing them would cost the import of torch's compiler.
+    return nn.Parameter(drawn if drawn.is_meta else drawn.normal_(std=shape[-1] ** -0.5))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import LayerCaches
-from .common import SwiGLU, rms_norm, rope_table
+from .common import SwiGLU, rms_norm, rope_table, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
@@ -45,11 +45,11 @@ class Decoder(nn.Module):
         super().__init__()
         check_split(config, tp.size)
         self.config, self.tp = config, tp
-        self.embed = nn.Parameter(torch.randn(config.vocab, config.hidden) * config.hidden**-0.5)
+        self.embed = weight(config.vocab, config.hidden)
         self.blocks = [Block(config, tp, layer) for layer in range(config.layers)]
         self.layers = nn.ModuleList(self.blocks)
         self.norm = nn.Parameter(torch.ones(config.hidden))
-        self.head = None if config.tied else nn.Parameter(torch.randn_like(self.embed) * config.hidden**-0.5)
+        self.head = None if config.tied else weight(config.vocab, config.hidden)
         self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: LayerCaches) -> Tensor:

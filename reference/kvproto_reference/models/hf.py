@@ -140,19 +140,20 @@ def translate(config: Config, dtype: str) -> ModelConfig:
     _check_allowed(config, {**ALLOWED, **family.allowed})
     _check_window(config, family.windowed)
     found = {field: _value(config, key, derived=family.derived) for field, key in family.fields.items()}
-    rates = _rope(config, family.kind, found["head_dim" if family.kind == "gqa" else "rope_dim"])
+    rope = _rope(config, family.kind, found["head_dim" if family.kind == "gqa" else "rope_dim"])
     tied = bool(config.get("tie_word_embeddings", False))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
     if dtype not in DTYPES:
         raise refused("dtype", dtype, DTYPES)
     return ModelConfig.from_fields(
-        {"kind": family.kind, **found, **family.fixed, **rates, "tied": tied, "moe": family.moe(config), "dtype": dtype}
+        {"kind": family.kind, **found, **family.fixed, **rope, "tied": tied, "moe": family.moe(config), "dtype": dtype}
     )
 
 
 def eos_ids(config: Config, generation: Config) -> frozenset[int]:
     """Tokens that end a text: of generation_config.json, else of config.json; one, several or none."""
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    said = generation.get("eos_token_id")
+    ids = config.get("eos_token_id") if said is None else said
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
@@ -201,15 +202,15 @@ def _rope(config: Config, kind: Kind, dim: int) -> dict[str, Any]:
         raise refused("rope_type", name, tuple(ROPES))
     if name != "default":
         said.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    make, needed, optional = ROPES[name]
+    rope = ROPES[name]
     for key, value in said.items():
-        if key not in (*needed, *optional) and not (key == "partial_rotary_factor" and value in (None, 1)):
+        if key not in (*rope.needed, *rope.optional) and not (key == "partial_rotary_factor" and value in (None, 1)):
             raise refused(f"{name} rope {key}", value, ("no such key",))
-    for key in needed:
+    for key in rope.needed:
         if not isinstance(said.get(key), int | float):
             raise EngineError(f"config.json: {name} rope {key} is {said.get(key)!r}, a number is needed")
     theta = float(said["rope_theta"])
-    return {"rope_theta": theta, **make(said, kind, dim, theta)}
+    return {"rope_theta": theta, **rope.make(said, kind, dim, theta)}
 
 
 def _llama3(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
@@ -236,21 +237,22 @@ def _yarn(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
     }
 
 
-Rope = tuple[Callable[[Config, Kind, int, float], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+@attrs.frozen
+class Rope:
+    """One `rope_type`."""
+
+    make: Callable[[Config, Kind, int, float], dict[str, Any]]
+    """Our fields from its keys, the kind of model, the rotary width and theta."""
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+STRETCHED = ("rope_theta", "original_max_position_embeddings", "factor")
 ROPES: Mapping[str, Rope] = {
-    "default": (lambda said, kind, dim, theta: {}, ("rope_theta",), ()),
-    "llama3": (
-        _llama3,
-        ("rope_theta", "original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor"),
-        (),
-    ),
-    "yarn": (
-        _yarn,
-        ("rope_theta", "original_max_position_embeddings", "factor"),
-        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
-    ),
+    "default": Rope(lambda said, kind, dim, theta: {}, ("rope_theta",)),
+    "llama3": Rope(_llama3, (*STRETCHED, "low_freq_factor", "high_freq_factor")),
+    "yarn": Rope(_yarn, STRETCHED, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")),
 }
-"""By `rope_type`: how fields are made, keys that must be there, keys that may."""
 
 
 def _qwen3_moe(config: Config) -> MoeConfig:
