@@ -21,7 +21,11 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self.files = weight_files(folder)
         self._handles = {path: _open(path) for path in self.files}
-        self._file_of = {name: path for path, handle in self._handles.items() for name in handle.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        self._file_of: dict[str, Path] = {}
+        placed = _placed(folder)
+        for path, handle in self._handles.items():
+            names: list[str] = handle.keys()  # type: ignore[no-untyped-call]
+            self._file_of |= {name: path for name in names if placed.get(name, path.name) == path.name}
 
     @property
     def names(self) -> set[str]:
@@ -45,17 +49,11 @@ class Weights:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder, by name; raises EngineError where one is missing."""
-    index = folder / INDEX_FILE
-    names = {WEIGHTS_FILE}
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise EngineError(f"checkpoint index {index} cannot be read: {error!r}") from error
-    for name in sorted(names):
+    names = sorted(set(_placed(folder).values()) or {WEIGHTS_FILE})
+    for name in names:
         if not (folder / name).is_file():
             raise EngineError(f"checkpoint folder {folder} has no {name}")
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in names]
 
 
 def identity(folder: Path, config: bytes) -> str:
@@ -73,6 +71,17 @@ def identity(folder: Path, config: bytes) -> str:
                 file.seek(8 + header + (size - 8 - header) * block // SAMPLES)
                 digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:16]
+
+
+def _placed(folder: Path) -> dict[str, str]:
+    """The shard of each tensor, by name; nothing where there is no index."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return {}
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"checkpoint index {index} cannot be read: {error!r}") from error
 
 
 def _open(path: Path) -> safe_open:

@@ -40,9 +40,9 @@ def change(folder: Path, **values: Any) -> None:
 
 def add(folder: Path, **tensors: torch.Tensor) -> None:
     """A further shard."""
-    save_file(tensors, folder / "more.safetensors")
+    save_file(tensors, folder / "a.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(tensors, "more.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, "a.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -127,6 +127,16 @@ def test_what_deepseek_models_may_not_say(deepseek: Path, values: dict[str, Any]
     change(deepseek, **values)
     with pytest.raises(EngineError, match=says):
         checkpoint.load(deepseek)
+
+
+def test_tied_output_that_is_stored_too(tmp_path: Path) -> None:
+    write("llama-tied", tmp_path)
+    embed = checkpoint.load(tmp_path).embed
+    add(tmp_path, **{"lm_head.weight": embed.clone()})
+    assert checkpoint.load(tmp_path).head is None
+    add(tmp_path, **{"lm_head.weight": embed + 1})
+    with pytest.raises(EngineError, match=r"lm_head\.weight is not model\.embed_tokens"):
+        checkpoint.load(tmp_path)
 
 
 def test_windows_that_are_off_are_no_matter(tmp_path: Path) -> None:
