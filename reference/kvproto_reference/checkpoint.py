@@ -1,17 +1,24 @@
-"""Checkpoint folders: config.json and model.safetensors."""
+"""Checkpoint folders: our own (config.json, model.safetensors) and those of Hugging Face, told by `model_type`."""
 
+import hashlib
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import attrs
+import torch
 from safetensors.torch import save as to_bytes
+from torch import Tensor
 
 from .errors import EngineError
-from .models import SOLO, Decoder, ModelConfig, TensorParallel, shard
+from .models import SOLO, Decoder, ModelConfig, TensorParallel, cut
+from .models.config import json_object
+from .models.hf import eos_ids, ignored, source, translate
+from .tokenizer import BYTES, Tokenizer
+from .weights import WEIGHTS_FILE, Weights, identity
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def save(folder: Path, model: Decoder) -> None:
@@ -25,25 +32,95 @@ def save(folder: Path, model: Decoder) -> None:
     (folder / WEIGHTS_FILE).write_bytes(to_bytes(weights))
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Sizes of the model in a checkpoint folder."""
-    return ModelConfig.from_json(_require(folder, CONFIG_FILE).read_text())
+def is_hf(folder: Path) -> bool:
+    """Whether a checkpoint folder is Hugging Face's."""
+    return "model_type" in _fields(folder)
 
 
-def load(folder: Path, tp: TensorParallel = SOLO) -> Decoder:
-    """This TP rank's part of the model in a checkpoint folder, float32, ready for inference."""
-    config = load_config(folder)
-    path = _require(folder, WEIGHTS_FILE)
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise EngineError(f"checkpoint weights {path} cannot be read: {error}") from error
-    model = Decoder(config, tp)
-    try:
-        model.load_state_dict(shard(config, tp, state))
-    except RuntimeError as error:
-        raise EngineError(f"checkpoint weights {path} do not fit {CONFIG_FILE}: {error}") from error
-    return model.eval().requires_grad_(False)
+def load_config(folder: Path, dtype: str = "float32") -> ModelConfig:
+    """Sizes of the model in a checkpoint folder; `dtype` "auto" is the one that its config names."""
+    fields = _fields(folder)
+    if "model_type" in fields:
+        return translate(fields, dtype)
+    config = ModelConfig.from_fields(fields)
+    return config if dtype == "auto" else attrs.evolve(config, dtype=dtype)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, with the tokens that end a text; bytes for our own checkpoints."""
+    if not is_hf(folder):
+        return BYTES
+    from .hf_tokenizer import HfTokenizer  # asks for a package that our own checkpoints do without
+
+    generation = folder / GENERATION_FILE
+    eos = eos_ids(_fields(folder), json_object(generation.read_text()) if generation.is_file() else {})
+    return HfTokenizer(_require(folder, TOKENIZER_FILE), eos, load_config(folder).vocab)
+
+
+def load(
+    folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> Decoder:
+    """This TP rank's part of the model in a checkpoint folder, ready for inference; nothing else of it is read."""
+    config, hf = load_config(folder, dtype), is_hf(folder)
+    weights = Weights(folder)
+    with torch.device("meta"):
+        model, full = Decoder(config, tp), Decoder(config)
+    read = _read_hf if hf else _read
+    if hf:
+        _check_names(weights, config, set(full.state_dict()))
+    state = {}
+    for name, whole in full.state_dict().items():
+        piece = read(weights, config, tp, name, tuple(whole.shape))
+        # The correction of expert scores decides near ties; it stays as it is stored.
+        kept = torch.float32 if name.endswith("correction") else getattr(torch, config.dtype)
+        state[name] = piece.to(device=device, dtype=kept).contiguous()
+    model.load_state_dict(state, assign=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def fingerprint(folder: Path) -> str:
+    """Names the weights of a checkpoint folder: by their content, a sample of it where they are Hugging Face's."""
+    config = _require(folder, CONFIG_FILE).read_bytes()
+    if is_hf(folder):
+        return identity(folder, config)
+    return hashlib.sha256(config + _require(folder, WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
+
+
+def _read(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> Tensor:
+    return weights.read(name, shape, cut(config, tp, name, shape))
+
+
+def _read_hf(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Our weight `name` of full `shape`, this rank's cut of it, out of the tensor or tensors that hold it."""
+    part, origin = cut(config, tp, name, shape), source(name, config)
+    if ".experts." in name:
+        return torch.stack([weights.read(origin.format(e), shape[1:], part[1:]) for e in range(shape[0])])
+    if name.endswith(("k_up", "v_up")):
+        # One tensor holds both, head by head: first the rows that make keys, then those that make values.
+        each = config.nope_dim + config.v_dim
+        rows = slice(part[0].start * each, part[0].stop * each)
+        both = weights.read(origin, (config.heads * each, config.latent), (rows, part[2]))
+        own = slice(0, config.nope_dim) if name.endswith("k_up") else slice(config.nope_dim, each)
+        return both.reshape(-1, each, config.latent)[:, own]
+    return weights.read(origin, shape, part)
+
+
+def _check_names(weights: Weights, config: ModelConfig, ours: set[str]) -> None:
+    """Raise EngineError for tensors that the decoder would leave out."""
+    experts = range(config.moe.experts if config.moe else 0)
+    known = {source(name, config).format(e) for name in ours for e in (experts if ".experts." in name else (0,))}
+    left = sorted(name for name in weights.names - known if not ignored(name, config))
+    if config.tied and "lm_head.weight" in left:
+        left.remove("lm_head.weight")
+        shape = (config.vocab, config.hidden)
+        if not torch.equal(weights.read("lm_head.weight", shape), weights.read(source("embed", config), shape)):
+            raise EngineError("config.json: tie_word_embeddings is True, but lm_head.weight is not model.embed_tokens")
+    if left:
+        raise EngineError(f"checkpoint weights {weights.files[0].parent}: no use is known for {', '.join(left[:5])}")
+
+
+def _fields(folder: Path) -> dict[str, object]:
+    return json_object(_require(folder, CONFIG_FILE).read_text())
 
 
 def _require(folder: Path, name: str) -> Path:

@@ -1,11 +1,57 @@
-"""Byte-level tokens: ids 0..255 are the bytes themselves, 256 ends a text."""
+"""Tokens of a text; our own checkpoints use bytes: ids 0..255 are the bytes themselves, 256 ends a text."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from .errors import EngineError
 
 EOS = 256
 VOCAB = 257
+
+
+class Tokenizer(Protocol):
+    """What the engines and the demo ask of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Equal where every id stands for the same token."""
+        ...
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        ...
+
+    def encode(self, text: bytes) -> list[int]:
+        """Token ids of a text in UTF-8, as a model expects them of a prompt."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Text of token ids, without the tokens that end it."""
+        ...
+
+
+class ByteTokenizer:
+    """A token a byte."""
+
+    name = identity = "bytes+eos256"
+    eos = frozenset({EOS})
+
+    def encode(self, text: bytes) -> list[int]:
+        """The bytes, any of them."""
+        return encode(text)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """The bytes."""
+        return decode(tokens)
+
+
+BYTES = ByteTokenizer()
 
 
 def encode(text: bytes) -> list[int]:
@@ -20,3 +66,12 @@ def decode(tokens: Iterable[int]) -> bytes:
         if not 0 <= token < VOCAB:
             raise EngineError(f"token id {token} is outside 0..{VOCAB - 1}")
     return bytes(token for token in ids if token != EOS)
+
+
+def check_agreement(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise EngineError where the draft's tokens are not the target's."""
+    if target.identity != draft.identity:
+        raise EngineError(
+            f"the draft's tokens ({draft.name}: {draft.identity}) are not the target's ({target.name}:"
+            f" {target.identity}); choose a draft of the target's family"
+        )

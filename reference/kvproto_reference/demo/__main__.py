@@ -22,11 +22,11 @@ from ..engine.sampling import SamplingParams
 from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
-from ..tokenizer import EOS, decode
-from .options import checkpoint_folder
+from ..tokenizer import Tokenizer
+from .options import add_models, checkpoint_folder, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
-from .router import Engines, Request, Router, engine_command
+from .router import LOAD, START, Engines, Request, Router, engine_command
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +37,7 @@ class DemoOptions:
     decode_tp: int = 1
     target: str = "mla"
     draft: str = "gqa"
+    dtype: str = "float32"
     transport: str = "shm"
     prompt_file: Path | None = None
     json: bool = False
@@ -57,8 +58,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add = parser.add_argument
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
-    add("--target", default="mla", help="mla, gqa, or a checkpoint folder (default mla)")
-    add("--draft", default="gqa", help="mla, gqa, or a checkpoint folder (default gqa)")
+    add_models(parser)
     add("--transport", choices=["shm"], default="shm", help="how the bytes move")
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
@@ -75,7 +75,12 @@ def run(options: DemoOptions, console: Console) -> int:
     if options.max_new < 1 or options.page_size < 1:
         raise EngineError("--max-new and --page-size must be at least 1")
     torch.set_num_threads(1)
-    prompts = read_prompts(options.prompt_file) if options.prompt_file else default_prompts(options.page_size)
+    tokenizer = shared_tokenizer(*_checkpoints(options))
+    prompts = (
+        read_prompts(options.prompt_file, tokenizer)
+        if options.prompt_file
+        else default_prompts(options.page_size, tokenizer)
+    )
     with contextlib.ExitStack() as stack:
         folder = options.attach or stack.enter_context(_folder())
         engines = stack.enter_context(Engines())
@@ -84,9 +89,9 @@ def run(options: DemoOptions, console: Console) -> int:
         router = Router(folder, "prefill", engines)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
-            router.wait_ready()
+            router.wait_ready(LOAD if options.attach is None else START)
         router.submit(prompts, options.max_new)
-        with _stream(router, console, options.json) as on_news:
+        with _stream(router, tokenizer, console, options.json) as on_news:
             router.collect(on_news)
         if options.attach is None:
             router.stop()
@@ -94,10 +99,14 @@ def run(options: DemoOptions, console: Console) -> int:
             compared = _compare(router, options)
     verdicts = verdict(compared, options.verify)
     if options.json:
-        print(json.dumps(as_json(router, compared, verdicts)))
+        print(json.dumps(as_json(router, compared, verdicts, tokenizer)))
     else:
         show(console, router, compared, verdicts, options.verify)
     return 0 if all(verdicts.values()) else 1
+
+
+def _checkpoints(options: DemoOptions) -> tuple[Path, Path]:
+    return checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft)
 
 
 @contextlib.contextmanager
@@ -110,8 +119,9 @@ def _folder() -> Iterator[Path]:
 
 
 def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
-    shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--pages", str(options.pages),
-              "--page-size", str(options.page_size), "--transport", options.transport]  # fmt: skip
+    shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
+              "--pages", str(options.pages), "--page-size", str(options.page_size),
+              "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
     engines.start("prefill", engine_command("prefill", [*shared, "--tp", str(options.prefill_tp)]))
     decode_options = [*shared, "--tp", str(options.decode_tp)]
@@ -122,14 +132,14 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
 
 
 def _compare(router: Router, options: DemoOptions) -> list[Compared]:
-    target, draft = (checkpoint_folder(role, getattr(options, role)) for role in ("target", "draft"))
-    engine = Undivided(target, draft, page_size=options.page_size, pages=options.pages)
+    target, draft = _checkpoints(options)
+    engine = Undivided(target, draft, page_size=options.page_size, pages=options.pages, dtype=options.dtype)
     found = []
     for request in router.requests.values():
         prompt: Prompt = request.prompt
         sampling = SamplingParams(temperature=prompt.temperature, seed=prompt.seed)
         try:
-            result = engine.generate(bytes(prompt.tokens), sampling, options.max_new)
+            result = engine.generate(prompt.tokens, sampling, options.max_new)
         except EngineError:
             # too long for one engine too; the pair has said so
             found.append(Compared(request, [], SpeculationStats()))
@@ -139,39 +149,41 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
 
 
 @contextlib.contextmanager
-def _stream(router: Router, console: Console, silent: bool) -> Iterator[Callable[[Request], None]]:
+def _stream(
+    router: Router, tokenizer: Tokenizer, console: Console, silent: bool
+) -> Iterator[Callable[[Request], None]]:
     """Shows continuations as they grow, or line by line where there is no terminal."""
     if silent:
         yield lambda request: None
     elif console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            yield lambda request: live.update(_continuations(router), refresh=True)
+            yield lambda request: live.update(_continuations(router, tokenizer), refresh=True)
     else:
         yield (
             lambda request: (
-                console.print(f"{request.prompt.name}: {_text(request)}", highlight=False, markup=False)
+                console.print(f"{request.prompt.name}: {_text(request, tokenizer)}", highlight=False, markup=False)
                 if request.over
                 else None
             )
         )
 
 
-def _continuations(router: Router) -> Table:
+def _continuations(router: Router, tokenizer: Tokenizer) -> Table:
     table = Table(title="continuations", title_justify="left", expand=True)
     table.add_column("prompt", no_wrap=True)
     table.add_column("ends with", ratio=1, no_wrap=True)
     table.add_column("continuation", ratio=2, no_wrap=True)
     for request in router.requests.values():
-        ends = decode(request.prompt.tokens[-40:]).decode("utf-8", "replace")
-        table.add_row(request.prompt.name, repr(ends)[1:-1], _text(request))
+        ends = tokenizer.decode(request.prompt.tokens[-40:]).decode("utf-8", "replace")
+        table.add_row(request.prompt.name, repr(ends)[1:-1], _text(request, tokenizer))
     return table
 
 
-def _text(request: Request) -> str:
+def _text(request: Request, tokenizer: Tokenizer) -> str:
     if request.error is not None:
         return f"failed: {request.error}"
-    text = repr(decode(request.tokens).decode("utf-8", "replace"))[1:-1]
-    return text + (" <end>" if request.tokens and request.tokens[-1] == EOS else "")
+    text = repr(tokenizer.decode(request.tokens).decode("utf-8", "replace"))[1:-1]
+    return text + (" <end>" if request.tokens and request.tokens[-1] in tokenizer.eos else "")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -54,11 +54,16 @@ class DecodeRank:
 
     def __init__(self, options: EngineOptions, tp: TensorParallel, node: type[SinkNode] = SinkNode) -> None:
         self.options, self.tp = options, tp
-        configs = options.configs
-        self._geometry = geometry(options.target, options.draft, configs, tp.size, options.page_size)
+        configs, tokenizer = options.configs, options.tokenizer
+        self._eos = tokenizer.eos
+        self._geometry = geometry(
+            options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
+        )
         pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
         target, draft = (
-            ModelRunner(checkpoint.load(folder, tp), adopt(pool, config, group, tp), options.page_size)
+            ModelRunner(
+                checkpoint.load(folder, tp, dtype=config.dtype), adopt(pool, config, group, tp), options.page_size
+            )
             for folder, config, group in zip((options.target, options.draft), configs, (TARGET, DRAFT), strict=True)
         )
         self._decoder = SpeculativeDecoder(target, draft, options.speculate)
@@ -174,7 +179,7 @@ class DecodeRank:
         ticket = from_json(Ticket, word["ticket"])
         try:
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling)
+            sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self._eos)
             rows = rows_needed(len(sequence.prompt), sequence.max_new)
             need, room = pages_for(rows, self.options.page_size), self.options.pages
             if need > room:

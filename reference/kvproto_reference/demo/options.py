@@ -9,9 +9,10 @@ import attrs
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-from ..checkpoint import CHECKPOINTS, load_config
+from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
 from ..errors import EngineError
 from ..models import ModelConfig
+from ..tokenizer import Tokenizer, check_agreement
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +26,7 @@ class EngineOptions:
     """Rank 0 of the prefill engine; rank r has `-r` appended, or r added to a TCP port."""
     target: Path
     draft: Path
+    dtype: str
     tp: int
     pages: int
     page_size: int
@@ -37,7 +39,12 @@ class EngineOptions:
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Of target and draft."""
-        return load_config(self.target), load_config(self.draft)
+        return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's; raises EngineError where the draft has another vocabulary."""
+        return shared_tokenizer(self.target, self.draft)
 
 
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
@@ -53,8 +60,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         help="private directory that both engines and the router use; made if missing",
     )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
-    add("--target", default="mla", help="mla, gqa, or a checkpoint folder (default mla)")
-    add("--draft", default="gqa", help="mla, gqa, or a checkpoint folder (default gqa)")
+    add_models(parser)
     add(
         "--prefill",
         default=None,
@@ -76,9 +82,29 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     return EngineOptions(
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
-        draft=checkpoint_folder("draft", args.draft), chunk=args.chunk, speculate=args.speculate,
+        draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Which target and draft; the demo has the same options as its engines."""
+    for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
+        text = f"mla, gqa, or a checkpoint folder, ours or Hugging Face's (default {default})"
+        parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16", "auto"],
+        default="float32",
+        help="of weights and caches; auto: what each config.json says (default float32)",
+    )
+
+
+def shared_tokenizer(target: Path, draft: Path) -> Tokenizer:
+    """The target's tokenizer; raises EngineError where the draft has another vocabulary, naming both."""
+    tokenizer = load_tokenizer(target)
+    check_agreement(tokenizer, load_tokenizer(draft))
+    return tokenizer
 
 
 def checkpoint_folder(role: str, name: str) -> Path:

@@ -31,7 +31,6 @@ from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence
 from ..errors import EngineError
 from ..models import TensorParallel
-from ..tokenizer import EOS
 from .content import content_digest
 from .control import Control
 from .options import EngineOptions, incarnation, parse, rank_address
@@ -55,12 +54,17 @@ class PrefillRank:
 
     def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
         self.options, self.tp = options, tp
-        configs = options.configs
-        self._geometry = geometry(options.target, options.draft, configs, tp.size, options.page_size)
+        configs, tokenizer = options.configs, options.tokenizer
+        self._eos = tokenizer.eos
+        self._geometry = geometry(
+            options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
+        )
         validate(self._geometry)
         pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
         self.target, self.draft = (
-            ModelRunner(checkpoint.load(folder, tp), adopt(pool, config, group, tp), options.page_size)
+            ModelRunner(
+                checkpoint.load(folder, tp, dtype=config.dtype), adopt(pool, config, group, tp), options.page_size
+            )
             for folder, config, group in zip((options.target, options.draft), configs, (TARGET, DRAFT), strict=True)
         )
         self._pages = {g: PageAllocator(options.pages, options.seed + g) for g in (TARGET, DRAFT)}
@@ -132,7 +136,8 @@ class PrefillRank:
             if need > room:
                 raise EngineError(f"the prompt of {len(prompt)} tokens needs {need} pages, the pools have {room}")
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            job = Job(ticket, Sequence(prompt=prompt, max_new=word["max_new"], sampling=sampling))
+            sequence = Sequence(prompt=prompt, max_new=word["max_new"], sampling=sampling, eos=self._eos)
+            job = Job(ticket, sequence)
         except EngineError as error:
             self.node.refuse(
                 key, LocalError(ErrorCode.PROMPT_TOO_LONG, "prompt", f"room for {self.options.pages} pages", str(error))
@@ -154,7 +159,7 @@ class PrefillRank:
         if step.first is None:
             return
         self._queue.popleft()
-        outcome = Outcome.FINISHED if step.first == EOS else Outcome.CONTINUE
+        outcome = Outcome.FINISHED if step.first in self._eos else Outcome.CONTINUE
         items = {TARGET: job.sequence.target_pages, DRAFT: job.sequence.draft_pages}
         first = {(FIRST, "token"): step.first.to_bytes(4, "little")}
         self.node.finish(bytes(job.ticket.key), Finished(items, len(job.sequence.prompt), outcome, first))

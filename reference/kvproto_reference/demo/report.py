@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.sequence import SpeculationStats
-from ..tokenizer import decode
+from ..tokenizer import Tokenizer
 from .router import Request, Router
 
 
@@ -51,14 +51,17 @@ def verdict(compared: list[Compared], verify: bool) -> dict[str, bool]:
     }
 
 
-def as_json(router: Router, compared: list[Compared], verdicts: dict[str, bool]) -> dict[str, Any]:
+def as_json(
+    router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The same for programs."""
     rows = []
     for c in compared:
         r = c.request
         rows.append({
             "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
-            "undivided_tokens": c.tokens, "text": decode(r.tokens).decode("utf-8", "replace"), "arrived": r.arrived,
+            "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
+            "arrived": r.arrived,
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             "same_tokens": c.same_tokens, "same_acceptance": c.same_acceptance,
         })  # fmt: skip

@@ -24,7 +24,9 @@ from .prompts import Prompt
 DEADLINE = 60.0
 """Seconds a ticket is good for."""
 START = 60.0
-"""Seconds an engine may take to be ready."""
+"""Seconds an engine that runs already may take to answer."""
+LOAD = 900.0
+"""Seconds an engine that we started may take to load its models."""
 
 
 @attrs.define
@@ -95,12 +97,12 @@ class Router:
         self.freed: set[str] = set()
         self.plan: dict[str, Any] = {}
 
-    def wait_ready(self) -> None:
-        """Until both engines have said that they are ready."""
+    def wait_ready(self, patience: float) -> None:
+        """Until both engines have said that they are ready, for `patience` seconds."""
         missing = set(self._lines)
         for line in self._lines.values():
             line.send("hello")
-        until = time.monotonic() + START
+        until = time.monotonic() + patience
         while missing:
             for name, word in self._listen():
                 if word["op"] == "ready":
@@ -111,7 +113,7 @@ class Router:
                     raise EngineError(word["error"])
             self._engines.check()
             if time.monotonic() > until:
-                raise EngineError(f"no sign of the {' and '.join(sorted(missing))} engine in {START:.0f} s")
+                raise EngineError(f"no sign of the {' and '.join(sorted(missing))} engine in {patience:.0f} s")
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
         """Make a ticket for each prompt and hand both to both engines."""

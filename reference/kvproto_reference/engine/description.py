@@ -1,6 +1,5 @@
 """What a prefill or decode engine of this package tells kvproto about itself."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -9,22 +8,24 @@ from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, ow
 from kvproto.node.pool import Pool
 from kvproto.wire.enums import DType
 
-from ..checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from ..checkpoint import fingerprint
 from ..models import ModelConfig, TensorParallel, kv_head_range
 from .pool import KVPool
 
 TARGET, DRAFT, FIRST = 0, 1, 2
 """Group ids: the target's cache, the draft's, the first token."""
 
-_FLOAT = 4
+_TYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 
-def geometry(target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tp: int, page_size: int) -> Geometry:
+def geometry(
+    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, tp: int, page_size: int
+) -> Geometry:
     """The Description of one replica: two models on `tp` ranks, every rank holding the logits."""
     groups = [_group(m, c, page_size) for m, c in enumerate(configs)]
     groups.append(handoff(FIRST, "first token", {"token": (DType.U32, 4)}))
     identity = facts(
-        {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": "bytes+eos256"}
+        {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
     )
     ranks = []
     for rank in range(tp):
@@ -35,19 +36,14 @@ def geometry(target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig]
 
 def _group(model: int, config: ModelConfig, page_size: int) -> Group:
     name = ("target", "draft")[model]
+    dtype, row_bytes = _TYPES[config.dtype], config.row_dim * getattr(torch, config.dtype).itemsize
     if config.kind == "mla":
-        return mla(model, name, model, config.row_dim * _FLOAT, page_size)
-    return gqa(model, name, model, config.kv_heads, config.row_dim * _FLOAT, page_size)
+        return mla(model, name, model, row_bytes, page_size, dtype)
+    return gqa(model, name, model, config.kv_heads, row_bytes, page_size, dtype)
 
 
 def _lanes(config: ModelConfig, rank: int, tp: int) -> tuple[int, int]:
     return kv_head_range(config, rank, tp)
-
-
-def fingerprint(folder: Path) -> str:
-    """Names the weights by their content."""
-    data = (folder / CONFIG_FILE).read_bytes() + (folder / WEIGHTS_FILE).read_bytes()
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def adopt(pool: Pool, config: ModelConfig, group: int, tp: TensorParallel) -> KVPool:
@@ -55,5 +51,6 @@ def adopt(pool: Pool, config: ModelConfig, group: int, tp: TensorParallel) -> KV
     items = pool.side.columns[group].items
     tensors = {}
     for layer, part, shape in KVPool.shapes(config, tp, items, pool.side.group(group).rows):
-        tensors[layer, part] = torch.from_numpy(pool.array(group, layer, part).view("float32")).reshape(shape)
+        memory = torch.from_numpy(pool.array(group, layer, part))
+        tensors[layer, part] = memory.view(getattr(torch, config.dtype)).reshape(shape)
     return KVPool.wrap(config, tensors)

@@ -15,12 +15,17 @@ Shape = tuple[int, int, int, int]
 
 @attrs.frozen
 class KVPool:
-    """Tensors [pages, page_size, local KV heads, row_dim] float32, keyed by (layer, part)."""
+    """Tensors [pages, page_size, local KV heads, row_dim] of the config's dtype, keyed by (layer, part)."""
 
     config: ModelConfig
     tensors: Mapping[Key, Tensor]
     pages: int
     page_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.tensors.values())).device
 
     @staticmethod
     def shapes(config: ModelConfig, tp: TensorParallel, pages: int, page_size: int) -> list[tuple[int, str, Shape]]:
@@ -40,17 +45,26 @@ class KVPool:
         shape = tensors[keys[0]].shape
         if len(shape) != 4 or shape[3] != config.row_dim:
             raise EngineError(f"pool tensors must be [pages, page_size, KV heads, {config.row_dim}], not {list(shape)}")
+        dtype = getattr(torch, config.dtype)
         for key in keys:
             tensor = tensors[key]
-            if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise EngineError(f"pool tensor {key} must be contiguous float32 {list(shape)}")
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise EngineError(f"pool tensor {key} must be contiguous {config.dtype} {list(shape)}")
         return cls(config, dict(tensors), shape[0], shape[1])
 
     @classmethod
-    def allocate(cls, config: ModelConfig, pages: int, page_size: int, tp: TensorParallel = SOLO) -> "KVPool":
+    def allocate(
+        cls,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        tp: TensorParallel = SOLO,
+        device: torch.device | str = "cpu",
+    ) -> "KVPool":
         """A pool in private memory, zeroed."""
-        wanted = cls.shapes(config, tp, pages, page_size)
-        return cls.wrap(config, {(layer, part): torch.zeros(shape) for layer, part, shape in wanted})
+        wanted, dtype = cls.shapes(config, tp, pages, page_size), getattr(torch, config.dtype)
+        zeros = {(layer, part): torch.zeros(shape, dtype=dtype, device=device) for layer, part, shape in wanted}
+        return cls.wrap(config, zeros)
 
 
 class PagedCache:
@@ -67,8 +81,8 @@ class PagedCache:
             if not 0 <= page < pool.pages:
                 raise EngineError(f"page {page} is outside a pool of {pool.pages} pages")
         self._pool, self._stop = pool, stop
-        self._table = torch.tensor(used, dtype=torch.int64)
-        positions = torch.arange(start, stop)
+        self._table = torch.tensor(used, dtype=torch.int64, device=pool.device)
+        positions = torch.arange(start, stop, device=pool.device)
         self._slots = self._table[positions // size] * size + positions % size
 
     def write(self, layer: int, part: str, rows: Tensor) -> None:

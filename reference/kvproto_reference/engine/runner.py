@@ -37,7 +37,8 @@ class ModelRunner:
         stop = start + len(tokens)
         cache = PagedCache(self.pool, pages, start, stop)
         with torch.no_grad():
-            return self.model.forward(torch.tensor(tokens, dtype=torch.int64), torch.arange(start, stop), cache)
+            ids = torch.tensor(tokens, dtype=torch.int64, device=self.pool.device)
+            return self.model.forward(ids, torch.arange(start, stop, device=self.pool.device), cache)
 
     def prefill_chunks(
         self, tokens: Sequence[int], pages: Sequence[int], chunk: int, start: int = 0

@@ -46,7 +46,7 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Probabilities:
     """Float64 distribution [vocab] of logits [vocab]; all mass on the argmax when greedy."""
-    scores: Probabilities = logits.double().numpy()
+    scores: Probabilities = logits.double().cpu().numpy()
     if params.greedy:
         out = np.zeros_like(scores)
         out[int(scores.argmax())] = 1.0

@@ -3,7 +3,7 @@
 import attrs
 
 from ..errors import EngineError
-from ..tokenizer import EOS
+from ..tokenizer import BYTES
 from .sampling import SamplingParams
 
 
@@ -32,6 +32,8 @@ class Sequence:
     prompt: list[int]
     max_new: int
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
+    eos: frozenset[int] = BYTES.eos
+    """Tokens that end it."""
     target_pages: list[int] = attrs.field(factory=list)
     draft_pages: list[int] = attrs.field(factory=list)
     generated: list[int] = attrs.field(factory=list)
@@ -66,13 +68,13 @@ class Sequence:
     @property
     def finished(self) -> bool:
         """Whether EOS or max_new was reached."""
-        return self.remaining <= 0 or (bool(self.generated) and self.generated[-1] == EOS)
+        return self.remaining <= 0 or (bool(self.generated) and self.generated[-1] in self.eos)
 
     def append(self, tokens: list[int]) -> list[int]:
         """Add generated tokens up to EOS or max_new; gives back those that were kept."""
         kept = tokens[: max(self.remaining, 0)]
-        if EOS in kept:
-            kept = kept[: kept.index(EOS) + 1]
+        ends = next((i for i, token in enumerate(kept) if token in self.eos), len(kept))
+        kept = kept[: ends + 1]
         self.generated.extend(kept)
         return kept
 

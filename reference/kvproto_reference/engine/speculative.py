@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import EngineError
-from ..tokenizer import EOS
+from ..tokenizer import BYTES
 from .runner import ModelRunner
 from .sampling import Probabilities, SamplingParams, pick, probabilities, sample, uniform
 from .sequence import Sequence
@@ -17,7 +17,10 @@ class SpeculativeDecoder:
         if draft is not None and k < 1:
             raise EngineError(f"a draft must propose at least 1 token, not {k}")
         if draft is not None and draft.model.config.vocab != target.model.config.vocab:
-            raise EngineError("draft and target differ in vocab")
+            sizes = [
+                f"the {n} a vocabulary of {r.model.config.vocab}" for n, r in (("draft", draft), ("target", target))
+            ]
+            raise EngineError(f"{' and '.join(sizes)}: they must be equal")
         self.target, self.draft, self.k = target, draft, k
 
     def step(self, sequence: Sequence) -> list[int]:
@@ -30,7 +33,7 @@ class SpeculativeDecoder:
         start = sequence.valid
         proposed, beliefs = self._propose(sequence, start)
         logits = self.target.run([sequence.newest, *proposed], start, sequence.target_pages)
-        accepted, extra = verify(logits, proposed, beliefs, sequence.sampling, start + 1)
+        accepted, extra = verify(logits, proposed, beliefs, sequence.sampling, start + 1, sequence.eos)
         if self.draft is not None and proposed and accepted == len(proposed) and extra is not None:
             # The draft never ran its last proposal, whose row is valid now.
             self.draft.run(proposed[-1:], start + accepted, sequence.draft_pages)
@@ -57,13 +60,18 @@ class SpeculativeDecoder:
             token = sample(logits, sequence.sampling, start + i + 1, "draft")
             proposed.append(token)
             beliefs.append(probabilities(logits, sequence.sampling))
-            if token == EOS:
+            if token in sequence.eos:
                 break
         return proposed, beliefs
 
 
 def verify(
-    logits: Tensor, proposed: list[int], beliefs: list[Probabilities], params: SamplingParams, position: int
+    logits: Tensor,
+    proposed: list[int],
+    beliefs: list[Probabilities],
+    params: SamplingParams,
+    position: int,
+    eos: frozenset[int] = BYTES.eos,
 ) -> tuple[int, int | None]:
     """Number of accepted proposals and the target's own next token, None after an accepted EOS.
 
@@ -82,6 +90,6 @@ def verify(
                 # Equal distributions leave no residual but rounding; the target's own is then right.
                 residual = residual if residual.sum() > 0.0 else wanted
                 return i, pick(residual, uniform(params.seed, position + i, "residual"))
-        if token == EOS:
+        if token in eos:
             return i + 1, None
     return len(proposed), sample(logits[-1], params, position + len(proposed))

@@ -1,9 +1,9 @@
 """Model kinds, their sizes and their TP cut."""
 
 from .base import DenseCache, LayerCaches, Model
-from .config import ModelConfig
+from .config import ModelConfig, MoeConfig
 from .decoder import Decoder
-from .parallel import SOLO, TensorParallel, kv_head_range, shard
+from .parallel import SOLO, TensorParallel, cut, kv_head_range
 
 __all__ = [
     "SOLO",
@@ -12,7 +12,8 @@ __all__ = [
     "LayerCaches",
     "Model",
     "ModelConfig",
+    "MoeConfig",
     "TensorParallel",
+    "cut",
     "kv_head_range",
-    "shard",
 ]

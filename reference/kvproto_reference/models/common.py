@@ -1,16 +1,17 @@
-"""Maths which both model kinds share; all tensors float32, leading batch dims allowed."""
+"""Maths which both model kinds share; leading batch dims allowed. Norms, turns and scores of experts are float32."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ModelConfig
 from .parallel import TensorParallel
 
 
 def weight(*shape: int) -> nn.Parameter:
     """A matrix parameter [..., out, in], drawn with deviation in^-0.5."""
-    return nn.Parameter(torch.randn(*shape) * shape[-1] ** -0.5)
+    drawn = torch.empty(*shape)
+    # Meta tensors stand for weights that are loaded; drawing them would cost the import of torch's compiler.
+    return nn.Parameter(drawn if drawn.is_meta else drawn.normal_(std=shape[-1] ** -0.5))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -20,21 +21,22 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim: x [..., d], gain [d]."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * gain
 
 
-def rope_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, 1, dim / 2] of positions [n]."""
-    rates = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+def rope_table(positions: Tensor, rates: Tensor, gain: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [n, 1, pairs] float32, times `gain`, of positions [n] and rates [pairs]."""
     angles = positions.to(torch.float32)[:, None, None] * rates
-    return angles.cos(), angles.sin()
+    return angles.cos() * gain, angles.sin() * gain
 
 
-def rope(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding, half-split layout: x [..., n, heads, dim]."""
+def rope(x: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
+    """Rotary embedding of x [..., n, heads, dim]: neighbours are turned together (pairs), or halves are."""
     cos, sin = table
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return (torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -48,23 +50,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
     if n == m:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     else:
-        mask = torch.arange(m) <= positions[:, None]
+        mask = torch.arange(m, device=positions.device) <= positions[:, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(-3, -2)
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward block; the ffn width is split over TP ranks."""
+    """Gated feed-forward block; its width is split over TP ranks."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, hidden: int, ffn: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.tp = tp
-        width = tp.width(config.ffn)
-        self.gate = weight(width, config.hidden)
-        self.up = weight(width, config.hidden)
-        self.down = weight(config.hidden, width)
+        width = tp.width(ffn)
+        self.gate = weight(width, hidden)
+        self.up = weight(width, hidden)
+        self.down = weight(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> [..., hidden], summed over ranks."""
+        """x [..., hidden] -> this rank's summand of [..., hidden]."""
         inner = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
-        return self.tp.all_reduce(F.linear(inner, self.down))
+        return F.linear(inner, self.down)

@@ -1,19 +1,73 @@
 """Sizes of one model, as stored in a checkpoint's config.json."""
 
 import json
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import attrs
 
 from ..errors import EngineError
 from ..tokenizer import VOCAB
+from .rope import plain_rates
 
 Kind = Literal["gqa", "mla"]
+KINDS = ("gqa", "mla")
+SCORES = ("softmax", "sigmoid")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
+@attrs.frozen(kw_only=True)
+class MoeConfig:
+    """Routed and shared experts (DeepSeek-V2, arXiv 2405.04434, 2.2.1; DeepSeek-V3, arXiv 2412.19437, 2.1.2)."""
+
+    layers: tuple[int, ...] = attrs.field(converter=_ints)
+    """Layers that have experts; the others are dense."""
+    experts: int
+    top_k: int
+    ffn: int
+    """Width of one routed expert."""
+    shared_ffn: int = 0
+    """Width of the expert that every token passes, 0 for none."""
+    scores: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    """Groups of experts that a token may choose from."""
+    group_best: int = 1
+    """A group ranks by the sum of this many of its best scores."""
+    normalize: bool = False
+    """Whether the weights of the chosen experts are made to sum to 1, before `scale`."""
+    scale: float = 1.0
+    correction: bool = False
+    """Whether a bias is added to the scores for the choice, not for the weights."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.scores not in SCORES:
+            raise EngineError(f"moe config: scores must be one of {SCORES}, not {self.scores!r}")
+        for name in ("experts", "top_k", "ffn", "groups", "top_groups", "group_best"):
+            _check_positive("moe", name, getattr(self, name))
+        each, rest = divmod(self.experts, self.groups)
+        if rest or self.top_groups > self.groups or self.group_best > each or self.top_k > self.top_groups * each:
+            raise EngineError(
+                f"moe config: {self.top_k} of {self.experts} experts cannot be taken from {self.top_groups} of"
+                f" {self.groups} groups that rank by their best {self.group_best}"
+            )
+
+
+def _moe(value: Any) -> MoeConfig | None:
+    return MoeConfig(**value) if isinstance(value, dict) else value
 
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """Sizes of one model; fields of the other kind stay 0, dims count float32 elements."""
+    """Sizes of one model; fields of the other kind stay 0, dims count elements."""
 
     kind: Kind
     hidden: int
@@ -29,24 +83,54 @@ class ModelConfig:
     v_dim: int = 0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    tied: bool = True
+    """Whether the embedding is the output matrix too."""
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    q_rank: int | None = None
+    """Width that MLA queries are squeezed through, None where they are not."""
+    rope_rates: tuple[float, ...] = attrs.field(default=(), converter=_floats)
+    """Radians a position of each rotary pair; empty for those of `rope_theta`."""
+    rope_gain: float = 1.0
+    """Factor of cosines and sines, so of cached keys too."""
+    rope_pairs: bool = False
+    """Whether neighbours are turned together, not elements half a head apart."""
+    score_factor: float = 1.0
+    """Factor of attention scores beside head width ^ -0.5."""
+    moe: MoeConfig | None = attrs.field(default=None, converter=_moe)
+    dtype: str = "float32"
+    """Of weights and cache."""
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in ("gqa", "mla"):
+        if self.kind not in KINDS:
             raise EngineError(f"model kind must be 'gqa' or 'mla', not {self.kind!r}")
         own = ("kv_heads", "head_dim") if self.kind == "gqa" else ("latent", "rope_dim", "nope_dim", "v_dim")
         for name in ("hidden", "layers", "heads", "ffn", "vocab", *own):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise EngineError(f"{self.kind} model config: {name} must be a positive integer, not {value!r}")
+            _check_positive(f"{self.kind} model", name, getattr(self, name))
+        if self.q_rank is not None:
+            _check_positive(f"{self.kind} model", "q_rank", self.q_rank)
         if self.rotary_dim % 2:
             raise EngineError(f"{self.kind} model config: the rotary width {self.rotary_dim} must be even")
         if self.kind == "gqa" and self.heads % self.kv_heads:
             raise EngineError(f"gqa model config: {self.heads} heads do not divide into {self.kv_heads} KV heads")
+        if self.dtype not in DTYPES:
+            raise EngineError(f"{self.kind} model config: dtype must be one of {DTYPES}, not {self.dtype!r}")
 
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.head_dim if self.kind == "gqa" else self.rope_dim
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Radians a position of each rotary pair."""
+        return self.rope_rates or plain_rates(self.rotary_dim, self.rope_theta)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        width = self.head_dim if self.kind == "gqa" else self.nope_dim + self.rope_dim
+        return float(self.score_factor * width**-0.5)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -65,13 +149,28 @@ class ModelConfig:
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
         """The config read from JSON text."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise EngineError(f"model config is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise EngineError("model config must be a JSON object")
+        return cls.from_fields(json_object(text))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "ModelConfig":
+        """The config of a JSON object's members."""
         try:
             return cls(**fields)
         except TypeError as error:
             raise EngineError(f"model config has wrong fields: {error}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Members of the JSON object that a config file holds."""
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise EngineError(f"model config is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise EngineError("model config must be a JSON object")
+    return fields
+
+
+def _check_positive(what: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise EngineError(f"{what} config: {name} must be a positive integer, not {value!r}")

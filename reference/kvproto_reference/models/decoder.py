@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import LayerCaches
-from .common import SwiGLU, rms_norm, rope_table
+from .common import SwiGLU, rms_norm, rope_table, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
+from .moe import MoeFFN
 from .parallel import SOLO, TensorParallel, check_split
 
 
@@ -17,35 +18,45 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps, self.tp = config.norm_eps, tp
         self.attn_norm = nn.Parameter(torch.ones(config.hidden))
         kind = GqaAttention if config.kind == "gqa" else MlaAttention
         self.attn: GqaAttention | MlaAttention = kind(config, tp, layer)
         self.ffn_norm = nn.Parameter(torch.ones(config.hidden))
-        self.ffn = SwiGLU(config, tp)
+        sparse = config.moe is not None and layer in config.moe.layers
+        self.ffn: SwiGLU | MoeFFN = (
+            MoeFFN(config.hidden, config.moe, tp)
+            if config.moe is not None and sparse
+            else SwiGLU(config.hidden, config.ffn, tp)
+        )
 
     def forward(self, x: Tensor, positions: Tensor, table: tuple[Tensor, Tensor], cache: LayerCaches) -> Tensor:
         """x [..., n, hidden] at positions [n] -> [..., n, hidden]."""
         x = x + self.attn.forward(rms_norm(x, self.attn_norm, self.eps), positions, table, cache)
-        return x + self.ffn.forward(rms_norm(x, self.ffn_norm, self.eps))
+        return x + self.tp.all_reduce(self.ffn.forward(rms_norm(x, self.ffn_norm, self.eps)))
 
 
 class Decoder(nn.Module):
-    """A GQA or MLA language model with tied embeddings; holds this TP rank's weights only."""
+    """A GQA or MLA language model; holds this TP rank's weights only."""
+
+    rates: Tensor
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SOLO) -> None:
         super().__init__()
         check_split(config, tp.size)
         self.config, self.tp = config, tp
-        self.embed = nn.Parameter(torch.randn(config.vocab, config.hidden) * config.hidden**-0.5)
+        self.embed = weight(config.vocab, config.hidden)
         self.blocks = [Block(config, tp, layer) for layer in range(config.layers)]
         self.layers = nn.ModuleList(self.blocks)
         self.norm = nn.Parameter(torch.ones(config.hidden))
+        self.head = None if config.tied else weight(config.vocab, config.hidden)
+        self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: LayerCaches) -> Tensor:
         """Float32 logits [..., n, vocab] of consecutive tokens [..., n] int64 at positions [n] int64."""
-        table = rope_table(positions, self.config.rotary_dim, self.config.rope_theta)
+        table = rope_table(positions, self.rates, self.config.rope_gain)
         x = F.embedding(tokens, self.embed)
         for block in self.blocks:
             x = block.forward(x, positions, table, cache)
-        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embed)
+        head = self.embed if self.head is None else self.head
+        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), head).float()

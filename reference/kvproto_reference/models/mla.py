@@ -9,15 +9,24 @@ from .common import attend, rms_norm, rope, split_heads, weight
 from .config import ModelConfig
 from .parallel import TensorParallel
 
+LATENT_EPS = 1e-6
+"""Of the norms inside; DeepSeek's code gives them no other, whatever the model's own."""
+
 
 class MlaAttention(nn.Module):
-    """One layer's attention in the absorbed form; query heads are split over ranks, the latent is on all."""
+    """One layer's attention in the absorbed form; query heads are split over ranks, the latent is on all.
+
+    DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()
         self.config, self.tp, self.layer = config, tp, layer
         self.heads = tp.width(config.heads)
-        self.q = weight(self.heads * (config.nope_dim + config.rope_dim), config.hidden)
+        width, rank = self.heads * (config.nope_dim + config.rope_dim), config.q_rank
+        self.q_a = weight(rank, config.hidden) if rank else None
+        self.q_a_norm = nn.Parameter(torch.ones(rank)) if rank else None
+        self.q = weight(width, rank or config.hidden)
         self.kv_a = weight(config.latent + config.rope_dim, config.hidden)
         self.kv_norm = nn.Parameter(torch.ones(config.latent))
         self.k_up = weight(self.heads, config.nope_dim, config.latent)
@@ -27,17 +36,23 @@ class MlaAttention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, table: tuple[Tensor, Tensor], cache: LayerCaches) -> Tensor:
         """x [..., n, hidden] at positions [n] -> [..., n, hidden], summed over ranks."""
         c = self.config
-        q = split_heads(F.linear(x, self.q), self.heads)
+        q = split_heads(self._queries(x), self.heads)
         q_nope, q_rope = q[..., : c.nope_dim], q[..., c.nope_dim :]
         kv = F.linear(x, self.kv_a).unsqueeze(-2)
         latent, k_rope = kv[..., : c.latent], kv[..., c.latent :]
-        row = torch.cat((rms_norm(latent, self.kv_norm, c.norm_eps), rope(k_rope, table)), dim=-1)
+        row = torch.cat((rms_norm(latent, self.kv_norm, LATENT_EPS), rope(k_rope, table, c.rope_pairs)), dim=-1)
         cache.write(self.layer, "latent", row)
         rows = cache.read(self.layer, "latent")
         # W_uk goes into the query, so that scores are taken against the cached latents themselves.
         absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self.k_up)
-        query = torch.cat((absorbed, rope(q_rope, table)), dim=-1)
+        query = torch.cat((absorbed, rope(q_rope, table, c.rope_pairs)), dim=-1)
         # The whole row serves as value (the fused kernel wants equal widths); its rope part is cut off after.
-        mixed = attend(query, rows, rows, positions, (c.nope_dim + c.rope_dim) ** -0.5)[..., : c.latent]
+        mixed = attend(query, rows, rows, positions, c.score_scale)[..., : c.latent]
         out = torch.einsum("...hl,hvl->...hv", mixed, self.v_up)
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., heads * (nope_dim + rope_dim)]."""
+        if self.q_a is not None and self.q_a_norm is not None:
+            x = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
+        return F.linear(x, self.q)

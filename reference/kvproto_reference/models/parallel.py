@@ -1,7 +1,6 @@
 """Tensor parallelism: which heads a rank holds, and how weights are cut at load."""
 
 import attrs
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -43,7 +42,11 @@ SOLO = TensorParallel()
 
 def check_split(config: ModelConfig, size: int) -> None:
     """Raise EngineError where some of `size` TP ranks would have no query head, or nothing of the ffn."""
-    for name, count in (("heads", config.heads), ("ffn", config.ffn)):
+    widths = {"heads": config.heads, "ffn": config.ffn}
+    if config.moe is not None:
+        widths["moe.ffn"] = config.moe.ffn
+        widths["moe.shared_ffn"] = config.moe.shared_ffn or size
+    for name, count in widths.items():
         if count < size:
             raise EngineError(f"{name} {count} are too few for TP {size}")
 
@@ -62,25 +65,23 @@ def kv_head_range(config: ModelConfig, rank: int, size: int) -> tuple[int, int]:
     return mine.start // each, -(-mine.stop // each)
 
 
-def shard(config: ModelConfig, tp: TensorParallel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's cut of full weights, keyed as in the full checkpoint."""
-    check_split(config, tp.size)
-    lo, hi = kv_head_range(config, tp.rank, tp.size)
-    kv = slice(lo * config.head_dim, hi * config.head_dim)
-    cut: dict[str, Tensor] = {}
-    for name, full in state.items():
-        leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("q", "k_up", "v_up"):
-            piece = full.reshape(config.heads, -1, *full.shape[1:])[tp.share(config.heads)].flatten(0, 1)
-        elif leaf in ("gate", "up"):
-            piece = full[tp.share(config.ffn)]
-        elif leaf in ("k", "v"):
-            piece = full[kv]
-        elif leaf == "o":
-            piece = full.reshape(len(full), config.heads, -1)[:, tp.share(config.heads)].flatten(1, 2)
-        elif leaf == "down":
-            piece = full[:, tp.share(config.ffn)]
-        else:
-            piece = full
-        cut[name] = piece.to(torch.float32).contiguous()
-    return cut
+CUTS = {
+    **dict.fromkeys(("q", "q_bias", "k_up", "v_up"), ("heads", 0)),
+    **dict.fromkeys(("k", "v", "k_bias", "v_bias"), ("kv_heads", 0)),
+    "o": ("heads", -1),
+    **dict.fromkeys(("gate", "up"), ("ffn", -2)),
+    "down": ("ffn", -1),
+}
+"""What of a weight is shared out over ranks, and along which dim; weights that are not here are on every rank."""
+
+
+def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """This rank's slice, dim by dim, of the full weight `name` of `shape`."""
+    slices = [slice(0, length) for length in shape]
+    unit, dim = CUTS.get(name.rsplit(".", 1)[-1], ("", 0))
+    if unit:
+        count = {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": shape[dim]}[unit]
+        mine = slice(*kv_head_range(config, tp.rank, tp.size)) if unit == "kv_heads" else tp.share(count)
+        each = shape[dim] // count
+        slices[dim] = slice(mine.start * each, mine.stop * each)
+    return tuple(slices)

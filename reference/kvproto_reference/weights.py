@@ -1,0 +1,91 @@
+"""Named tensors of the safetensors files of a folder, read slice by slice."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import EngineError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SAMPLES, SAMPLE = 64, 4096
+"""Blocks of a file, and bytes of each, that name it."""
+
+
+class Weights:
+    """All tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = weight_files(folder)
+        self._handles = {path: _open(path) for path in self.files}
+        self._file_of: dict[str, Path] = {}
+        placed = _placed(folder)
+        for path, handle in self._handles.items():
+            names: list[str] = handle.keys()  # type: ignore[no-untyped-call]
+            self._file_of |= {name: path for name in names if placed.get(name, path.name) == path.name}
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._file_of)
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:
+        """One slice, dim by dim, of the tensor `name`, which must have `shape`; the whole of it without `part`."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise EngineError(f"checkpoint weights {self.files[0].parent} do not fit config.json: no tensor {name}")
+        found = self._handles[path].get_slice(name)  # type: ignore[no-untyped-call]
+        if tuple(found.get_shape()) != shape:
+            has = list(found.get_shape())
+            raise EngineError(f"checkpoint weights {path} do not fit config.json: {name} is {has}, not {list(shape)}")
+        piece: Tensor = found[part or ...]
+        if not piece.is_floating_point() or piece.element_size() < 2:
+            raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, which is not supported")
+        return piece
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, by name; raises EngineError where one is missing."""
+    names = sorted(set(_placed(folder).values()) or {WEIGHTS_FILE})
+    for name in names:
+        if not (folder / name).is_file():
+            raise EngineError(f"checkpoint folder {folder} has no {name}")
+    return [folder / name for name in names]
+
+
+def identity(folder: Path, config: bytes) -> str:
+    """Names a checkpoint by its config, and by header, size and blocks spread over the data of each weight file.
+
+    Blocks, because models that were tuned from one another have equal headers.
+    """
+    digest = hashlib.sha256(config)
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(size.to_bytes(8, "little") + file.read(min(header, size)))
+            for block in range(SAMPLES):
+                file.seek(8 + header + (size - 8 - header) * block // SAMPLES)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def _placed(folder: Path) -> dict[str, str]:
+    """The shard of each tensor, by name; nothing where there is no index."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return {}
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"checkpoint index {index} cannot be read: {error!r}") from error
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise EngineError(f"checkpoint weights {path} cannot be read: {error}") from error
