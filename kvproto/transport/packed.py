@@ -11,13 +11,14 @@ stand-in for them cut the same bytes, however pages lie, runs join or lanes are 
 A row of a column is therefore one *record* of fixed width, and byte i of a column is in record i // width. Operations
 and runs decide only how the bytes are gathered. Whole items (groups with an encoding) are rows like any other.
 
-A chunk may end anywhere, within a record too. A record that is cut is unpacked by reading it, changing the part that came,
-and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
+A chunk may end anywhere, within a record too. A record that is cut is unpacked by reading it, changing the part that
+came, and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import attrs
@@ -28,7 +29,7 @@ from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, IntArray, RowMap
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Packer", "PackedStream", "Ready", "pack", "unpack"]
+__all__ = ["PackedStream", "Packer", "Ready", "pack", "unpack"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -54,7 +55,7 @@ class Packer(Protocol):
         """Bytes of the stream."""
 
     def pack(self, offset: int, out: Any) -> Ready:
-        """Begin to write stream bytes [offset, offset + len(out)) to `out`, a part of registered staging memory."""
+        """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
 
     def unpack(self, offset: int, data: Any) -> Ready:
         """Begin the inverse of `pack` from `data`."""
@@ -71,7 +72,7 @@ class _Now:
 class PackedStream:
     """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
 
-    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or they their regions.
+    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools, or they their memory.
     """
 
     def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
@@ -106,19 +107,20 @@ class PackedStream:
         least, item, row = bounds.T
         bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row > at["rows"]))
         if bad.size:
-            op = ops[bad[0]]
+            k = bad[0]
             raise LocalError(
-                ErrorCode.OUT_OF_REGION, f"layer {op['layer']}, part {op['part']}", f"{lengths[bad[0]]} bytes in region",
-                f"{int(reach[bad[0]])} bytes, item {int(item[bad[0]])}, row {int(row[bad[0]]) - 1}", "name items of the pool",
+                ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}",
+                f"{lengths[k]} bytes, {at['items'][k]} items of {at['rows'][k]} rows",
+                f"{reach[k]} bytes, item {item[k]}, row {row[k] - 1}", "name items of the pool",
             )  # fmt: skip
 
     def pack(self, offset: int, out: Any) -> Ready:
-        """Write stream bytes [offset, offset + len(out)) to `out`; raises OUT_OF_RANGE beyond the stream."""
+        """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""
         self._run(offset, _flat(out), into=False)
         return _Now()
 
     def unpack(self, offset: int, data: Any) -> Ready:
-        """Write stream bytes [offset, offset + len(data)) to where they belong; raises OUT_OF_RANGE beyond the stream."""
+        """Write stream bytes [offset, offset + len(data)) to where they belong; raises OUT_OF_RANGE."""
         self._run(offset, _flat(data), into=True)
         return _Now()
 
@@ -181,7 +183,7 @@ class PackedStream:
     def _piece(
         self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: npt.NDArray[np.uint8], into: bool
     ) -> None:
-        """One operation over some runs; `data` is [row, byte], with a gap after each row where a record has more pieces."""
+        """One operation over some runs; `data` is [row, byte], with gaps between rows where a record has more pieces."""
         items, rows, item_stride, row_stride, lane_stride, offset, region = (
             int(op[f"{self._side}_{n}"])
             for n in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
@@ -236,6 +238,7 @@ def unpack(program: CopyProgram, regions: Regions, stream_offset: int, data: Any
 
 
 def _flat(data: Any) -> Bytes:
+    data = getattr(data, "buffer", data)  # of registered memory
     return data if isinstance(data, np.ndarray) else np.ndarray(memoryview(data).nbytes, np.uint8, data)
 
 
@@ -264,7 +267,7 @@ def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:
 def _stretches(length: IntArray) -> Iterator[tuple[int, int]]:
     """Runs of equal length, one after the other."""
     cuts = [0, *(np.flatnonzero(length[1:] != length[:-1]) + 1).tolist(), len(length)]
-    yield from zip(cuts, cuts[1:])
+    yield from pairwise(cuts)
 
 
 def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:

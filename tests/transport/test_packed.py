@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -47,7 +48,7 @@ def seen_by_sink(made: Plan, source: Geometry, number: int, sink: Side, asked: d
 def chunks(rng: random.Random, length: int, most: int) -> Iterable[tuple[int, int]]:
     """The stream cut anywhere, in no order."""
     cuts = sorted({0, length, *(rng.randrange(length + 1) for _ in range(rng.randint(0, most)))})
-    pieces = list(zip(cuts, cuts[1:]))
+    pieces = list(pairwise(cuts))
     return rng.sample(pieces, len(pieces))
 
 
@@ -130,7 +131,9 @@ layouts = st.builds(
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(layouts, layouts, st.sampled_from([48, 256, 1152, 8192]), st.integers(1, 4), st.booleans(), st.integers(0, 2**32))
+@given(
+    layouts, layouts, st.sampled_from([48, 256, 1152, 8192]), st.integers(1, 4), st.booleans(), st.integers(0, 2**32)
+)
 def test_long_and_short_runs(ours: Layout, theirs: Layout, size: int, lanes: int, adjacent: bool, seed: int) -> None:
     rng, dice = random.Random(seed), np.random.default_rng(seed)
     tokens, layers = rng.randint(1, 300), 2
@@ -138,7 +141,9 @@ def test_long_and_short_runs(ours: Layout, theirs: Layout, size: int, lanes: int
     for layout in (ours, theirs):
         group = gqa(0, "g", 0, lanes, size // 2, layout.rows) if lanes > 1 else mla(0, "g", 0, size, layout.rows)
         group = attrs.evolve(group, parts=(attrs.evolve(group.parts[0], name="p", lane_bytes=size),))
-        geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(layers)),)),))
+        geometry = Geometry(
+            replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(layers)),)),)
+        )
         needed = -(-tokens // layout.rows)
         columns, length = layout.columns(lanes, size, needed + 2, layers)
         sides.append(Side(geometry, 0, {0: columns}))
