@@ -72,7 +72,7 @@ class _Now:
 class PackedStream:
     """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
 
-    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools, or they their memory.
+    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
     """
 
     def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
@@ -183,7 +183,7 @@ class PackedStream:
     def _piece(
         self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: npt.NDArray[np.uint8], into: bool
     ) -> None:
-        """One operation over some runs; `data` is [row, byte], with gaps between rows where a record has more pieces."""
+        """One operation over some runs; `data` is [row, byte], rows apart where a record has more pieces."""
         items, rows, item_stride, row_stride, lane_stride, offset, region = (
             int(op[f"{self._side}_{n}"])
             for n in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
