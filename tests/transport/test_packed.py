@@ -45,6 +45,27 @@ def seen_by_sink(made: Plan, source: Geometry, number: int, sink: Side, asked: d
     return lower(routes, Side(source, number, columns), sink, windows, asked)
 
 
+Spans = dict[int, tuple[int, int]]
+"""First token and count by group."""
+
+
+def two_engines(rng: random.Random) -> tuple[Geometry, Geometry, Spans, Spans]:
+    """A source and a sink, and what of each is asked; the source may have computed more."""
+    cached = caches(rng)
+    source, sink = side(rng, cached, 0, complete=True), side(rng, cached, 0, complete=False)
+    whole: Spans = {}
+    spans: Spans = {}
+    early = rng.random() < 0.5
+    for cache in cached:
+        first, count = span(rng, cache, (source, sink))
+        for geometry, found in ((sink, spans), (source, whole)):
+            for g in geometry.groups:
+                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
+                    from_zero = early and g.kind == ItemKind.PAGE and geometry is source
+                    found[g.id] = (0, first + count + 3) if from_zero else (first, count)
+    return source, sink, whole, spans
+
+
 def chunks(rng: random.Random, length: int, most: int) -> Iterable[tuple[int, int]]:
     """The stream cut anywhere, in no order."""
     cuts = sorted({0, length, *(rng.randrange(length + 1) for _ in range(rng.randint(0, most)))})
@@ -60,20 +81,8 @@ def views(pool: oracle.Pools) -> dict[int, memoryview]:
 @given(st.integers(0, 2**48))
 def test_any_two_engines_agree_on_the_stream(seed: int) -> None:
     rng = random.Random(seed)
-    cached = caches(rng)
-    source = side(rng, cached, 0, complete=True)
-    sink = side(rng, cached, 0, complete=False)
+    source, sink, whole, spans = two_engines(rng)
     made = plan(source, sink)
-    spans: dict[int, tuple[int, int]] = {}
-    whole: dict[int, tuple[int, int]] = {}
-    early = rng.random() < 0.5
-    for cache in cached:
-        first, count = span(rng, cache, (source, sink))
-        for geometry, found in ((sink, spans), (source, whole)):
-            for g in geometry.groups:
-                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
-                    from_zero = early and g.kind == ItemKind.PAGE and geometry is source
-                    found[g.id] = (0, first + count + 3) if from_zero else (first, count)
     have = {r.rank: hold(rng, source, r.rank, whole) for r in source.ranks}
     pools = {n: oracle.noise(held.lengths, n) for n, held in have.items()}
     for rank in sink.ranks:
