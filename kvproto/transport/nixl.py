@@ -58,7 +58,6 @@ _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
 _MOST_METADATA = 1 << 16
 _NAME = re.compile(r"kvproto-[0-9a-f]{32}")
-_SEGMENT = {MemoryKind.HOST: "DRAM", MemoryKind.CUDA: "VRAM"}
 _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes."""
 
@@ -133,7 +132,7 @@ class Registered:
         """Deregister; peers can write it no more."""
         if self._list is not None:
             list_, self._list = self._list, None
-            self._agent._call(lambda nixl: nixl.deregister_memory(list_))
+            self._agent._call(lambda nixl: nixl.deregister(list_))
 
 
 @attrs.frozen
@@ -184,7 +183,7 @@ class Write:
         self._agent, self.bytes = agent, bytes_
         self._future: Future[None] = Future()
         self._proof: Proof | None = None
-        self._handles: list[Any] = []
+        self._handles: list[int] = []
         self._peers: tuple[Peer, ...] = ()
         self._cancelled = False
 
@@ -230,6 +229,11 @@ class Peer:
         """Why no write can succeed any more."""
 
     @property
+    def name(self) -> str:
+        """The peer's agent."""
+        return self._named.name
+
+    @property
     def memory(self) -> Memory:
         """Addresses in the peer."""
         return self._named.memory
@@ -271,10 +275,10 @@ class Agent:
 
     def __init__(self) -> None:
         self.name = f"kvproto-{secrets.token_hex(16)}"
-        self._jobs: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[_Nixl], None] | None] = queue.SimpleQueue()
         self._posted: list[Write] = []
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
-        self._stuck: list[Any] = []
+        self._stuck: list[int] = []
         self._closed, self._door = False, threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         started: Future[None] = Future()
@@ -298,9 +302,8 @@ class Agent:
         if not 0 <= slot_bytes <= most:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "slot_bytes", f"1 to {most}", str(slot_bytes))
 
-        def work(nixl: Any) -> Registered:
-            list_ = nixl.register_memory([(*some.descriptor, "")], _SEGMENT[some.kind], ["UCX"])
-            metadata = nixl.get_partial_agent_metadata(list_, True, ["UCX"])
+        def work(nixl: _Nixl) -> Registered:
+            list_, metadata = nixl.register(some)
             return Registered(self, some, slot_bytes, list_, metadata)
 
         return self._call(work)
@@ -320,18 +323,15 @@ class Agent:
             reason = str(e) if type(e) is ValueError else type(e).__name__
             raise _unreachable(path, reason, "send the handle as `Registered` makes it") from None
 
-        def work(nixl: Any) -> Peer:
+        def work(nixl: _Nixl) -> Peer:
             connection, peers = self._remotes.get(named.name, (named.connection, []))
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
             try:
-                if nixl.add_remote_agent(named.metadata) not in (named.name, named.name.encode()):
-                    raise ValueError("its metadata is another agent's")
-                nixl.make_connection(named.name, ["UCX"])
+                nixl.load(named)
             except Exception as e:
                 if not peers:
-                    with contextlib.suppress(Exception):
-                        nixl.remove_remote_agent(named.name)
+                    nixl.forget(named.name)
                 raise _unreachable(path, type(e).__name__, "compare NIXL's versions, and UCX_TLS on both sides") from e
             peer = Peer(self, named, path)
             peers.append(peer)
@@ -385,43 +385,39 @@ class Agent:
                 pause = _SOON if self._look(nixl) else min(pause * 2, _LATE)
         self._finish(nixl)
 
-    def _finish(self, nixl: Any) -> None:
+    def _finish(self, nixl: _Nixl) -> None:
         for write in self._posted:
-            self._release(write)
+            self._release(nixl, write)
             write._end(_closed(), Proof.UNPROVABLE)
         self._posted.clear()
         for name in self._remotes:
-            with contextlib.suppress(Exception):
-                nixl.remove_remote_agent(name)
+            nixl.forget(name)
         for handle in self._stuck:
             with contextlib.suppress(Exception):
-                handle.release()
+                nixl.release(handle)
 
-    def _look(self, nixl: Any) -> bool:
+    def _look(self, nixl: _Nixl) -> bool:
         """Ask after every posted write; whether one ended."""
         ended = False
         for write in list(self._posted):
             error: KvprotoError | None = None
             try:
-                states = [nixl.check_xfer_state(h) for h in write._handles]
-                if "ERR" in states:
-                    error = _local("the write failed", None)
-                elif "PROC" in states:
+                if not all(nixl.ask(h) for h in write._handles):
                     continue
             except Exception as e:
                 error = self._lost(write._peers, e)
             self._posted.remove(write)
-            self._release(write)
+            self._release(nixl, write)
             write._end(error, Proof.UNPROVABLE if error else Proof.PROVEN)
             ended = True
         if ended:
             self._tell()
         return ended
 
-    def _release(self, write: Write) -> None:
+    def _release(self, nixl: _Nixl, write: Write) -> None:
         for handle in write._handles:
             try:
-                handle.release()
+                nixl.release(handle)
             except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
                 self._stuck.append(handle)
         write._handles.clear()
@@ -432,7 +428,7 @@ class Agent:
             return cause
         if "Disconnect" not in type(cause).__name__:
             return _local("the write failed", cause)
-        names = {p._named.name for p in peers}
+        names = {p.name for p in peers}
         error = RemoteError(ErrorCode.PEER_LOST, "", "a connection", type(cause).__name__, "register again with it")
         for name in names:
             for peer in self._remotes.get(name, (b"", []))[1]:
@@ -443,16 +439,16 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
-    def _abandon(self, nixl: Any, write: Write) -> None:
+    def _abandon(self, nixl: _Nixl, write: Write) -> None:
         self._look(nixl)  # it may be complete
         if write in self._posted:
             self._posted.remove(write)
-            self._release(write)
+            self._release(nixl, write)
         write._end(RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""), Proof.UNPROVABLE)
         self._tell()
 
-    def _disconnect(self, nixl: Any, peer: Peer) -> None:
-        _, peers = self._remotes.get(peer._named.name, (b"", []))
+    def _disconnect(self, nixl: _Nixl, peer: Peer) -> None:
+        _, peers = self._remotes.get(peer.name, (b"", []))
         if peer not in peers:
             return
         for write in [w for w in self._posted if peer in w._peers]:
@@ -460,23 +456,22 @@ class Agent:
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer._path, "closed", "a write", "connect first")
         if not peers:
-            del self._remotes[peer._named.name]
-            with contextlib.suppress(Exception):  # gone already
-                nixl.remove_remote_agent(peer._named.name)
+            del self._remotes[peer.name]
+            nixl.forget(peer.name)
 
     # any thread
 
-    def _enqueue(self, job: Callable[[Any], None]) -> None:
+    def _enqueue(self, job: Callable[[_Nixl], None]) -> None:
         with self._door:
             if self._closed:
                 raise _closed()
             self._jobs.put(job)
 
-    def _call(self, work: Callable[[Any], T]) -> T:
+    def _call(self, work: Callable[[_Nixl], T]) -> T:
         """Do it on the thread that owns NIXL; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
         answer: Future[T] = Future()
 
-        def job(nixl: Any) -> None:
+        def job(nixl: _Nixl) -> None:
             try:
                 answer.set_result(work(nixl))
             except KvprotoError as e:
@@ -492,49 +487,108 @@ class Agent:
         write = Write(self, bytes_)
         write._peers = tuple(p for *_, p in postings)
 
-        def job(nixl: Any) -> None:
-            begun = False
+        def job(nixl: _Nixl) -> None:
+            begun, ready = False, True
             try:
                 if write._cancelled:
                     raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
                 for peer in write._peers:
                     if peer.lost:
                         raise peer.lost
-                for local, kind, remote, peer in postings:
-                    here = nixl.get_xfer_descs(local, _SEGMENT[kind])
-                    there = nixl.get_xfer_descs(remote, _SEGMENT[peer.memory.kind])
-                    write._handles.append(nixl.initialize_xfer("WRITE", here, there, peer._named.name, b"", ["UCX"]))
-                begun = True
+                for posting in postings:
+                    write._handles.append(nixl.make(posting))
                 for handle in write._handles:
-                    if nixl.transfer(handle) == "ERR":
-                        raise _local("the write failed", None)
+                    begun = True
+                    ready &= nixl.post(handle)
             except Exception as e:
-                self._release(write)
+                self._release(nixl, write)
                 write._end(self._lost(write._peers, e), Proof.UNPROVABLE if begun else Proof.PROVEN)
                 self._tell()
-            else:
+                return
+            if not ready:
                 self._posted.append(write)
+                return
+            self._release(nixl, write)
+            write._end(None, Proof.PROVEN)
+            self._tell()
 
         self._enqueue(job)
         return write
 
 
-def _start(name: str) -> Any:
+class _Nixl:
+    """The calls of NIXL that we use, over its bindings; raises what NIXL raises.
+
+    Its Python wrapper sets the progress thread's delay to 0, with which that thread keeps a core busy for ever. With
+    any delay it sleeps until UCX has work, and wakes by then at the latest.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._api = api = importlib.import_module("nixl._bindings")
+        config = api.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, 1000  # microseconds
+        config.useListenThread, config.syncMode = False, api.NIXL_THREAD_SYNC_STRICT
+        self._agent = api.nixlAgent(name, config)
+        self._ucx = [self._agent.createBackend("UCX", {})]
+        self._segment = {MemoryKind.HOST: api.DRAM_SEG, MemoryKind.CUDA: api.VRAM_SEG}
+
+    def register(self, memory: Memory) -> tuple[Any, bytes]:
+        """The registration, and the metadata that names this memory alone."""
+        made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
+        self._agent.registerMem(made, self._ucx)
+        return made, self._agent.getLocalPartialMD(made, True, self._ucx)
+
+    def deregister(self, registration: Any) -> None:
+        self._agent.deregisterMem(registration, self._ucx)
+
+    def load(self, named: _Named) -> None:
+        """Make a peer's memory known and connect."""
+        if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
+            raise ValueError("its metadata is another agent's")
+        self._agent.makeConnection(named.name, self._ucx)
+
+    def forget(self, name: str) -> None:
+        """End the connection; a peer that is gone already is none."""
+        with contextlib.suppress(Exception):
+            self._agent.invalidateRemoteMD(name)
+
+    def make(self, posting: _Posting) -> int:
+        """A transfer, not yet begun."""
+        local, kind, remote, peer = posting
+        here, there = (
+            self._api.nixlXferDList(self._segment[k], d) for k, d in ((kind, local), (peer.memory.kind, remote))
+        )
+        made: int = self._agent.createXferReq(self._api.NIXL_WRITE, here, there, peer.name, b"", self._ucx)
+        return made
+
+    def post(self, handle: int) -> bool:
+        """Begin; whether it is complete already."""
+        return self._complete(self._agent.postXferReq(handle, b""))
+
+    def ask(self, handle: int) -> bool:
+        """Whether it is complete."""
+        return self._complete(self._agent.getXferStatus(handle))
+
+    def _complete(self, status: Any) -> bool:
+        if status not in (self._api.NIXL_SUCCESS, self._api.NIXL_IN_PROG):
+            raise RuntimeError(str(status))
+        return bool(status == self._api.NIXL_SUCCESS)
+
+    def release(self, handle: int) -> None:
+        self._agent.releaseXferReq(handle)
+
+
+def _start(name: str) -> _Nixl:
     try:
-        api = importlib.import_module("nixl._api")
+        importlib.import_module("nixl")
     except ImportError as e:
         raise LocalError(ErrorCode.NO_TRANSPORT, "", "NIXL", "not installed", "pip install 'kvproto[nixl]'") from e
-    # one thread of ours calls it; handles that the collector finds may be freed from another
-    config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-    made = api.nixl_agent(name, config)
-    if "UCX" not in made.backends:
-        raise LocalError(ErrorCode.TRANSPORT_FAILED, "", "UCX", f"{sorted(made.backends)}", "install NIXL with UCX")
-    return made
+    return _Nixl(name)
 
 
-def _local(what: str, cause: Exception | None) -> LocalError:
-    yours = f"{type(cause).__name__}: {cause}" if cause else "ERR"
-    return LocalError(ErrorCode.TRANSPORT_FAILED, "", what, yours, "look at what NIXL and UCX wrote to stderr")
+def _local(what: str, cause: Exception) -> LocalError:
+    yours, advice = f"{type(cause).__name__}: {cause}", "look at what NIXL and UCX wrote to stderr"
+    return LocalError(ErrorCode.TRANSPORT_FAILED, "", what, yours, advice)
 
 
 def _closed() -> LocalError:

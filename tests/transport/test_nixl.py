@@ -98,7 +98,7 @@ def staged_sink(conn: Connection, transports: str, seed: int) -> None:
 @contextmanager
 def started(target: Any, *args: Any) -> Iterator[tuple[BaseProcess, Connection, Region]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nixl._api", __name__])  # a second and a half for each process
+    context.set_forkserver_preload(["nixl._bindings", __name__])  # a second and a half for each process
     ours, theirs = multiprocessing.Pipe()
     process = context.Process(target=target, args=(theirs, os.environ.get("UCX_TLS", "all"), *args), daemon=True)
     process.start()
