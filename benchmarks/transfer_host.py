@@ -3,7 +3,8 @@
 `python benchmarks/transfer_host.py [--write]`: prints the table; --write keeps raw samples in
 benchmarks/results/transfer_host.json. Each round measures all ways one after the other; rates are medians. The ceiling is
 one NIXL write of 64 MB. On host memory UCX copies with a core of the sender, the packer with another, and the sink
-unpacks with a third: with fewer cores than that they wait for each other, and `cpus` says how many there were.
+unpacks with a third: with fewer cores than that they wait for each other; `cpus` says how many there were, and `load` how
+many threads of others wanted them.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slot", type=int, default=2 << 20, help="bytes of a staging slot")
+    parser.add_argument("--slot", type=int, default=8 << 20, help="bytes of a staging slot")
     args = parser.parse_args()
     ours, theirs = multiprocessing.Pipe()
     peer_process = multiprocessing.get_context("spawn").Process(target=sink, args=(theirs, args.slot), daemon=True)
@@ -151,7 +152,7 @@ def main() -> int:
         versions = {"python": platform.python_version(), "numpy": np.__version__, "nixl": version("nixl")}
         head = {
             "benchmark": "transfer_host", "date": datetime.now(UTC).isoformat(timespec="seconds"), "unit": "GB/s",
-            "machine": f"{platform.machine()}, {platform.system()}", "cpus": os.cpu_count(), "versions": versions,
+            "machine": f"{platform.machine()}, {platform.system()}", "cpus": os.cpu_count(), "load": os.getloadavg()[0], "versions": versions,
             "ucx_tls": os.environ.get("UCX_TLS", "all"), "bytes": MOVED, "slots": SLOTS, "slot_bytes": args.slot,
         }  # fmt: skip
         RESULTS.write_text(json.dumps(head | {"runs": samples}, indent=1) + "\n")

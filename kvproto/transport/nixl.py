@@ -129,7 +129,7 @@ class Registered:
         )
 
     def close(self) -> None:
-        """Deregister; peers can write it no more."""
+        """Deregister, when no write of it is under way; peers can write it no more."""
         if self._list is not None:
             list_, self._list = self._list, None
             self._agent._call(lambda nixl: nixl.deregister(list_))
@@ -395,6 +395,7 @@ class Agent:
         for handle in self._stuck:
             with contextlib.suppress(Exception):
                 nixl.release(handle)
+        nixl.close()
 
     def _look(self, nixl: _Nixl) -> bool:
         """Ask after every posted write; whether one ended."""
@@ -576,6 +577,10 @@ class _Nixl:
 
     def release(self, handle: int) -> None:
         self._agent.releaseXferReq(handle)
+
+    def close(self) -> None:
+        """End UCX now, though a traceback may keep this object: from then on it reads no memory of ours."""
+        del self._agent, self._ucx
 
 
 def _start(name: str) -> _Nixl:
