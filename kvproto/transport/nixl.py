@@ -11,9 +11,10 @@ death ended cannot be proved by this transport.
 
 What is trusted. A handle is a frame with magic, length and SHA-256, then msgpack whose types, ranges and names are
 checked, then NIXL's metadata, whose agent name must be the frame's own. The digest finds accidents, not malice: inside
-the metadata are UCX addresses and keys that only UCX can read, and a peer that passed the session's authentication is
-trusted to have made them with UCX. A peer with an agent's metadata may write the memory that is named in it, no more:
-in packed mode name staging memory only.
+the metadata are UCX addresses and keys that only UCX can read, and UCX ends the process on some that it did not make. A
+peer that passed the session's authentication is trusted with that; do not connect handles from anyone else. After NIXL
+has refused an agent's metadata half-way it refuses that agent for good: the peer makes a new one. A peer with a handle
+may write the memory that is named in it, no more: in packed mode name staging memory only.
 """
 
 from __future__ import annotations
