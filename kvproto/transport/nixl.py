@@ -285,7 +285,11 @@ class Agent:
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvproto-nixl", daemon=True)
         self._thread.start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:
+            os.close(self._wake)
+            raise
 
     def __enter__(self) -> Agent:
         return self

@@ -340,6 +340,13 @@ def test_device_memory_that_is_reached_slowly_is_refused() -> None:
         assert caught.value.code == ErrorCode.TRANSPORT_FAILED
 
 
+def test_an_agent_without_nixl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(LocalError) as caught:
+        Agent()
+    assert caught.value.code == ErrorCode.NO_TRANSPORT
+
+
 def test_the_module_needs_no_nixl() -> None:
     code = "import sys, kvproto.transport.nixl; sys.exit(any(m.split('.')[0].startswith('nixl') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

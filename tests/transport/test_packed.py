@@ -99,6 +99,10 @@ def _transfer(
     theirs = Side(source, number, have.columns)
     sent = lower(made.between(number, mine.rank), theirs, mine, have.windows, held.windows)
     taken = seen_by_sink(made, source, number, mine, held.windows)
+    if rng.random() < 0.3:  # a part of it, as a prefill sends what it has
+        layers = rng.sample(range(6), 3)
+        tokens = rng.choice([None, (rng.randint(0, 9), rng.randint(10, 20))])
+        sent, taken = sent.select(layers, tokens), taken.select(layers, tokens)
     here, wanted = oracle.noise(held.lengths, 99), oracle.noise(held.lengths, 99)
     execute(sent, there, views(wanted))
     out, into = PackedStream(sent, "source", there), PackedStream(taken, "sink", views(here))
@@ -169,6 +173,24 @@ def test_long_and_short_runs(ours: Layout, theirs: Layout, size: int, lanes: int
         piece = bytearray(b - a)
         out.pack(a, piece)
         into.unpack(a, piece)
+    assert np.array_equal(here, wanted)
+
+
+@pytest.mark.parametrize("encoding", ["tiled", None])
+def test_groups_that_move_whole_items(encoding: str | None) -> None:
+    group = mla(0, "pages", 0, 8, 4)
+    group = attrs.evolve(group, parts=(attrs.evolve(group.parts[0], encoding=encoding),))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0, 1]),)),))
+    own = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 5})[0])
+    windows = {0: Window(0, 16, np.array([4, 0, 2, 3]))}, {0: Window(4, 10, np.array([1, 4, 0]))}
+    made = plan(geometry, geometry)
+    program = lower(made.between(0, 0), own, own, *windows)
+    assert program.bytes == (2 * 3 * 32 if encoding else 2 * 10 * 8)
+    memory, here, wanted = (np.random.default_rng(n).integers(0, 256, 512, np.uint8) for n in (1, 2, 2))
+    execute(program, {0: memoryview(memory)}, {0: memoryview(wanted)})
+    stream = bytearray(program.bytes)
+    pack(program, {0: memoryview(memory)}, 0, stream)
+    unpack(seen_by_sink(made, geometry, 0, own, windows[1]), {0: memoryview(here)}, 0, stream)
     assert np.array_equal(here, wanted)
 
 
