@@ -116,7 +116,7 @@ class Registered:
 
     @property
     def handle(self) -> Handle:
-        """For `Region.handles`: about 700 bytes; names this memory alone."""
+        """For `Region.handles`: about 600 bytes; names this memory alone."""
         memory = self.memory
         fields = [self._agent.name, *memory.descriptor, int(memory.kind), self.slot_bytes, self._metadata]
         body = msgpack.packb(fields)
