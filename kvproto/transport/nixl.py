@@ -164,7 +164,7 @@ def _read(data: bytes) -> _Named:
     name, address, length, device, kind, slot_bytes, metadata = fields
     if not _NAME.fullmatch(name):
         raise ValueError("its agent has another kind of name")
-    if address <= 0 or length <= 0 or address + length >= 1 << 64 or not 0 <= device < 1 << 16:
+    if address <= 0 or length <= 0 or address + length >= 1 << 63 or not 0 <= device < 1 << 16:
         raise ValueError("its memory is none")
     if not 0 <= slot_bytes <= length:
         raise ValueError("its slots are none")
@@ -625,7 +625,8 @@ def descriptors(
         width = size * lanes
         solid = lanes == 1 or op["source_lane_stride"] == op["sink_lane_stride"] == size
         merged = solid and op["source_row_stride"] == op["sink_row_stride"] == width
-        nth = np.arange(rows.size) - np.repeat(np.cumsum(rows.rows) - rows.rows, rows.rows)
+        if not merged:
+            nth = np.arange(rows.size) - np.repeat(np.cumsum(rows.rows) - rows.rows, rows.rows)
         ends = []
         for side, item, row, bases in (
             ("source", rows.source_item, rows.source_row, sources),

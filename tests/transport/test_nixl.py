@@ -253,7 +253,7 @@ def test_handles_that_are_refused() -> None:
             attrs.evolve(handle, data=data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(0, len(data), 9)
         ]
         bad += [reframed(handle, **c) for c in (
-            {"name": "kvproto-" + "0" * 32}, {"name": "x"}, {"name": 5}, {"address": 0}, {"address": 1 << 63, "length": 1 << 63},
+            {"name": "kvproto-" + "0" * 32}, {"name": "x"}, {"name": 5}, {"address": 0}, {"address": (1 << 63) - 4096},
             {"length": 4095}, {"length": -1}, {"kind": 2}, {"kind": 9}, {"device": -1}, {"slot_bytes": 4097}, {"metadata": ""},
             {"metadata": b""}, {"metadata": metadata[:70]}, {"metadata": metadata[: len(metadata) // 2]},
         )]  # fmt: skip
