@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvproto.program import CopyProgram, IntArray, RowMap
 
-__all__ = ["checksums", "execute"]
+__all__ = ["checksums", "execute", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -60,9 +60,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
         width, group = int(op["lanes"] * op["lane_bytes"]), int(op["group"])
         weight = _mix(np.arange(op["lo"], op["lo"] + width, dtype=np.uint64))
         total = found.get(group, 0)
-        seed = _mix(
-            np.array([(int(op["model"]) << 48 | int(op["layer"]) << 16 | int(op["part"])) & (1 << 64) - 1], np.uint64)
-        )
+        seed = seeds(np.atleast_1d(op))
         for index, data in _gather(op, rows, regions, sink):
             tall = data.reshape(-1, width).astype(np.uint64)
             total += int((_mix(index.reshape(-1) + seed) * (tall @ weight)).sum(dtype=np.uint64))
@@ -77,6 +75,12 @@ def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tup
     for length, runs in _by_length(rows):
         index = rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
         yield index, _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]
+
+
+def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """What the weights of an operation's rows begin with: of model, layer and part."""
+    model, layer, part = (ops[n].astype(np.uint64) for n in ("model", "layer", "part"))
+    return _mix((model << np.uint64(48)) + (layer << np.uint64(16)) + part)
 
 
 def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

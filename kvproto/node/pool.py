@@ -8,8 +8,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto import memory
 from kvproto.geometry import Geometry
 from kvproto.program import Side
+from kvproto.transport.base import Memory
 from kvproto.transport.shm import SharedMemory
 from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns
@@ -23,17 +25,23 @@ _ALIGN = 256
 class Pool:
     """Memory and where each column lies in it."""
 
-    memory: SharedMemory
+    memory: Memory
     side: Side
 
-    def array(self, group: int, layer: int, part: str) -> npt.NDArray[np.uint8]:
-        """[items, rows, lanes of this rank, lane bytes], a view."""
+    def place(self, group: int, layer: int, part: str) -> tuple[int, tuple[int, int, int, int]]:
+        """Offset in the memory and shape, [items, rows, lanes of this rank, lane bytes], of a column."""
         spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
         p = [x.name for x in spec.parts].index(part)
         k = share.layers.tolist().index(layer) * len(spec.parts) + p
         lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
         shape = (columns.items, spec.rows, lanes, spec.parts[p].lane_bytes)
-        return np.ndarray(shape, np.uint8, self.memory.buffer, int(columns.offset[k]))
+        return int(columns.offset[k]), shape
+
+    def array(self, group: int, layer: int, part: str) -> npt.NDArray[np.uint8]:
+        """A column in host memory, a view."""
+        offset, shape = self.place(group, layer, part)
+        assert isinstance(self.memory, SharedMemory)
+        return np.ndarray(shape, np.uint8, self.memory.buffer, offset)
 
 
 def pack(
@@ -66,7 +74,7 @@ def pack(
     return found, at
 
 
-def allocate(geometry: Geometry, rank: int, items: Mapping[int, int]) -> Pool:
-    """A packed pool in fresh shared memory, zeroed."""
+def allocate(geometry: Geometry, rank: int, items: Mapping[int, int], device: int | None = None) -> Pool:
+    """A packed pool in fresh memory, zeroed: of a GPU, or shared memory of the host."""
     columns, length = pack(geometry, rank, items)
-    return Pool(SharedMemory(max(length, 1)), Side(geometry, rank, columns))
+    return Pool(memory.allocate(max(length, 1), device), Side(geometry, rank, columns))

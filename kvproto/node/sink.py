@@ -8,7 +8,6 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.execute import checksums
 from kvproto.geometry import Geometry
 from kvproto.grants import items_needed
 from kvproto.lowering import lower
@@ -17,6 +16,8 @@ from kvproto.node.pool import Pool, pack
 from kvproto.program import Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, SessionRefused
+from kvproto.transport import mover_of
+from kvproto.transport.base import Mover
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
 from kvproto.wire.messages import Columns, Done, Grants, Ticket
 
@@ -42,10 +43,18 @@ class SinkNode:
     """Everything that a decode rank needs of kvproto, for one source replica; call `poll` often."""
 
     def __init__(
-        self, party: Party, geometry: Geometry, pool: Pool, dialer: Dialer, seed: str, verify: bool = True
+        self,
+        party: Party,
+        geometry: Geometry,
+        pool: Pool,
+        dialer: Dialer,
+        seed: str,
+        verify: bool = True,
+        mover: Mover | None = None,
     ) -> None:
         features = (Feature.VERIFY,) if verify else ()
         self.pool, self._dialer = pool, dialer
+        self.mover = mover or mover_of(pool.memory)
         columns = tuple(pool.side.columns.values())
         self.endpoint = SinkEndpoint(party, geometry, (pool.memory.region,), columns, features, seed)
         self._grants: dict[int, dict[int, Grants]] = {}
@@ -153,7 +162,7 @@ class SinkNode:
             sources[share.group] = Window(first, count, np.arange(counts[share.group]))
         columns: dict[int, Columns] = pack(source, done.writer, counts)[0]
         program = lower(routes, Side(source, done.writer, columns), self.pool.side, sources, windows(grants.values()))
-        here = checksums(program, {0: self.pool.memory.buffer}, sink=True)
+        here = self.mover.checksums(program, {0: self.pool.memory}, sink=True)
         sent = {c.group: c.value for c in done.checksums or ()}
         for group, value in here.items():
             if sent.get(group) != value:

@@ -10,7 +10,6 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
@@ -19,11 +18,14 @@ from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
-from kvproto.transport import shm
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Transport
+from kvproto.transport import mover_of
+from kvproto.transport.base import Copying, Mapped, Move, Mover
+from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome
 from kvproto.wire.messages import Checksum, HandOff, Ticket
 
 __all__ = ["Finished", "Sent", "SourceNode"]
+
+_GONE = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 
 
 @attrs.frozen
@@ -37,6 +39,8 @@ class Finished:
     outcome: Outcome
     handoff: Mapping[tuple[int, str], bytes]
     """Bytes of each hand-off part, by group id and part name."""
+    after: int | None = None
+    """Handle of the device event that the rows wait for; None: they are there."""
 
 
 @attrs.frozen
@@ -50,6 +54,15 @@ class Sent:
     seconds: float
 
 
+@attrs.frozen
+class _Running:
+    """A launch, and the transfers that it serves with their programs."""
+
+    served: list[tuple[Serve, CopyProgram]]
+    copying: Copying
+    began: float
+
+
 class SourceNode:
     """Everything that a prefill rank needs of kvproto; call `poll` often."""
 
@@ -61,12 +74,16 @@ class SourceNode:
         listener: Listener,
         endpoints: dict[int, str],
         verify: bool = True,
+        mover: Mover | None = None,
     ) -> None:
         features = (Feature.VERIFY,) if verify else ()
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
         self._verify = verify
-        self._maps: dict[int, dict[int, shm.Mapping]] = {}
+        self.mover = mover or mover_of(pool.memory)
+        self._asked: list[Serve] = []
+        self._running: list[_Running] = []
+        self._maps: dict[int, dict[int, Mapped]] = {}
         self._pairs: dict[int, Pair] = {}
         self._finished: dict[bytes, Finished] = {}
 
@@ -90,21 +107,33 @@ class SourceNode:
             self.endpoint.receive(conn, frame, now)
         self.endpoint.on_time(now)
         told: list[Event | Sent] = []
-        while events := self.endpoint.take_events():
-            for event in events:
+        while True:
+            for event in self.endpoint.take_events():
                 if isinstance(event, RegisterAsked):
                     self._map(event)
                 elif isinstance(event, Serve):
-                    told += self._copy(event)
+                    self._asked.append(event)
                 else:
                     told.append(event)
-            for number in [n for n in self._maps if n not in self.endpoint.sessions]:
-                self._pairs.pop(number, None)
-                for mapping in self._maps.pop(number).values():
-                    mapping.close()
+            moved = self._move() + self._complete()
+            self._unmap()
             self._flush()
-        self._flush()
-        return told
+            if not moved:
+                return told
+            told += moved
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way, so that `poll` has something to find out soon."""
+        return bool(self._running or self._asked)
+
+    def _unmap(self) -> None:
+        """Let go of the memory of sessions that are over, once no copy uses it."""
+        used = {serve.session for running in self._running for serve, _ in running.served}
+        for number in [n for n in self._maps if n not in self.endpoint.sessions and n not in used]:
+            self._pairs.pop(number, None)
+            for mapping in self._maps.pop(number).values():
+                mapping.close()
 
     def _flush(self) -> None:
         for conn, frame in self.endpoint.to_send(time.monotonic()):
@@ -112,10 +141,10 @@ class SourceNode:
 
     def _map(self, event: RegisterAsked) -> None:
         session = self.endpoint.sessions[event.session]
-        made: dict[int, shm.Mapping] = {}
+        made: dict[int, Mapped] = {}
         try:
             for i, region in enumerate(event.register.regions):
-                made[region.id] = shm.connect(region, f"regions[{i}]")
+                made[region.id] = self.mover.connect(region, f"regions[{i}]")
         except KvprotoError as error:
             for mapping in made.values():
                 mapping.close()
@@ -123,31 +152,60 @@ class SourceNode:
             return
         self._maps[event.session] = made
         self._pairs.pop(event.session, None)
-        session.accept_register(Transport.SHM)
+        session.accept_register(self.mover.transport)
 
-    def _copy(self, serve: Serve) -> list[Event | Sent]:
-        if not self.endpoint.active(serve):
+    def _move(self) -> list[Event | Sent]:
+        """One launch for all sinks that have asked and can be served."""
+        asked, self._asked = self._asked, []
+        served, moves = [], []
+        for serve in asked:
+            if not self.endpoint.active(serve):
+                continue
+            finished = self._finished[serve.key]
+            try:
+                program = self._program(self.endpoint.sessions[serve.session], serve, finished)
+            except KvprotoError as error:
+                self.endpoint.failed(serve, error, time.monotonic())
+                continue
+            served.append((serve, program))
+            moves.append(Move(program, {0: self.pool.memory}, self._maps[serve.session], finished.after))
+        if not moves:
             return []
-        session = self.endpoint.sessions[serve.session]
-        finished = self._finished[serve.key]
-        now = time.monotonic()
         try:
-            program = self._program(session, serve, finished)
-            own = {0: self.pool.memory.buffer}
-            theirs = {i: m.buffer for i, m in self._maps[serve.session].items()}
-            execute(program, own, theirs)
-            sums = (
-                tuple(Checksum(group=g, value=v) for g, v in sorted(checksums(program, own, sink=False).items()))
-                if self._verify
-                else None
-            )
+            copying = self.mover.start(moves)
         except KvprotoError as error:
-            self.endpoint.failed(serve, error, now)
+            if error.code == ErrorCode.BUSY:
+                self._asked = [serve for serve, _ in served]
+            else:
+                for serve, _ in served:
+                    self.endpoint.failed(serve, error, time.monotonic())
             return []
-        handoff = self._handoff(session, finished)
-        assert session.peer is not None
-        self.endpoint.done(serve, now, program.bytes, finished.outcome, handoff, sums)
-        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), time.monotonic() - now)]
+        for serve, _ in served:
+            self.endpoint.copying(serve)
+        self._running.append(_Running(served, copying, time.monotonic()))
+        return []
+
+    def _complete(self) -> list[Event | Sent]:
+        """Answer transfers whose bytes are at their destination."""
+        told: list[Event | Sent] = []
+        for running in [r for r in self._running if r.copying.done]:
+            self._running.remove(running)
+            for serve, program in running.served:
+                told += self._answer(serve, program, time.monotonic() - running.began)
+        return told
+
+    def _answer(self, serve: Serve, program: CopyProgram, seconds: float) -> list[Event | Sent]:
+        session, now = self.endpoint.sessions.get(serve.session), time.monotonic()
+        finished = self._finished.get(serve.key)
+        if session is None or session.peer is None or finished is None or not self.endpoint.active(serve):
+            self.endpoint.failed(serve, _GONE, now)
+            return []
+        sums = None
+        if self._verify:
+            found = self.mover.checksums(program, {0: self.pool.memory}, sink=False)
+            sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
+        self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
+        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds)]
 
     def _program(self, session: SourceSession, serve: Serve, finished: Finished) -> CopyProgram:
         assert session.plan is not None

@@ -58,6 +58,9 @@ class SourceSession(Peer):
         self._sink_encoded = b""
         self._asked: Register | None = None
         self._sink_version = 0
+        self._copying: set[tuple[int, int]] = set()
+        self._drains: dict[tuple[int, int], int] = {}
+        """Aborts of attempts whose copy is under way: they are answered when no write can arrive any more."""
         self.step("Hello")
         self.step("Welcome")
 
@@ -266,13 +269,30 @@ class SourceSession(Peer):
             attempt = Attempt(*key)  # over, or refused whenever it comes
         else:
             attempt = self.attempts.setdefault(key, Attempt(*key))
-        # copies run to their end inside one call, so none is under way here
         self.move(attempt, "Abort")
+        if key in self._copying:
+            self._drains[key] = message.request
+        else:
+            self._drained(attempt, message.request)
+
+    def _drained(self, attempt: Attempt, request: int) -> None:
         self.move(attempt, "Drained")
         self.reply(
             Drained(
-                session=self.session, request=message.request, sequence=message.sequence, attempt=message.attempt,
+                session=self.session, request=request, sequence=attempt.sequence, attempt=attempt.attempt,
                 proof=Proof.PROVEN,
             ),
-            message.request,
+            request,
         )  # fmt: skip
+
+    def copying(self, message: Transfer) -> None:
+        """Writes of this transfer may arrive from now on."""
+        self._copying.add((message.sequence, message.attempt))
+
+    def copied(self, message: Transfer) -> None:
+        """No write of this transfer can arrive any more; an Abort that waited for that is answered."""
+        key = (message.sequence, message.attempt)
+        self._copying.discard(key)
+        request = self._drains.pop(key, None)
+        if request is not None:
+            self._drained(self.attempts[key], request)

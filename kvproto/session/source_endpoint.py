@@ -202,16 +202,28 @@ class SourceEndpoint(Endpoint):
                 self.sessions[number].fail(transfer, error, now)
         self._after(now)
 
+    def copying(self, serve: Serve) -> None:
+        """The copy of a Serve begins; `done` or `failed` ends it."""
+        self.sessions[serve.session].copying(serve.transfer)
+
+    def _copied(self, serve: Serve, now: float) -> None:
+        session = self.sessions.get(serve.session)
+        if session is not None:
+            session.copied(serve.transfer)
+            self._after(now)
+
     def done(
         self, serve: Serve, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
         checksums: tuple[Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """The copy of a Serve is complete."""
+        self._copied(serve, now)
         if self.active(serve):
             self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
 
     def failed(self, serve: Serve, error: KvprotoError, now: float) -> None:
-        """The copy of a Serve failed."""
+        """The copy of a Serve failed; nothing of it is under way."""
+        self._copied(serve, now)
         if self.active(serve):
             self.sessions[serve.session].fail(serve.transfer, error, now)
 

@@ -7,19 +7,26 @@ however a process ends.
 
 from __future__ import annotations
 
+import collections.abc
 import fcntl
 import mmap
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
+import attrs
 import msgpack
+import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.execute import checksums, execute
+from kvproto.program import CopyProgram
+from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Mapping", "SharedMemory", "boot_id", "connect"]
+__all__ = ["HostCopy", "HostMover", "Mapping", "SharedMemory", "boot_id", "connect"]
 
 _NAME = "kvproto-"
 
@@ -47,6 +54,12 @@ class SharedMemory:
         self._map = mmap.mmap(self._fd, length)
         self.buffer = memoryview(self._map)
         self.id, self.length = id, length
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.frombuffer(self.buffer, np.uint8).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return np.frombuffer(self.buffer, np.uint8).__dlpack_device__()
 
     @property
     def region(self) -> Region:
@@ -95,3 +108,39 @@ def connect(region: Region, path: str) -> Mapping:
     except Exception as e:
         advice = "run both engines as one user, in one PID namespace"
         raise RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot map", type(e).__name__, advice) from e
+
+
+@attrs.frozen
+class HostCopy:
+    """A copy that was over when it was started."""
+
+    bytes: int
+    done: bool = True
+
+
+class HostMover:
+    """Runs copy programs between shared memory of one host, at once."""
+
+    transport = Transport.SHM
+
+    def connect(self, region: Region, path: str) -> Mapping:
+        """As `connect`."""
+        return connect(region, path)
+
+    def start(self, moves: collections.abc.Sequence[Move]) -> HostCopy:
+        """Run them; every byte is there on return."""
+        return HostCopy(sum(execute(m.program, _buffers(m.sources), _buffers(m.sinks)) for m in moves))
+
+    def checksums(
+        self, program: CopyProgram, memory: collections.abc.Mapping[int, Memory], sink: bool
+    ) -> dict[int, int]:
+        """As `kvproto.execute.checksums`."""
+        return checksums(program, _buffers(memory), sink)
+
+
+def _buffers(side: collections.abc.Mapping[int, Memory | Mapped]) -> dict[int, memoryview]:
+    found = {}
+    for id, memory in side.items():
+        assert isinstance(memory, SharedMemory | Mapping)
+        found[id] = memory.buffer
+    return found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.execute import execute
+from kvproto.execute import checksums, execute
 from kvproto.probe import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
@@ -44,6 +44,9 @@ def test_random_programs(devices: tuple[int, int]) -> None:
             jobs.append(Job(prepared, program.maps, layers))
             checks.append((there, sink, part.bytes))
             keep += [*source.values(), *sink.values()]
+            assert copier.checksums(program, {r: m.address for r, m in source.items()}, sink=False) == checksums(
+                program, {r: memoryview(a) for r, a in here.items()}, sink=False
+            )
         copy = copier.submit(jobs)
         copy.wait()
         assert copy.done

@@ -1,10 +1,12 @@
 /* Enough of CUDA to run kernel.cu on a host: every thread of every block, one after the other. */
 #define __global__ static
+#define __device__
 #define __launch_bounds__(n)
 typedef struct { unsigned x, y, z; } dim3;
 typedef struct { unsigned x, y, z, w; } uint4;
 typedef struct { unsigned x, y; } uint2;
 static dim3 blockIdx, threadIdx, gridDim;
+static void atomicAdd(unsigned long long *at, unsigned long long more) { *at += more; }
 #define EACH_THREAD(blocks_x, blocks_y)                                    \
     for (gridDim.x = (blocks_x), gridDim.y = (blocks_y), blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) \
         for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)         \

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 import kvproto.transport.cuda
 from kvproto.errors import LocalError
-from kvproto.execute import execute
+from kvproto.execute import checksums, execute
 from kvproto.grants import items_needed
 from kvproto.layout import GroupSpec, lay_out
 from kvproto.lowering import Pair
 from kvproto.node.pool import pack
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Side, Window
-from kvproto.transport.cuda.table import Launch, Work, launch, sizes, table
+from kvproto.transport.cuda.table import Launch, Work, launch, sizes, sums, table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -32,6 +32,7 @@ WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsign
 DRIVER = """
 #include "kernel.cu"
 void run_expand(const Map *maps, u32 n, u32 blocks) { EACH_THREAD(blocks, n) expand(maps); }
+void run_checksum(const Sum *sums, u32 n, u32 blocks) { EACH_THREAD(blocks, n) checksum(sums); }
 void run_copy(const Class *classes, u32 n, u32 chunks, u32 blocks) { EACH_THREAD(blocks, 1) copy(classes, n, chunks); }
 """
 
@@ -99,6 +100,23 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool) ->
     assert launched.bytes == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 5))
+def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: int) -> None:
+    dice = np.random.default_rng(seed)
+    for program, *lengths in random_pairs(random.Random(seed)):
+        for sink, length in enumerate(lengths):
+            memory = {r: dice.integers(0, 256, n, np.uint8) for r, n in length.items()}
+            addresses = {r: a.ctypes.data for r, a in memory.items()}
+            size = sums(program, addresses, bool(sink), 0)[0].size
+            room = np.zeros(size // 8 + 1, np.uint64)
+            image, operations, groups = sums(program, addresses, bool(sink), room.ctypes.data)
+            room.view(np.uint8)[:size] = image
+            kernels[16].run_checksum(ctypes.c_void_p(room.ctypes.data), operations, blocks)
+            found = dict(zip(groups, room.view(np.uint8)[size - 8 * len(groups) : size].copy().view(np.uint64).tolist(), strict=True))
+            assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 24])

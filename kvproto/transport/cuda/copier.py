@@ -36,14 +36,15 @@ _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "u
 
 
 @lru_cache
-def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, Kernel]:
-    """Compiled once a process: the copy kernel of one word, and expand."""
+def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, Kernel, Kernel]:
+    """Compiled once a process: the copy kernel of one word, expand, and checksum."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
     ]  # fmt: skip
     options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
-    return module.get_kernel("copy"), module.get_kernel("expand")
+    copy, expand, checksum = (module.get_kernel(n) for n in ("copy", "expand", "checksum"))
+    return copy, expand, checksum
 
 
 class _Bytes:
@@ -130,7 +131,7 @@ class Copier:
         self._next = 0
         self._kernels(16)
 
-    def _kernels(self, word: int) -> tuple[Kernel, Kernel]:
+    def _kernels(self, word: int) -> tuple[Kernel, Kernel, Kernel]:
         return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
@@ -142,8 +143,8 @@ class Copier:
             call(driver.cuMemcpyHtoD(memory.address, made.ops.ctypes.data, made.ops.nbytes), "upload")
         return Prepared(made, memory)
 
-    def submit(self, jobs: Sequence[Job], after: Event | None = None) -> Copy:
-        """Copy in stream order, after what is under way here and after `after` (the producer's event).
+    def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:
+        """Copy in stream order, after what is under way here and after the events `after` (handles of producers').
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use.
         """
@@ -151,8 +152,8 @@ class Copier:
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         slot = self._slot(*tables.sizes(works))
         made = tables.launch(works, slot.image.address, slot.rows.address)
-        if after is not None:
-            self.stream.wait(after)
+        for event in after:
+            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
         began = self.stream.record(options=self._timing) if self._timed else None
         if made.bytes:
             slot.view[: made.image.size] = made.image
@@ -169,6 +170,24 @@ class Copier:
                 launch(self.stream, config, self._kernels(word)[0], *arguments)
         self.stream.record(slot.event)
         return Copy(self.stream.record(options=self._timing), made.bytes, began)
+
+    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
+        """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
+        self._device.set_current()
+        size = tables.sums(program, addresses, sink, 0)[0].size
+        memory = _Bytes(max(size, 16))
+        image, operations, groups = tables.sums(program, addresses, sink, memory.address)
+        if not groups:
+            return {}
+        call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
+        launch(
+            self.stream, LaunchConfig(grid=(self.blocks, operations, 1), block=tables.THREADS), self._kernels(16)[2],
+            np.uint64(memory.address),
+        )  # fmt: skip
+        self.stream.sync()
+        totals = np.empty(len(groups), np.uint64)
+        call(driver.cuMemcpyDtoH(totals.ctypes.data, memory.address + size - totals.nbytes, totals.nbytes), "download")
+        return dict(zip(groups, totals.tolist(), strict=True))
 
     def _slot(self, image: int, rows: int) -> _Slot:
         """The next slot of the ring, once its launch is over, as large as is needed."""

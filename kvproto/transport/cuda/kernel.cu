@@ -112,3 +112,40 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
                 *to[i] = held[i];
     }
 }
+
+/* Feature VERIFY (spec/v1/lowering.md): the sum over every byte of byte x A(layer, row) x B(byte on the lane axis). */
+typedef struct {
+    u64 base, item, row, lane; /* of one operation on one side: address, strides */
+    u64 places;                /* uint2[n_rows]: item, row */
+    u64 globals;               /* u64[n_rows]: global rows */
+    u64 total;                 /* u64: where the group's sum is collected */
+    u64 seed, lo;              /* of model, layer and part; first byte on the lane axis */
+    u32 n_rows, lanes, lane_bytes, unused;
+} Sum;
+
+__device__ static u64 odd(u64 x)
+{
+    x += 0x9E3779B97F4A7C15ull;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return (x ^ x >> 31) | 1;
+}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+__global__ void __launch_bounds__(THREADS) checksum(const Sum *sums)
+{
+    const Sum s = sums[blockIdx.y];
+    const u32 width = s.lanes * s.lane_bytes;
+    u64 total = 0;
+    for (u32 row = (blockIdx.x * THREADS + threadIdx.x) / 32; row < s.n_rows; row += gridDim.x * THREADS / 32) {
+        const uint2 at = ((const uint2 *)s.places)[row];
+        const u64 begin = s.base + at.x * s.item + at.y * s.row;
+        u64 line = 0;
+        for (u32 x = threadIdx.x % 32; x < width; x += 32)
+            line += *(const unsigned char *)(begin + x / s.lane_bytes * s.lane + x % s.lane_bytes) * odd(s.lo + x);
+        total += line * odd(((const u64 *)s.globals)[row] + s.seed);
+    }
+    atomicAdd((u64 *)s.total, total);
+}

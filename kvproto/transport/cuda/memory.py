@@ -122,6 +122,12 @@ class DeviceMemory:
             boot=boot_id(), handles=(Handle(transport=Transport.CUDA, data=data),), namespace=pid_namespace(),
         )  # fmt: skip
 
+    def zero(self) -> None:
+        """Fill with zeros, and wait."""
+        current(self.device)
+        call(driver.cuMemsetD8(self.address, 0, self.length), "fill")
+        call(driver.cuCtxSynchronize(), "fill")
+
     def check(self) -> None:
         """Raise POOL_MOVED where the allocation was freed, or another is there now."""
         if facts(self.address)["buffer"] != self._known["buffer"]:

@@ -6,12 +6,14 @@ Nothing here touches a device, so all of it is tested on a host with the kernel'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
+from kvproto.execute import seeds
 from kvproto.program import CopyProgram, RowMap
 from kvproto.wire.enums import ErrorCode
 
@@ -20,6 +22,7 @@ __all__ = [
     "DEPTH",
     "MAP",
     "OP",
+    "SUM",
     "THREADS",
     "WORDS",
     "Launch",
@@ -28,6 +31,7 @@ __all__ = [
     "Work",
     "launch",
     "sizes",
+    "sums",
     "table",
 ]
 
@@ -42,6 +46,10 @@ CLASS = np.dtype(
     + [(n, "<u4") for n in ("n_rows", "words", "units", "chunks", "first", "unused")]
 )  # fmt: skip
 MAP = np.dtype([("runs", "<u8"), ("rows", "<u8"), ("n_runs", "<u4"), ("n_rows", "<u4")])
+SUM = np.dtype(
+    [(n, "<u8") for n in ("base", "item", "row", "lane", "places", "globals", "total", "seed", "lo")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "unused")]
+)  # fmt: skip
 
 _MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of one operation; one with more is cut into several classes."""
@@ -233,3 +241,40 @@ def _check(extents: npt.NDArray[np.int64], m: RowMap) -> None:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= extent or high >= 1 << 32:
             raise LocalError(ErrorCode.OUT_OF_REGION, name, f"below {extent}", str(low if low < 0 else high))
+
+
+def sums(
+    program: CopyProgram, addresses: Mapping[int, int], sink: bool, at: int
+) -> tuple[npt.NDArray[np.uint8], int, list[int]]:
+    """What the checksum kernel reads at address `at`, how many operations it begins with, and the groups in order.
+
+    The totals, one u64 a group, are its last bytes.
+    """
+    side = "sink" if sink else "source"
+    ops = (
+        program.ops[[bool(program.maps[m].size) for m in program.ops["map"].tolist()]]
+        if len(program.ops)
+        else program.ops
+    )
+    groups = np.unique(ops["group"]).tolist()
+    made = np.zeros(len(ops), SUM)
+    made["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+    made["base"] += ops[f"{side}_offset"].astype(np.uint64)
+    for place in _PLACES:
+        made[place] = ops[f"{side}_{place}_stride"]
+    made["seed"], made["lo"] = seeds(ops), ops["lo"]
+    made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
+    pieces: list[npt.NDArray[Any]] = [made]
+    here = at + made.nbytes
+    for i, m in enumerate(program.maps):
+        item, first = (m.sink_item, m.sink_row) if sink else (m.source_item, m.source_row)
+        rows = np.arange(m.size) - np.repeat(np.cumsum(m.rows) - m.rows, m.rows) + np.repeat(first, m.rows)
+        places = np.stack([np.repeat(item, m.rows), rows], axis=1).astype(np.uint32)
+        some = ops["map"] == i
+        made["places"][some], made["globals"][some] = here, here + places.nbytes
+        made["n_rows"][some] = m.size
+        pieces += [places, m.global_rows.astype(np.uint64)]
+        here += places.nbytes + 8 * m.size
+    made["total"] = here + 8 * np.searchsorted(groups, ops["group"]).astype(np.uint64)
+    pieces.append(np.zeros(len(groups), np.uint64))
+    return np.concatenate([p.reshape(-1).view(np.uint8) for p in pieces]), len(ops), groups

@@ -1,0 +1,76 @@
+"""What a transport is to a node: memory with a region, mappings of peers' regions, and copies that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from kvproto.program import CopyProgram
+from kvproto.wire.enums import Transport
+from kvproto.wire.messages import Region
+
+__all__ = ["Copying", "Mapped", "Memory", "Move", "Mover"]
+
+
+class Memory(Protocol):
+    """A region of this process."""
+
+    id: int
+    length: int
+
+    @property
+    def region(self) -> Region:
+        """What Register says of it."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The bytes, for frameworks."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Where they are."""
+
+
+class Mapped(Protocol):
+    """A peer's region in this process."""
+
+    def close(self) -> None:
+        """Unmap; no copy may be under way that uses it."""
+
+
+class Copying(Protocol):
+    """A copy that was started."""
+
+    @property
+    def bytes(self) -> int:
+        """That it writes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
+
+
+@attrs.frozen
+class Move:
+    """One program and its two sides: memory or mappings by region id."""
+
+    program: CopyProgram
+    sources: Mapping[int, Memory | Mapped]
+    sinks: Mapping[int, Memory | Mapped]
+    after: int | None = None
+    """Handle of the device event after which the source's rows are there."""
+
+
+class Mover(Protocol):
+    """Runs copy programs between memory of this process and mappings of peers'."""
+
+    transport: Transport
+
+    def connect(self, region: Region, path: str) -> Mapped:
+        """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""
+
+    def start(self, moves: Sequence[Move]) -> Copying:
+        """Start all of them at once, or none; BUSY where too many copies are under way."""
+
+    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
+        """As `kvproto.execute.checksums`, of memory of this process."""

@@ -1,0 +1,74 @@
+"""Transport `cuda` as a node uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from kvproto.program import CopyProgram
+from kvproto.transport.base import Mapped, Memory, Move
+from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.memory import Mapped as DeviceMapped
+from kvproto.transport.cuda.memory import connect as connect_device
+from kvproto.wire.enums import Transport
+from kvproto.wire.messages import Region
+
+__all__ = ["DeviceMover"]
+
+
+@attrs.frozen
+class _Known:
+    program: CopyProgram
+    """Kept, so that its table of operations keeps its identity."""
+    addresses: tuple[tuple[int, int], ...]
+    prepared: Prepared
+
+
+class DeviceMover:
+    """Runs copy programs with one GPU; tables of operations are uploaded once for a rank pair."""
+
+    transport = Transport.CUDA
+
+    def __init__(self, device: int = 0, blocks: int | None = None) -> None:
+        self.copier = Copier(device, blocks)
+        self._known: dict[int, _Known] = {}
+
+    def connect(self, region: Region, path: str) -> DeviceMapped:
+        """As `kvproto.transport.cuda.memory.connect`."""
+        return connect_device(region, path, self.copier.device)
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        """One launch for all; raises LocalError, POOL_MOVED, OUT_OF_REGION or BUSY, before any byte moves."""
+        jobs = [Job(self._prepared(m), m.program.maps) for m in moves]
+        return self.copier.submit(jobs, [m.after for m in moves if m.after is not None])
+
+    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
+        """As `kvproto.execute.checksums`, on the GPU."""
+        return self.copier.checksums(program, _addresses(memory), sink)
+
+    def _prepared(self, move: Move) -> Prepared:
+        sources, sinks = _addresses(move.sources), _addresses(move.sinks)
+        addresses = (*sorted(sources.items()), *sorted(sinks.items()))
+        known = self._known.get(id(move.program.ops))
+        if known is None or known.addresses != addresses:
+            if len(self._known) >= _MOST:
+                self._known.pop(next(iter(self._known)))
+            known = _Known(move.program, addresses, self.copier.prepare(move.program, sources, sinks))
+            self._known[id(move.program.ops)] = known
+        return known.prepared
+
+
+_MOST = 4096
+"""Tables kept: rank pairs that a rank may have at once."""
+
+
+def _addresses(side: Mapping[int, Memory | Mapped]) -> dict[int, int]:
+    found = {}
+    for id, memory in side.items():
+        assert isinstance(memory, DeviceMemory | DeviceMapped)
+        if isinstance(memory, DeviceMemory):
+            memory.check()
+        found[id] = memory.address
+    return found
