@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench fuzz sweep demo-matrix clean
+.PHONY: demo demo-gpu test check bench fuzz sweep demo-matrix clean
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a minute or two)"
@@ -11,6 +11,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(PY) -m kvproto_reference.demo $(ARGS)
+
+demo-gpu: $(STAMP)
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda]'
+	@$(PY) -m kvproto_reference.demo --transport cuda $(ARGS)
 
 test: $(STAMP)
 	@$(PY) -m pytest $(ARGS)

@@ -18,12 +18,13 @@ from rich.table import Table
 
 from kvproto.errors import KvprotoError
 
+from ..engine.description import device_of
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
-from .options import add_models, checkpoint_folder, shared_tokenizer
+from .options import TRANSPORTS, add_models, checkpoint_folder, numbers, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
 from .router import LOAD, START, Engines, Request, Router, engine_command
@@ -39,6 +40,8 @@ class DemoOptions:
     draft: str = "gqa"
     dtype: str = "float32"
     transport: str = "shm"
+    prefill_devices: str | None = None
+    decode_devices: str | None = None
     prompt_file: Path | None = None
     json: bool = False
     verify: bool = True
@@ -59,7 +62,10 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
     add_models(parser)
-    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
+    gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all)"
+    add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
+    add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
@@ -123,17 +129,31 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
               "--pages", str(options.pages), "--page-size", str(options.page_size),
               "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
-    engines.start("prefill", engine_command("prefill", [*shared, "--tp", str(options.prefill_tp)]))
-    decode_options = [*shared, "--tp", str(options.decode_tp)]
+    here, there = (["--devices", d] for d in _devices(options))
+    engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))
+    decode_options = [*shared, *there, "--tp", str(options.decode_tp)]
     if options.decode_command is not None:
         engines.start("decode", [*options.decode_command, *decode_options])
     else:
         engines.start("decode", engine_command("decode", decode_options))
 
 
+def _devices(options: DemoOptions) -> tuple[str, str]:
+    """GPUs of the prefill and of the decode engine: those that were asked for, or a half of all for each."""
+    count = torch.cuda.device_count() if options.transport == "cuda" else 0
+    if options.transport == "cuda" and not count:
+        raise EngineError("--transport cuda needs a GPU")
+    half = max(count // 2, 1)
+    first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % max(count, 1), max(count, 1))))
+    return options.prefill_devices or first, options.decode_devices or second
+
+
 def _compare(router: Router, options: DemoOptions) -> list[Compared]:
     target, draft = _checkpoints(options)
-    engine = Undivided(target, draft, page_size=options.page_size, pages=options.pages, dtype=options.dtype)
+    device = device_of(numbers(_devices(options)[1])[0] if options.transport == "cuda" else None)
+    engine = Undivided(
+        target, draft, page_size=options.page_size, pages=options.pages, dtype=options.dtype, device=device
+    )
     found = []
     for request in router.requests.values():
         prompt: Prompt = request.prompt

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import attrs
+import torch
 
 from kvproto.errors import KvprotoError
 from kvproto.grants import items_needed
@@ -21,7 +22,7 @@ from kvproto.wire.enums import Outcome, Proof
 from kvproto.wire.messages import Ticket
 
 from .. import checkpoint
-from ..engine.description import DRAFT, FIRST, TARGET, adopt, geometry
+from ..engine.description import DRAFT, FIRST, TARGET, adopt, device_of, geometry
 from ..engine.launch import launch
 from ..engine.lockstep import Lockstep, Said
 from ..engine.pages import PageAllocator, pages_for
@@ -59,10 +60,13 @@ class DecodeRank:
         self._geometry = geometry(
             options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
         )
-        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
+        self._device = options.device(tp.rank)
+        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages}, self._device)
         target, draft = (
             ModelRunner(
-                checkpoint.load(folder, tp, dtype=config.dtype), adopt(pool, config, group, tp), options.page_size
+                checkpoint.load(folder, tp, dtype=config.dtype, device=device_of(self._device)),
+                adopt(pool, config, group, tp),
+                options.page_size,
             )
             for folder, config, group in zip((options.target, options.draft), configs, (TARGET, DRAFT), strict=True)
         )
@@ -256,6 +260,8 @@ class DecodeRank:
                    available=[a.available for a in self._pages.values()])  # fmt: skip
 
     def _release(self, job: Job) -> None:
+        if self._device is not None:  # an item may be named again when all device work that used it has completed
+            torch.cuda.synchronize(self._device)
         self._pages[TARGET].free(job.sequence.target_pages)
         self._pages[DRAFT].free(job.sequence.draft_pages)
 

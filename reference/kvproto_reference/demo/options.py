@@ -14,6 +14,13 @@ from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
+TRANSPORTS = ("shm", "cuda")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers parted by commas."""
+    return tuple(int(n) for n in text.split(","))
+
 
 @attrs.frozen(kw_only=True)
 class EngineOptions:
@@ -35,6 +42,13 @@ class EngineOptions:
     verify: bool
     insecure: bool
     seed: int
+    transport: str
+    devices: tuple[int, ...]
+    """GPUs of the ranks, in turn, with transport cuda."""
+
+    def device(self, rank: int) -> int | None:
+        """The GPU of a rank; None: the host."""
+        return self.devices[rank % len(self.devices)] if self.transport == "cuda" else None
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
@@ -73,7 +87,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
-    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
+    add("--devices", type=numbers, default=(0,), metavar="N,N,...", help="GPUs of the ranks, with --transport cuda")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
     for name in ("tp", "pages", "page_size", "chunk", "speculate"):
@@ -83,6 +98,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
+        transport=args.transport, devices=args.devices,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

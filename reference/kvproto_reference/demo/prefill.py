@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import torch
 
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.geometry import validate
@@ -21,7 +22,7 @@ from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Ticket
 
 from .. import checkpoint
-from ..engine.description import DRAFT, FIRST, TARGET, adopt, geometry
+from ..engine.description import DRAFT, FIRST, TARGET, adopt, device_of, geometry
 from ..engine.launch import launch
 from ..engine.lockstep import Lockstep, Said
 from ..engine.pages import PageAllocator, pages_for
@@ -47,6 +48,8 @@ class Job:
     sequence: Sequence
     steps: Iterator[PrefillStep] | None = None
     released: set[int] = attrs.Factory(set)
+    computed: torch.cuda.Event | None = None
+    """After the last row, on a GPU."""
 
 
 class PrefillRank:
@@ -60,10 +63,13 @@ class PrefillRank:
             options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
         )
         validate(self._geometry)
-        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
+        self._device = options.device(tp.rank)
+        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages}, self._device)
         self.target, self.draft = (
             ModelRunner(
-                checkpoint.load(folder, tp, dtype=config.dtype), adopt(pool, config, group, tp), options.page_size
+                checkpoint.load(folder, tp, dtype=config.dtype, device=device_of(self._device)),
+                adopt(pool, config, group, tp),
+                options.page_size,
             )
             for folder, config, group in zip((options.target, options.draft), configs, (TARGET, DRAFT), strict=True)
         )
@@ -81,7 +87,7 @@ class PrefillRank:
         """Until told to stop."""
         while True:
             if self.control is not None:
-                busy = any(job.steps is not None for job in self._queue)
+                busy = self.node.busy or any(job.steps is not None for job in self._queue)
                 wait([self._listener.socket, self.control.listener.socket], 0 if busy else IDLE)
             for rank, said in enumerate(self._lockstep.exchange(self._hear())):
                 for word in said:
@@ -162,7 +168,12 @@ class PrefillRank:
         outcome = Outcome.FINISHED if step.first in self._eos else Outcome.CONTINUE
         items = {TARGET: job.sequence.target_pages, DRAFT: job.sequence.draft_pages}
         first = {(FIRST, "token"): step.first.to_bytes(4, "little")}
-        self.node.finish(bytes(job.ticket.key), Finished(items, len(job.sequence.prompt), outcome, first))
+        if self._device is not None:
+            job.computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            job.computed.record(torch.cuda.current_stream(self._device))
+        after = None if job.computed is None else job.computed.cuda_event
+        finished = Finished(items, len(job.sequence.prompt), outcome, first, after)
+        self.node.finish(bytes(job.ticket.key), finished)
         self._tell("prefilled", key=bytes(job.ticket.key).hex())
 
     def _admit(self, job: Job) -> bool:

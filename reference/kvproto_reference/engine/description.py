@@ -1,8 +1,10 @@
 """What a prefill or decode engine of this package tells kvproto about itself."""
 
+import math
 from pathlib import Path
 
 import torch
+import torch.utils.dlpack
 
 from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.node.pool import Pool
@@ -46,11 +48,18 @@ def _lanes(config: ModelConfig, rank: int, tp: int) -> tuple[int, int]:
     return kv_head_range(config, rank, tp)
 
 
+def device_of(number: int | None) -> torch.device:
+    """Where torch puts what a rank computes."""
+    return torch.device("cpu") if number is None else torch.device("cuda", number)
+
+
 def adopt(pool: Pool, config: ModelConfig, group: int, tp: TensorParallel) -> KVPool:
     """The engine's tensors over the registered memory of one group."""
     items = pool.side.columns[group].items
+    memory = torch.utils.dlpack.from_dlpack(pool.memory).view(torch.uint8)
     tensors = {}
     for layer, part, shape in KVPool.shapes(config, tp, items, pool.side.group(group).rows):
-        memory = torch.from_numpy(pool.array(group, layer, part))
-        tensors[layer, part] = memory.view(getattr(torch, config.dtype)).reshape(shape)
+        offset, bytes_ = pool.place(group, layer, part)
+        column = memory[offset : offset + math.prod(bytes_)]
+        tensors[layer, part] = column.view(getattr(torch, config.dtype)).reshape(shape)
     return KVPool.wrap(config, tensors)

@@ -24,9 +24,10 @@ class TensorParallel:
         """Sum of the ranks' `x` (any shape), bitwise equal on all ranks; identity when the size is 1."""
         if self.size == 1:
             return x
-        total = x.detach().contiguous().clone()
+        # on the host: ranks may share a GPU, where no kernel may wait for another process
+        total = x.detach().contiguous().clone() if x.device.type == "cpu" else x.detach().cpu()
         dist.all_reduce(total, group=self.group)
-        return total
+        return total.to(x.device)
 
     def share(self, count: int) -> slice:
         """This rank's share of `count` units; shares differ by one where the ranks do not divide them."""
