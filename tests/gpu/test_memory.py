@@ -15,7 +15,7 @@ import pytest
 from kvproto.errors import LocalError, RemoteError
 from kvproto.probe import scattered
 from kvproto.transport.cuda.copier import Copier, Job
-from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.driver import call, current, driver, uuid
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
@@ -157,6 +157,16 @@ def test_memory_that_is_gone_is_noticed() -> None:
         _ = other.region
     assert caught.value.code == ErrorCode.POOL_MOVED
     again.close()
+
+
+def test_memory_knows_its_device(devices: tuple[int, int]) -> None:
+    for device in devices:
+        mine = DeviceMemory(4096, device)
+        assert (mine.device, mine.__dlpack_device__()) == (device, (2, device))
+        assert mine.region.device == uuid(device)
+        mine.zero()
+        assert not get(mine).any()
+        mine.close()
 
 
 def test_memory_that_is_none() -> None:

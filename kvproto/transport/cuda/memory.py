@@ -6,6 +6,7 @@ leave an error that sticks to the process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from typing import Any
@@ -38,7 +39,6 @@ _NONCE = secrets.token_bytes(16)
 _Attribute = driver.CUpointer_attribute
 _FACTS = {
     "type": _Attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-    "device": _Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
     "start": _Attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
     "size": _Attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
     "buffer": _Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
@@ -52,7 +52,12 @@ def facts(address: int) -> dict[str, int]:
     """What the driver knows of the allocation at an address; zeros where it knows none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
-    return {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
+    device = ctypes.c_int()
+    # by the plain call: what the wrapper gives for this attribute is not the device in every release
+    ordinal = _Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL.value
+    known = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(device), ordinal, ctypes.c_uint64(address))
+    found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
+    return found | {"device": device.value if known == 0 else 0}
 
 
 class DeviceMemory:
