@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import peers
 import torch
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions
@@ -91,6 +92,13 @@ class Bench:
         self.stream = Device(1).create_stream()
         self.pool = pool
 
+    def close(self) -> None:
+        """Leave the memory to others."""
+        del self.source, self.sink
+        for memory in self.memory:
+            memory.close()
+        torch.cuda.empty_cache()
+
     def peer_copy(self) -> float:
         """The copy engine's ceiling: 1 GB that lies together."""
         return self._between(lambda: driver.cuMemcpyDtoDAsync(self.memory[1].address, self.memory[0].address, TOTAL, self.stream.handle), TOTAL)
@@ -130,12 +138,12 @@ class Bench:
 
         return lambda: self._between(go, count * run)
 
-    def torch_pack(self, program: CopyProgram, width: int) -> Timed:
-        """What a careful user of torch writes: index_select, one peer copy, index_copy."""
+    def torch_pack(self, program: CopyProgram, width: int, dtype: torch.dtype) -> Timed:
+        """What a careful user of torch writes: index_select, one peer copy, index_copy, in elements of some width."""
         a, b = (torch.from_numpy(np.concatenate(list(places(program, width, s)))) for s in ("source", "sink"))
         a, b = a.to("cuda:0"), b.to("cuda:1")
-        rows = [t[: t.numel() // width * width].view(torch.float16).view(-1, width // 2) for t in (self.source, self.sink)]
-        packed = torch.empty(len(a), width // 2, dtype=torch.float16, device="cuda:0")
+        rows = [t[: t.numel() // width * width].view(dtype).view(-1, width // dtype.itemsize) for t in (self.source, self.sink)]
+        packed = torch.empty(len(a), width // dtype.itemsize, dtype=dtype, device="cuda:0")
         landed = torch.empty_like(packed, device="cuda:1")
 
         def run() -> float:
@@ -156,7 +164,7 @@ class Bench:
                 rows[1].index_copy_(0, b, landed)
                 events[1].record(streams[1])
             events[1].synchronize()
-            return packed.numel() * 2 / events[0].elapsed_time(events[1]) / 1e6
+            return packed.numel() * dtype.itemsize / events[0].elapsed_time(events[1]) / 1e6
 
         return run
 
@@ -198,16 +206,29 @@ def main() -> int:
             compare(program, width, bench.source, bench.sink)
         if not args.only_kernel:
             if run <= 131072:
-                contenders["torch: pack, copy, unpack"] = bench.torch_pack(program, width)
+                for dtype in (torch.bfloat16, torch.float64):
+                    contenders[f"torch, {str(dtype)[6:]}"] = bench.torch_pack(program, width, dtype)
             contenders["cuMemcpyBatchAsync"] = bench.batch(program, run)
         table[run] = measure(contenders, args.rounds)
+    left_out = {}
+    if not args.only_kernel:
+        print("\rNIXL and Mooncake ...     ", end="", file=sys.stderr, flush=True)
+        bench.close()
+        for library, found in peers.measure(args.runs, 3).items():
+            if isinstance(found, str):
+                left_out[library] = found
+            else:
+                for run, samples in found.items():
+                    table[run][library] = samples
     print(file=sys.stderr)
-    names = ["peer copy", *bench.copiers, "torch: pack, copy, unpack", "cuMemcpyBatchAsync"]
-    print(f"{'run, bytes':>12}" + "".join(f"{n:>27}" for n in names) + "   pull / ceiling   push / ceiling")
+    names = list(dict.fromkeys(n for samples in table.values() for n in samples))
+    print(f"{'run, bytes':>12}" + "".join(f"{n:>23}" for n in names) + "   pull / ceiling   push / ceiling")
     for run, samples in table.items():
         middle = {n: median(samples[n]) for n in names if n in samples}
         ratios = [middle[n] / middle["peer copy"] for n in bench.copiers]
-        print(f"{run:12,}" + "".join(f"{middle[n]:27.1f}" if n in middle else f"{'':27}" for n in names) + "".join(f"{r:17.3f}" for r in ratios))
+        print(f"{run:12,}" + "".join(f"{middle[n]:23.1f}" if n in middle else f"{'':23}" for n in names) + "".join(f"{r:17.3f}" for r in ratios))
+    for library, why in left_out.items():
+        print(f"{library}: left out: {why}")
     if args.write:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({

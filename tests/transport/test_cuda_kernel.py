@@ -22,6 +22,7 @@ from kvproto.lowering import Pair
 from kvproto.node.pool import pack
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Side, Window
+from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.table import Launch, Work, launch, sizes, sums, table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
@@ -66,6 +67,8 @@ def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
     memory[start : start + made.image.size] = made.image
     if made.n_maps:
         kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
+    for source, sink, length in made.long:
+        ctypes.memmove(sink, source, length)
     for word, offset, n, chunks in made.classes:
         kernels[word].run_copy(ctypes.c_void_p(image_at + offset), n, chunks, blocks)
     assert (expanded[rows_at - expanded.ctypes.data + rows :] == 0xEE).all()
@@ -76,12 +79,14 @@ def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
+    monkeypatch.setattr("kvproto.transport.cuda.table.LONG", tables.LONG)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans())
-def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool) -> None:
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans(), long=st.sampled_from([1, 24, 1 << 30]))
+def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, long: int) -> None:
     """Several rank pairs in one launch; all of it, or the layers of an interval."""
+    tables.LONG = long  # runs that the copy engine takes
     rng = random.Random(seed)
     dice = np.random.default_rng(seed)
     pairs = random_pairs(rng)

@@ -155,7 +155,9 @@ class Copier:
         for event in after:
             call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
         began = self.stream.record(options=self._timing) if self._timed else None
-        if made.bytes:
+        for source, sink, length in made.long:
+            call(driver.cuMemcpyDtoDAsync(sink, source, length, self.stream.handle), "copy")
+        if made.classes:
             slot.view[: made.image.size] = made.image
             code = driver.cuMemcpyHtoDAsync(
                 slot.image.address, slot.view.ctypes.data, made.image.size, self.stream.handle

@@ -15,6 +15,10 @@
 #ifndef WORD /* the widest type that divides every address, stride and length of a class */
 #define WORD uint4
 #endif
+#ifndef LOAD
+#define LOAD(from) (*(from))
+#define STORE(to, word) (*(to) = (word))
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -96,7 +100,7 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
                 const uint4 r = rows[row];
                 const u32 unit = c.units == 1 ? 0 : within / c.words;
                 const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
-                held[i] = *(const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on);
+                held[i] = LOAD((const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on));
                 to[i] = (WORD *)(op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
             }
             row += step;
@@ -109,7 +113,7 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
 #pragma unroll
         for (int i = 0; i < DEPTH; i++)
             if (to[i])
-                *to[i] = held[i];
+                STORE(to[i], held[i]);
     }
 }
 
