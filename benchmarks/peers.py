@@ -8,6 +8,7 @@ that is not installed, or does not start, is left out with its reason.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -61,6 +62,7 @@ def _nixl_writer(pipe: Connection) -> Callable[[np.ndarray, np.ndarray, int], Ca
 
 
 def _mooncake_engine(device: int) -> tuple[Any, Any, str]:
+    os.environ["MC_INTRANODE_NVLINK"] = "1"
     from mooncake.engine import TransferEngine
 
     from kvproto.transport.cuda.memory import DeviceMemory

@@ -61,10 +61,10 @@ def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
-    made = launch(works, image_at, rows_at)
-    assert made.image.size <= most
     start = image_at - memory.ctypes.data
-    memory[start : start + made.image.size] = made.image
+    made = launch(works, memory[start : start + most], image_at, rows_at)
+    assert made.size <= most
+    assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:
         kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
     for source, sink, length in made.long:
@@ -158,7 +158,7 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
     with pytest.raises(LocalError) as caught:
-        launch([Work(made, made.ops.ctypes.data, [bad])], 0, 0)
+        launch([Work(made, made.ops.ctypes.data, [bad])], np.zeros(4096, np.uint8), 0, 0)
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
 
 

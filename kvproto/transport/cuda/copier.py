@@ -15,12 +15,10 @@ from cuda.core import (
     Event,
     EventOptions,
     Kernel,
-    LaunchConfig,
     LegacyPinnedMemoryResource,
     Program,
     ProgramOptions,
     Stream,
-    launch,
 )
 
 from kvproto.errors import LocalError
@@ -32,6 +30,9 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Copier", "Copy", "Job", "Prepared"]
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
+_NAMES = ("copy", "expand", "checksum")
+_IN_ORDER = driver.CUmemcpyAttributes()
+_IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
@@ -43,7 +44,7 @@ def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, Ke
     ]  # fmt: skip
     options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
-    copy, expand, checksum = (module.get_kernel(n) for n in ("copy", "expand", "checksum"))
+    copy, expand, checksum = (module.get_kernel(n) for n in _NAMES)
     return copy, expand, checksum
 
 
@@ -125,6 +126,10 @@ class Copier:
         self.stream: Stream = self._device.create_stream()
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
+        self._functions: dict[tuple[int, str], object] = {}
+        self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
+        first, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
+        self._places = (ctypes.c_void_p * 3)(*(first + i * size for i in range(3)))
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots: list[_Slot | None] = [None] * slots
@@ -151,27 +156,34 @@ class Copier:
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         slot = self._slot(*tables.sizes(works))
-        made = tables.launch(works, slot.image.address, slot.rows.address)
+        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address)
+        stream = self.stream.handle
         for event in after:
-            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
+            call(driver.cuStreamWaitEvent(stream, event, 0), "producer's event")
         began = self.stream.record(options=self._timing) if self._timed else None
-        for source, sink, length in made.long:
-            call(driver.cuMemcpyDtoDAsync(sink, source, length, self.stream.handle), "copy")
+        if made.long:
+            sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
+            lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
+            code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
+            call(code[:1], "copy")
         if made.classes:
-            slot.view[: made.image.size] = made.image
-            code = driver.cuMemcpyHtoDAsync(
-                slot.image.address, slot.view.ctypes.data, made.image.size, self.stream.handle
-            )
-            call(code, "upload")
-            tall = -(-made.most_rows // tables.THREADS)
-            config = LaunchConfig(grid=(min(tall, 4 * self.blocks), made.n_maps, 1), block=tables.THREADS)
-            launch(self.stream, config, self._kernels(16)[1], np.uint64(slot.image.address))
+            call(driver.cuMemcpyHtoDAsync(slot.image.address, slot.view.ctypes.data, made.size, stream), "upload")
+            tall = min(-(-made.most_rows // tables.THREADS), 4 * self.blocks)
+            self._run(16, "expand", (tall, made.n_maps), slot.image.address)
             for word, offset, classes, chunks in made.classes:
-                config = LaunchConfig(grid=min(chunks, self.blocks), block=tables.THREADS)
-                arguments = np.uint64(slot.image.address + offset), np.uint32(classes), np.uint32(chunks)
-                launch(self.stream, config, self._kernels(word)[0], *arguments)
-        self.stream.record(slot.event)
-        return Copy(self.stream.record(options=self._timing), made.bytes, began)
+                self._run(word, "copy", (min(chunks, self.blocks), 1), slot.image.address + offset, classes, chunks)
+        slot.event = self.stream.record(options=self._timing)
+        return Copy(slot.event, made.bytes, began)
+
+    def _run(self, word: int, name: str, grid: tuple[int, int], *arguments: int) -> None:
+        """Launch a kernel by the driver's own call: a third of the time of a typed one, and hand-overs wait for it."""
+        function = self._functions.get((word, name))
+        if function is None:
+            function = self._functions[word, name] = self._kernels(word)[_NAMES.index(name)].handle
+        for i, value in enumerate(arguments):
+            self._arguments[i] = value
+        block, places = tables.THREADS, ctypes.addressof(self._places)
+        call(driver.cuLaunchKernel(function, *grid, 1, block, 1, 1, 0, self.stream.handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
@@ -182,10 +194,7 @@ class Copier:
         if not groups:
             return {}
         call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
-        launch(
-            self.stream, LaunchConfig(grid=(self.blocks, operations, 1), block=tables.THREADS), self._kernels(16)[2],
-            np.uint64(memory.address),
-        )  # fmt: skip
+        self._run(16, "checksum", (self.blocks, operations), memory.address)
         self.stream.sync()
         totals = np.empty(len(groups), np.uint64)
         call(driver.cuMemcpyDtoH(totals.ctypes.data, memory.address + size - totals.nbytes, totals.nbytes), "download")
@@ -201,8 +210,8 @@ class Copier:
             size = 1 << max(image - 1, 4095).bit_length()
             host = LegacyPinnedMemoryResource().allocate(size)
             view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
-            event = self.stream.record(options=EventOptions(timing_enabled=False))
-            slot = _Slot(host, view, _Bytes(size), _Bytes(1 << max(rows - 1, 4095).bit_length()), event)
+            expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
+            slot = _Slot(host, view, _Bytes(size), expanded, self.stream.record(options=self._timing))
             self._slots[at] = slot
         self._next = (at + 1) % len(self._slots)
         return slot

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from functools import cache
 from typing import Any
 
 import attrs
@@ -48,16 +49,25 @@ _FACTS = {
 }
 
 
+@cache
+def _plain() -> ctypes.CDLL:
+    """The driver without a wrapper: for one attribute, whose wrapped value is not right in every release, and for speed."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
+    """A number that the driver knows of an address; 0 where it knows none."""
+    value = ctypes.c_uint64()
+    known = _plain().cuPointerGetAttribute(ctypes.byref(value), attribute.value, ctypes.c_uint64(address))
+    return value.value if known == 0 else 0
+
+
 def facts(address: int) -> dict[str, int]:
     """What the driver knows of the allocation at an address; zeros where it knows none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
-    device = ctypes.c_int()
-    # by the plain call: what the wrapper gives for this attribute is not the device in every release
-    ordinal = _Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL.value
-    known = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(device), ordinal, ctypes.c_uint64(address))
     found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return found | {"device": device.value if known == 0 else 0}
+    return found | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 class DeviceMemory:
@@ -135,7 +145,7 @@ class DeviceMemory:
 
     def check(self) -> None:
         """Raise POOL_MOVED where the allocation was freed, or another is there now."""
-        if facts(self.address)["buffer"] != self._known["buffer"]:
+        if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def close(self) -> None:

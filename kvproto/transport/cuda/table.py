@@ -5,6 +5,7 @@ Nothing here touches a device, so all of it is tested on a host with the kernel'
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ SUM = np.dtype(
     + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "unused")]
 )  # fmt: skip
 
-LONG = 8 << 20
+LONG = 16 << 20
 """Bytes of a run from which on the copy engine takes it: 6 % faster there (benchmarks/transfer_gpu.py)."""
 _MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of one operation; one with more is cut into several classes."""
@@ -126,7 +127,7 @@ def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, 
         Shape(int(kinds[0, a]), int(-kinds[1, a]), int(kinds[2, a]), int(kinds[3, a]), int(a), int(b))
         for a, b in zip(starts, stops, strict=False)
     )
-    extents = np.full((len(program.maps), 4), np.iinfo(np.int64).max)
+    extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
     for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
         np.minimum.at(extents[:, k], ops["map"], ops[name])
     return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents)
@@ -136,8 +137,8 @@ def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, 
 class Launch:
     """One upload and its launches."""
 
-    image: npt.NDArray[np.uint8]
-    """Maps, then classes, then runs, as the device reads them at the address that was given."""
+    size: int
+    """Bytes of the image: maps, then classes, then runs."""
     n_maps: int
     most_rows: int
     """Rows of the longest map."""
@@ -177,64 +178,73 @@ def _up(n: int) -> int:
     return -(-n // 256) * 256
 
 
-def launch(works: Sequence[Work], image_at: int, rows_at: int) -> Launch:
-    """The image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
+def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
+    """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-    Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools: nothing is launched.
+    `image` has room for `sizes`. Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools:
+    nothing is launched. What a small request costs is the number of calls of numpy, so there are few.
     """
-    wholes = [(w, i, m) for w in works for i, m in enumerate(w.maps)]
-    n_runs = sum(len(m.rows) for _, _, m in wholes)
-    maps = np.zeros(len(wholes), MAP)
-    runs = np.empty(n_runs * 5, np.uint32)
-    found: list[tuple[int, tuple[int, ...]]] = []
-    placed: dict[tuple[int, int], int] = {}
-    at, row = 0, rows_at
-    offsets = []
-    for k, (work, i, m) in enumerate(wholes):
-        n = len(m.rows)
-        _check(work.table.extents[i], m)
-        starts = np.cumsum(m.rows) - m.rows
-        for j, column in enumerate((starts, m.source_item, m.source_row, m.sink_item, m.sink_row)):
-            runs[5 * at + j * n : 5 * at + (j + 1) * n] = column
-        maps[k] = (0, row, n, m.size)
-        offsets.append(20 * at)
-        placed[id(work), i] = row
-        at, row = at + n, row + 16 * m.size
-    total = 0
+    maps: list[tuple[int, int, int, int]] = []
+    classes: dict[int, list[tuple[int, ...]]] = {}
     long: list[tuple[int, int, int]] = []
+    row, n_runs, most_rows, total = rows_at, 0, 0, 0
     for work in works:
+        begins = []
+        for m in work.maps:
+            maps.append((n_runs, row, len(m.rows), m.size))
+            begins.append(row)
+            n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
         for shape, lo, hi in _wanted(work):
-            rows_of = work.maps[shape.map]
-            size = rows_of.size
-            if _is_long(work, shape, lo, hi):
-                long += list(_long(work.table.ops[lo:hi], rows_of, shape.word * shape.words))
-                total += size * shape.word * shape.words * (hi - lo)
+            rows_of, width = work.maps[shape.map], shape.words * shape.units
+            total += rows_of.size * shape.word * width * (hi - lo)
+            if shape.units == 1 and _is_long(work, shape, lo, hi):
+                long += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
                 continue
-            total += size * shape.word * shape.words * shape.units * (hi - lo)
-            most = _MOST // (shape.words * shape.units)
-            for skip in range(0, size, most):
-                rows = min(most, size - skip)
-                chunks = -(-rows * shape.words * shape.units // (THREADS * DEPTH))
-                ops = work.address + lo * OP.itemsize
-                begin = placed[id(work), shape.map] + 16 * skip
-                found.append((shape.word, (ops, begin, rows, shape.words, shape.units, chunks, chunks * (hi - lo), 0)))
-    found.sort(key=lambda f: -f[0])
-    classes = np.array([c for _, c in found], CLASS)
+            ops = work.address + lo * OP.itemsize
+            of_word = classes.setdefault(shape.word, [])
+            for skip in range(0, rows_of.size, _MOST // width):
+                rows = min(_MOST // width, rows_of.size - skip)
+                chunks = -(-rows * width // (THREADS * DEPTH))
+                first = of_word[-1][-1] + of_word[-1][-2] * of_word[-1][-3] if of_word else 0
+                begin = begins[shape.map] + 16 * skip
+                of_word.append((ops, begin, rows, shape.words, shape.units, chunks, hi - lo, first))
+    classes_at = _up(len(maps) * MAP.itemsize)
+    runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
+    runs = image[runs_at : runs_at + 20 * n_runs].view(np.uint32)
+    for k, (work, i, m) in enumerate((w, i, m) for w in works for i, m in enumerate(w.maps)):
+        at, begin, n, size = maps[k]
+        _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
+        _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
     kernels = []
-    classes_at = _up(maps.nbytes)
-    for word in sorted({w for w, _ in found}, reverse=True):
-        some = [i for i, (w, _) in enumerate(found) if w == word]
-        number = classes["first"][some].astype(np.int64)
-        classes["first"][some] = np.cumsum(number) - number
-        kernels.append((word, classes_at + some[0] * CLASS.itemsize, len(some), int(number.sum())))
-    runs_at = classes_at + _up(classes.nbytes)
-    maps["runs"] = image_at + runs_at + np.array(offsets, np.uint64)
-    image = np.zeros(runs_at + runs.nbytes, np.uint8)
-    image[: maps.nbytes] = maps.view(np.uint8)
-    image[classes_at : classes_at + classes.nbytes] = classes.view(np.uint8)
-    image[runs_at:] = runs.view(np.uint8)
-    kept = [k for k in kernels if k[3]]
-    return Launch(image, len(wholes), max((m.size for _, _, m in wholes), default=0), tuple(kept), total, tuple(long))
+    at = classes_at
+    for word, some in classes.items():
+        kernels.append((word, at, len(some), some[-1][-1] + some[-1][-2] * some[-1][-3]))
+        for ops, begin, rows, words, units, chunks, _, first in some:
+            _CLASS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
+            at += CLASS.itemsize
+    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long))
+
+
+_MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
+
+
+def _write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
+    """Runs as the device reads them; raises where they leave the pools."""
+    if not len(m.rows):
+        return
+    places = np.array((m.source_item, m.source_row, m.sink_item, m.sink_row))
+    runs[0, 0] = 0
+    if len(m.rows) > 1:
+        np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
+    runs[1:] = places
+    low = int(places.min())
+    places[1::2] += m.rows - 1
+    high = places.max(axis=1)
+    if low < 0 or (high >= extents).any():
+        names = ("source item", "source row", "sink item", "sink row")
+        k = next(k for k in range(4) if high[k] >= extents[k] or places[k].min() < 0)
+        came = int(high[k]) if high[k] >= extents[k] else int(places[k].min())
+        raise LocalError(ErrorCode.OUT_OF_REGION, names[k], f"below {extents[k]}", str(came))
 
 
 def _is_long(work: Work, shape: Shape, lo: int, hi: int) -> bool:
@@ -261,16 +271,6 @@ def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
             lo, hi = (shape.start + int(np.searchsorted(work.table.layers[lo:hi], x)) for x in work.layers)
         if hi > lo and work.maps[shape.map].size:
             yield shape, lo, hi
-
-
-def _check(extents: npt.NDArray[np.int64], m: RowMap) -> None:
-    if not len(m.rows):
-        return
-    ends = (m.source_item, m.source_row + m.rows - 1, m.sink_item, m.sink_row + m.rows - 1)
-    for name, values, extent in zip(("source item", "source row", "sink item", "sink row"), ends, extents, strict=True):
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= extent or high >= 1 << 32:
-            raise LocalError(ErrorCode.OUT_OF_REGION, name, f"below {extent}", str(low if low < 0 else high))
 
 
 def sums(
