@@ -51,7 +51,7 @@ _FACTS = {
 
 @cache
 def _plain() -> ctypes.CDLL:
-    """The driver without a wrapper: for one attribute, whose wrapped value is not right in every release, and for speed."""
+    """The driver without a wrapper: one attribute is not right in every release of it, and it takes longer."""
     return ctypes.CDLL("libcuda.so.1")
 
 
