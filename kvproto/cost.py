@@ -113,4 +113,5 @@ def advise(ways: tuple[Estimate, ...]) -> Advice:
         return Advice("pack", f"no way by descriptors was measured{fastest}")
     if other is None or direct.seconds <= SIMPLE * other.seconds:
         return Advice("direct", f"runs are long enough for descriptors{fastest}")
-    return Advice("pack", f"descriptors take {direct.seconds / other.seconds:,.1f} times as long as {other.name}{fastest}")
+    times = direct.seconds / other.seconds
+    return Advice("pack", f"descriptors take {times:,.1f} times as long as {other.name}{fastest}")

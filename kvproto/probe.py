@@ -189,8 +189,10 @@ class Probe:
             if f.transport == m.transport and m.way in f.ways and f.gpus == m.gpus
             and not (m.gpus and m.source == m.sink) and m.rate < f.floor
         ]  # fmt: skip
-        failed = (Slow(a.what, None, None, "; ".join(filter(None, (a.reason, a.advice)))) for a in self.absent if a.slow)
-        return (*found, *failed)
+        for a in self.absent:
+            if a.slow:
+                found.append(Slow(a.what, None, None, "; ".join(filter(None, (a.reason, a.advice)))))
+        return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds; `slow` is for readers, and follows from the rest."""
@@ -214,7 +216,7 @@ class Probe:
             top.text("date"), top.flag("quick"), int(top.number("memory", whole=True)),
             Host(
                 int(host.number("cpus", whole=True)), host.text("machine"),
-                tuple(host.texts("gpus")), host.text("driver", none=True) or None,
+                host.texts("gpus"), host.text("driver", none=True) or None,
             ),
             tuple(_measured(m) for m in top.each("measured")),
             tuple(_absent(a) for a in top.each("absent")),
@@ -306,16 +308,16 @@ class _Reader:
 
     def each(self, name: str) -> Iterator[_Reader]:
         """A list of objects."""
-        for i, item in enumerate(self._take(name, (list,), "a list")):
+        for i, item in enumerate(self._take(name, (list, tuple), "a list")):
             yield _Reader(item, f"{self.at(name)}[{i}]")
 
-    def texts(self, name: str) -> list[str]:
+    def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings."""
-        made: list[str] = self._take(name, (list,), "a list")
+        made: Sequence[Any] = self._take(name, (list, tuple), "a list")
         for i, item in enumerate(made):
             if type(item) is not str:
                 raise LocalError(ErrorCode.BAD_TYPE, f"{self.at(name)}[{i}]", "a string", type(item).__name__)
-        return made
+        return tuple(made)
 
 
 # the fit
@@ -325,37 +327,39 @@ _LEAST_SECONDS = 1e-12
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The constants that fit best, all positive: least squares of each sample's share of error, outliers weighing less.
+    """The constants that fit best, all positive: least squares of each sample's share of error.
 
-    Raises LocalError(OUT_OF_RANGE) without samples.
+    Of five samples or more, one is left out where that brings the fit nearer to all of them in sum: a machine does
+    other things too. Raises LocalError(OUT_OF_RANGE) without samples.
     """
     some = list(samples)
     if not some:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "samples", "a sample", "none")
     seconds = np.array([s.seconds for s in some], np.float64)
     terms = np.array([(s.run * s.runs, s.runs, 1) for s in some], np.float64) / seconds[:, None]
-    scale = np.sqrt((terms**2).sum(axis=0))
-    weights = np.ones(len(some))
-    for _ in range(20):
-        found = _positive(terms / scale, weights) / scale
-        off = np.abs(terms @ found - 1)
-        usual = max(1.5 * float(np.median(off)), 1e-6)
-        weights = np.sqrt(np.minimum(1, usual / np.maximum(off, 1e-12)))
-    byte, run, start = found.tolist()
-    return Constants(1 / byte, max(run, _LEAST_SECONDS), max(start, _LEAST_SECONDS), float(np.median(off)))
+    fits = [_positive(terms)]
+    if len(some) > 4:
+        fits += [_positive(np.delete(terms, i, axis=0)) for i in range(len(some))]
+    best = min(fits, key=lambda x: float(np.abs(np.log(terms @ x)).sum()))
+    byte, run, start = best.tolist()
+    off = float(np.median(np.abs(terms @ best - 1)))
+    return Constants(1 / byte, max(run, _LEAST_SECONDS), max(start, _LEAST_SECONDS), off)
 
 
-def _positive(terms: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _positive(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Least squares of terms @ x = 1, x >= 0, the first above: of all choices of terms the best that is positive."""
-    best, least = np.zeros(terms.shape[1]), math.inf
-    for rest in itertools.product((False, True), repeat=terms.shape[1] - 1):
+    scale = np.sqrt((terms**2).sum(axis=0))
+    scaled = terms / scale
+    best, least = np.zeros(len(scale)), math.inf
+    for rest in itertools.product((False, True), repeat=len(scale) - 1):
         kept = np.array([True, *rest])
         x = np.zeros(len(kept))
-        x[kept] = np.linalg.lstsq(terms[:, kept] * weights[:, None], weights, rcond=None)[0]
-        missed = float((weights**2 * (terms @ x - 1) ** 2).sum())
+        x[kept] = np.linalg.lstsq(scaled[:, kept], np.ones(len(terms)), rcond=None)[0]
+        missed = float(((scaled @ x - 1) ** 2).sum())
         if (x[kept] > 0).all() and missed < least:
             best, least = x, missed
-    return best
+    made: npt.NDArray[np.float64] = best / scale
+    return made
 
 
 # measuring

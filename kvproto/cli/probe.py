@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, keep; the exit status."""
     try:
-        with _progress() as tell:
+        with _quiet(), _progress() as tell:
             found = probe(args.transport or TRANSPORTS, args.quick, args.memory << 20, tell)
         if args.out is not None:
             save(found, args.out)
@@ -56,6 +57,19 @@ def run(args: argparse.Namespace) -> int:
         for line in _table(found):
             print(line)
     return SLOW if found.slow() else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries write to standard output, as UCX does, goes to standard error: ours is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kvproto.transport.cuda.copier import Job as Work
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
-__all__ = ["count", "driver_version", "job", "names", "pairs"]
+__all__ = ["Kernel", "count", "driver_version", "job", "names", "pairs"]
 
 _MOST_COPIES = 256
 
@@ -57,20 +57,23 @@ def _copier(device: int) -> Copier:
     return Copier(device, timed=True)
 
 
-class _Kernel(Line):
+class Kernel(Line):
+    """The gather-scatter kernel on the sink's GPU (pull) or on the source's (push)."""
+
     transport = "cuda"
 
     def __init__(self, way: str, source: DeviceMemory, sink: DeviceMemory) -> None:
         self.way, self.source, self.sink = way, f"gpu{source.device}", f"gpu{sink.device}"
         self._copier = _copier((sink if way == "pull" else source).device)
-        self._from, self._to = source, sink
+        self.pools = source, sink
 
     def most(self, run: int) -> int:
-        return self._from.length // run
+        return self.pools[0].length // run
 
     def ready(self, run: int, runs: int) -> Go:
-        made = program(run, runs, self._from.length)
-        prepared = self._copier.prepare(made, {0: self._from.address}, {0: self._to.address})
+        here, there = self.pools
+        made = program(run, runs, here.length)
+        prepared = self._copier.prepare(made, {0: here.address}, {0: there.address})
 
         def go() -> float:
             copy = self._copier.submit([Work(prepared, made.maps)])
@@ -124,7 +127,7 @@ def job(memory: int, source: int, sink: int) -> Job:
             for device in (source, sink):
                 pools.append(DeviceMemory(length, device))
             here, there = pools
-            yield [_Kernel("pull", here, there), _Kernel("push", here, there), _Engine(here, there)]
+            yield [Kernel("pull", here, there), Kernel("push", here, there), _Engine(here, there)]
         finally:
             for pool in pools:
                 pool.close()
