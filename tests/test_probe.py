@@ -274,15 +274,17 @@ def test_what_cannot_be_probed_is_refused(options: dict[str, Any]) -> None:
 
 def test_shm_keeps_to_its_memory_and_loads_no_other_library() -> None:
     code = """
-import sys
+import os, sys
 from pathlib import Path
 from kvproto.probe import probe
+link = lambda n: os.readlink("/proc/self/fd/" + n) if os.path.lexists("/proc/self/fd/" + n) else ""
 import kvproto.measure.shm
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 before = peak()
 probe(("shm",), quick=True, memory=128 << 20)
 assert peak() - before < 128 << 20, peak() - before
 assert peak() - before > 32 << 20, "the pools were never touched"
+assert not [n for n in os.listdir("/proc/self/fd") if "memfd:kvproto" in link(n)]
 assert not {"torch", "cuda", "nixl", "jax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -40,16 +40,21 @@ def _slot(memory: int) -> int:
     return min(8 << 20, memory // 64)
 
 
-def _register(agent: Agent, place: str, length: int) -> tuple[Registered, str | None]:
-    """Memory at a place, and the name of its device."""
+@contextmanager
+def _memory(place: str, length: int) -> Iterator[tuple[Memory, str | None]]:
+    """Memory at a place, and the name of its device; to be left after the agent."""
     if place == HOST:
-        return agent.register(np.ones(length, np.uint8)), None
+        yield Memory.of(np.ones(length, np.uint8)), None
+        return
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
 
     number = int(place.removeprefix("gpu"))
-    made = DeviceMemory(length, number)  # freed by the driver when the process or its context ends
-    return agent.register(Memory(made.address, length, MemoryKind.CUDA, number)), uuid(number)
+    made = DeviceMemory(length, number)
+    try:
+        yield Memory(made.address, length, MemoryKind.CUDA, number), uuid(number)
+    finally:
+        made.close()
 
 
 class _Direct(Line):
@@ -131,8 +136,8 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
         peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         theirs.close()
         try:
-            with Agent() as agent:
-                own, _ = _register(agent, source, _pages(memory))
+            with _memory(source, _pages(memory)) as (pool, _), Agent() as agent:
+                own = agent.register(pool)
                 if not ours.poll(_PATIENCE):
                     raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
                 pages, *slots = (agent.connect(region, "regions") for region in ours.recv())
@@ -159,8 +164,8 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
 
 def _serve(conn: Connection, memory: int, place: str) -> None:
     """Pages, on the host staging slots too; unpacks what chunks name."""
-    with Agent() as agent:
-        own, device = _register(agent, place, _pages(memory))
+    with _memory(place, _pages(memory)) as (pool, device), Agent() as agent:
+        own = agent.register(pool)
         regions = [own.region(0, device)]
         if place != HOST:
             conn.send(regions)

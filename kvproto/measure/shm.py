@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from kvproto.execute import execute
 from kvproto.measure.line import HOST, Go, Job, Line, program
@@ -41,11 +41,12 @@ def job(memory: int) -> Job:
 
     @contextmanager
     def opened() -> Iterator[Sequence[Line]]:
-        theirs, own = (SharedMemory(memory * 3 // 10) for _ in range(2))
-        mapped = connect(theirs.region, "regions[0]")
-        try:
+        with ExitStack() as closing:
+            theirs, own = (SharedMemory(memory * 3 // 10) for _ in range(2))
+            closing.callback(theirs.close)
+            closing.callback(own.close)
+            mapped = connect(theirs.region, "regions[0]")
+            closing.callback(mapped.close)
             yield [_Copy(mapped, own)]
-        finally:
-            mapped.close()
 
     return Job("shm", 1, opened)
