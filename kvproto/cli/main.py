@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import plans
+from kvproto.cli import plans, probe
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -47,6 +47,7 @@ def _main(argv: list[str] | None) -> int:
     how.add_argument("--json", action="store_true", help="the JSON form, for programs")
     how.add_argument("--bytes", action="store_true", help="every byte with its meaning, up to the first that is wrong")
     plans.add(commands)
+    probe.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
     args = parser.parse_args(argv)
     if args.command == "errors":
@@ -55,6 +56,8 @@ def _main(argv: list[str] | None) -> int:
         return 0
     if args.command in ("describe", "check", "plan"):
         return plans.run(args)
+    if args.command == "probe":
+        return probe.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:
         parser.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.cli.page import page
-from kvproto.cost import estimates
+from kvproto.cost import COSTS, ORIGIN, Cost, advise, estimates, load
 from kvproto.describe import PRESETS, Parallel, describe, draft_of
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.geometry import Geometry, validate
@@ -72,6 +72,12 @@ def add(commands: Any) -> None:
             for side in ("source", "sink"):
                 one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")
             one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
+            one.add_argument(
+                "--costs",
+                type=Path,
+                metavar="FILE",
+                help="constants of `kvproto probe --out FILE`, instead of a pair of H200",
+            )
             one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
 
 
@@ -85,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         if args.command == "describe":
             return _describe(args)
         source, sink = read_geometry(args.source), read_geometry(args.sink)
+        file = args.costs if args.command == "plan" else None
+        costs = load(file) if file else COSTS
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1
@@ -115,9 +123,11 @@ def run(args: argparse.Namespace) -> int:
             return 1
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_as_json(sink, made, moved)))
+        print(json.dumps(_as_json(sink, made, moved, costs) | {"costs": str(file) if file else ORIGIN}))
         return 0
     for line in _picture(source, sink, made, moved, args.first_token, args.tokens):
+        print(line)
+    for line in _costed(moved, costs, f"by {file}" if file else ORIGIN):
         print(line)
     return 0
 
@@ -216,10 +226,13 @@ def _side(geometry: Geometry, rank: int, first: int, tokens: int, heads_first: b
     return Side(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
 
 
-def _as_json(sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram]) -> dict[str, Any]:
+def _as_json(
+    sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost]
+) -> dict[str, Any]:
     pairs = []
     for (a, b), program in moved.items():
         runs = program.runs()
+        ways = estimates(runs, costs)
         pairs.append(
             {
                 "source": a,
@@ -229,7 +242,8 @@ def _as_json(sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgra
                 "runs": runs.count,
                 "bytes_per_run": runs.mean,
                 "routes": {str(r.group): r.digest.hex() for r in made.between(a, b)},
-                "seconds": {e.name: e.seconds for e in estimates(runs)},
+                "seconds": {e.name: e.seconds for e in ways},
+                "advice": advise(ways).kind,
             }
         )
     required = {str(r.rank): list(made.required(r.rank)) for r in sink.ranks}
@@ -239,7 +253,7 @@ def _as_json(sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgra
 def _picture(
     source: Geometry, sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
 ) -> Iterator[str]:
-    """A matrix in letters, one for each group, and what the request costs."""
+    """A matrix in letters, one for each group, and what the request moves."""
     letters = _letters(sink)
     shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
     yield f"{shown}; prefill ranks across, decode ranks down"
@@ -262,16 +276,20 @@ def _picture(
     yield ""
     yield f"tokens [{first:,}, {first + tokens:,}), pools without gaps, items in no order:"
     yield f"  {_size(total.bytes)} in {total.count:,} runs of {_size(total.mean)} on average, over {len(moved)} rank pairs"
+
+
+def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], origin: str) -> Iterator[str]:
+    """The pair that moves most, each way's time, and what to do."""
     if not moved:
         return
     (a, b), busiest = max(moved.items(), key=lambda item: item[1].bytes)
     runs = busiest.runs()
-    yield f"  busiest pair P{a} to D{b}: {_size(runs.bytes)} in {runs.count:,} runs of {_size(runs.mean)}; on a pair of H200 about"
-    ways = estimates(runs)
+    yield f"  busiest pair P{a} to D{b}: {_size(runs.bytes)} in {runs.count:,} runs of {_size(runs.mean)}; constants {origin}:"
+    ways = estimates(runs, costs)
     for way in ways:
         yield f"    {way.seconds * 1e3:10.3f} ms  {way.name}"
-    direct = next(e for e in ways if e.name == "descriptors").seconds < 1.5 * ways[0].seconds
-    yield f"  advice: {'direct: runs are long enough for descriptors' if direct else 'pack, or use a gather-scatter kernel: runs are short'}"
+    advice = advise(ways)
+    yield f"  advice: {advice.kind}: {advice.why}"
 
 
 def _letters(sink: Geometry) -> dict[int, str]:

@@ -68,6 +68,12 @@ class SharedMemory:
         handle = Handle(transport=Transport.SHM, data=data)
         return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
 
+    def close(self) -> None:
+        """Give it up: peers that have mapped it keep it until they unmap; raises BufferError while views of it live."""
+        self.buffer.release()
+        self._map.close()
+        os.close(self._fd)
+
 
 class Mapping:
     """A peer's region in this process."""

@@ -1,0 +1,123 @@
+"""`kvproto probe`: what this machine's transports cost, as a table and as a file for `kvproto plan --costs`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvproto.errors import KvprotoError
+from kvproto.probe import LEAST_MEMORY, TRANSPORTS, Probe, probe, save
+
+__all__ = ["SLOW", "add", "run"]
+
+SLOW = 4
+"""Exit status where a path is slower than it should be."""
+Tell = Callable[[str, int, int], None]
+
+
+def add(commands: Any) -> None:
+    """The command and its options."""
+    made = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 where one is slow")
+    made.add_argument("--quick", action="store_true", help="under 10 seconds instead of 60")
+    made.add_argument("--json", action="store_true", help="everything, for programs; what --out writes")
+    made.add_argument("--out", type=Path, metavar="FILE", help="keep it for `kvproto plan --costs FILE`")
+    made.add_argument(
+        "--transport", nargs="+", action="extend", choices=TRANSPORTS, metavar="NAME",
+        help=f"only some of {', '.join(TRANSPORTS)}",
+    )  # fmt: skip
+    made.add_argument(
+        "--memory", type=int, default=512, metavar="MB", help=f"of all pools together; {LEAST_MEMORY >> 20} at least"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, keep; the exit status."""
+    try:
+        with _quiet(), _progress() as tell:
+            found = probe(args.transport or TRANSPORTS, args.quick, args.memory << 20, tell)
+        if args.out is not None:
+            save(found, args.out)
+            print(f"wrote {args.out}", file=sys.stderr)
+    except KvprotoError as error:
+        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for line in _table(found):
+            print(line)
+    return SLOW if found.slow() else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries write to standard output, as UCX does, goes to standard error: ours is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """A bar on a terminal where rich is installed, else a line for each way; on standard error."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield lambda what, done, all_: print(f"[{done}/{all_}] {what}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda what, done, all_: bar.update(task, description=what, completed=done, total=all_)
+
+
+def _table(found: Probe) -> Iterator[str]:
+    host = found.host
+    gpus = f"; {len(host.gpus)} x {host.gpus[0]}, driver {host.driver}" if host.gpus else ""
+    yield f"{host.cpus} CPUs, {host.machine}{gpus}; GB/s by bytes of a run"
+    lengths = sorted({s.run for m in found.measured for s in m.samples})
+    width = max(20, *(len(m.name) + 1 for m in found.measured))
+    heads = "".join(f"{_length(n):>8}" for n in lengths)
+    yield f"{'fitted on the right':{width}}{heads}  |{'link':>8}{'a run':>10}{'start':>10}"
+    for m in found.measured:
+        rates = {s.run: f"{s.rate / 1e9:.3g}" for s in m.samples}  # of one length the larger program comes last
+        cells = "".join(f"{rates.get(n, ''):>8}" for n in lengths)
+        c = m.constants
+        yield f"{m.name:{width}}{cells}  |{c.link / 1e9:8.3g}{_time(c.run):>10}{_time(c.start):>10}"
+    for a in found.absent:
+        if not a.slow:
+            yield f"not measured: {a.what}: {a.reason}" + (f" ({a.advice})" if a.advice else "")
+    for s in found.slow():
+        if s.rate is None or s.floor is None:
+            yield f"warning: {s.what}: {s.advice}"
+        else:
+            yield f"warning: {s.what}: {s.rate / 1e9:.2g} GB/s, below {s.floor / 1e9:g} ({s.advice})"
+
+
+def _length(bytes_: int) -> str:
+    for shift, unit in ((20, "MB"), (10, "KB")):
+        if bytes_ >= 1 << shift:
+            return f"{bytes_ >> shift} {unit}"
+    return f"{bytes_} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e12:.3g} ps"

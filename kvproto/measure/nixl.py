@@ -1,0 +1,200 @@
+"""Transport `nixl` between two processes of this host: a descriptor a run, and packed into staging slots.
+
+`python -m kvproto.measure.nixl FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.measure.line import HOST, Go, Job, Line, program
+from kvproto.transport.nixl import Agent, Direct, Memory, Peer, Registered
+from kvproto.transport.packed import PackedStream
+from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+__all__ = ["job"]
+
+_MOST_RUNS = 1 << 16
+_MOST_DESCRIPTORS = 1 << 14
+_SLOTS = 4
+_PATIENCE = 30.0
+
+
+def _pages(memory: int) -> int:
+    return memory * 3 // 10 // 4096 * 4096
+
+
+def _slot(memory: int) -> int:
+    return min(8 << 20, memory // 64)
+
+
+@contextmanager
+def _memory(place: str, length: int) -> Iterator[tuple[Memory, str | None]]:
+    """Memory at a place, and the name of its device; to be left after the agent."""
+    if place == HOST:
+        yield Memory.of(np.ones(length, np.uint8)), None
+        return
+    from kvproto.transport.cuda.driver import uuid
+    from kvproto.transport.cuda.memory import DeviceMemory
+
+    number = int(place.removeprefix("gpu"))
+    made = DeviceMemory(length, number)
+    try:
+        yield Memory(made.address, length, MemoryKind.CUDA, number), uuid(number)
+    finally:
+        made.close()
+
+
+class _Direct(Line):
+    transport, way = "nixl", "direct"
+
+    def __init__(self, agent: Agent, own: Registered, peer: Peer, source: str, sink: str) -> None:
+        self._agent, self._own, self._peer, self.source, self.sink = agent, own, peer, source, sink
+
+    def most(self, run: int) -> int:
+        return min(self._own.memory.length // run, _MOST_DESCRIPTORS)
+
+    def ready(self, run: int, runs: int) -> Go:
+        made = program(run, runs, self._own.memory.length)
+
+        def go() -> float:
+            begin = time.perf_counter()
+            if not Direct(self._agent, made, {0: self._own}, {0: self._peer}).post().wait(_PATIENCE):
+                raise LocalError(
+                    ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", f"a write of {made.bytes} bytes under way",
+                    "look at UCX_TLS and UCX_NET_DEVICES",
+                )  # fmt: skip
+            return time.perf_counter() - begin
+
+        return go
+
+
+class _Packed(Line):
+    transport, way, source, sink = "nixl", "packed", HOST, HOST
+
+    def __init__(self, conn: Connection, agent: Agent, own: Registered, link: Link) -> None:
+        self._conn, self._agent, self._own, self._link = conn, agent, own, link
+        self._sequence = 0
+
+    def most(self, run: int) -> int:
+        return min(self._own.memory.length // run, _MOST_RUNS)
+
+    def ready(self, run: int, runs: int) -> Go:
+        made = program(run, runs, self._own.memory.length)
+        self._conn.send((run, runs))
+        return lambda: self._go(made)
+
+    def _go(self, made: Any) -> float:
+        """Seconds from the first byte that is gathered to the last one that is scattered."""
+        self._sequence += 1
+        self._conn.send(self._sequence)
+        self._hear()
+        begin = time.perf_counter()
+        sender = StagedSender(self._link, PackedStream(made, "source", {0: self._own.memory.buffer}))  # type: ignore[dict-item]
+        while not sender.done:
+            while self._conn.poll(0):
+                self._link.grant(self._conn.recv())
+            before = sender.under_way
+            pieces = sender.step()
+            for piece in pieces:
+                self._conn.send(piece.chunk(1, self._sequence, 1))
+            if not pieces and sender.under_way == before:
+                multiprocessing.connection.wait([self._conn, self._agent.fileno()], 0.01)
+                self._agent.wait(0)
+            if time.perf_counter() > begin + _PATIENCE:
+                raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", f"{made.bytes} bytes under way", "")
+        while (message := self._hear()) is not None:
+            self._link.grant(message)
+        return time.perf_counter() - begin
+
+    def _hear(self) -> Any:
+        if not self._conn.poll(_PATIENCE):
+            raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
+        return self._conn.recv()
+
+
+def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
+    """Direct, and on the host packed too; both processes together stay below `memory` bytes."""
+
+    @contextmanager
+    def opened() -> Iterator[Sequence[Line]]:
+        ours, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "kvproto.measure.nixl", str(theirs.fileno()), str(memory), sink]
+        null = subprocess.DEVNULL
+        peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
+        theirs.close()
+        try:
+            with _memory(source, _pages(memory)) as (pool, _), Agent() as agent:
+                own = agent.register(pool)
+                if not ours.poll(_PATIENCE):
+                    raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
+                pages, *slots = (agent.connect(region, "regions") for region in ours.recv())
+                lines: list[Line] = [_Direct(agent, own, pages, source, sink)]
+                if slots:
+                    staging = agent.register(np.ones(_SLOTS * _slot(memory), np.uint8), _slot(memory))
+                    lines.append(_Packed(ours, agent, own, Link(staging, slots[0])))
+                yield lines
+        except EOFError:
+            raise LocalError(
+                ErrorCode.PEER_LOST, "", "a peer process", f"it ended with status {peer.wait()}",
+                "look at what NIXL and UCX wrote to stderr",
+            ) from None  # fmt: skip
+        finally:
+            ours.close()
+            try:
+                peer.wait(5)
+            except subprocess.TimeoutExpired:
+                peer.kill()
+                peer.wait()
+
+    return Job("nixl" if source == HOST else f"nixl {source} to {sink}", 2 if source == sink == HOST else 1, opened)
+
+
+def _serve(conn: Connection, memory: int, place: str) -> None:
+    """Pages, on the host staging slots too; unpacks what chunks name."""
+    with _memory(place, _pages(memory)) as (pool, device), Agent() as agent:
+        own = agent.register(pool)
+        regions = [own.region(0, device)]
+        if place != HOST:
+            conn.send(regions)
+            conn.recv()  # until the other end closes: it writes, and this process has nothing to do
+            return
+        staging = agent.register(np.ones(_SLOTS * _slot(memory), np.uint8), _slot(memory))
+        conn.send([*regions, staging.region(1)])
+        receiver = StagedReceiver(staging)
+        made = None
+        while True:
+            asked = conn.recv()
+            if isinstance(asked, tuple):
+                run, runs = asked
+                made = program(run, runs, own.memory.length)
+                continue
+            assert made is not None
+            receiver.open(asked, 1, PackedStream(made, "sink", {0: own.memory.buffer}))  # type: ignore[dict-item]
+            conn.send(None)
+            while not receiver.complete(asked, 1):
+                if (credit := receiver.credit(1)) is not None:
+                    conn.send(credit)
+                receiver.chunk(conn.recv())
+            receiver.close(asked, 1)
+            conn.send(None)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+        except KvprotoError as error:
+            sys.exit(f"peer: {error.between('wanted', 'found', ' ')}")

@@ -1,0 +1,99 @@
+"""The probe of transport `cuda` on GPUs: every way, the bytes it moves, and its file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvproto.cost import load as load_costs
+from kvproto.errors import LocalError
+from kvproto.measure import cuda
+from kvproto.measure.line import program
+from kvproto.measure.nixl import job as nixl_job
+from kvproto.probe import LENGTHS, fit, load, probe, save
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.wire.enums import ErrorCode
+from tests.gpu.conftest import FOUND
+from tests.gpu.memory import get, put
+
+MEMORY = 64 << 20
+
+
+def ends(count: int) -> set[tuple[str, str]]:
+    if count == 1:
+        return {("gpu0", "gpu0")}
+    return {(f"gpu{a}", f"gpu{b}") for a in range(count) for b in range(count) if a != b}
+
+
+def test_every_pair_is_measured_or_named_as_apart(tmp_path: Path) -> None:
+    found = probe(("cuda",), memory=MEMORY)
+    by_pair: dict[tuple[str, str], set[str]] = {}
+    for one in found.measured:
+        by_pair.setdefault((one.source, one.sink), set()).add(one.way)
+        assert one.constants == fit(one.samples)
+        assert one.samples[0].runs == 1
+        assert {s.run for s in one.samples} == {n for n in LENGTHS if n <= MEMORY * 4 // 10}
+    assert all(ways == {"pull", "push", "engine"} for ways in by_pair.values())
+    apart = {(a.what.split()[1], a.what.split()[3]) for a in found.absent}
+    assert by_pair.keys() | apart == ends(FOUND)
+    assert not by_pair.keys() & apart
+    assert len(found.host.gpus) == FOUND
+    assert found.host.driver
+    path = tmp_path / "costs.json"
+    save(found, path)
+    assert load(path) == found
+    assert [c.name for c in load_costs(path)] == ["kernel", "kernel, push"]
+
+
+@pytest.mark.parametrize("run", [256, 64 << 10])
+def test_a_line_copies_what_its_program_says(devices: tuple[int, int], run: int) -> None:
+    if devices not in cuda.pairs()[0] and devices != (0, 0):
+        pytest.skip("no peers")
+    with cuda.job(MEMORY, *devices).open() as lines:
+        for line in lines:
+            if not isinstance(line, cuda.Kernel):
+                continue
+            pool = line.pools[0].length
+            data = np.random.default_rng(1).integers(0, 256, pool, np.uint8)
+            want = np.full(pool, 0xEE, np.uint8)
+            put(line.pools[0], data)
+            put(line.pools[1], want)
+            assert line.ready(run, 128)() > 0
+            made = program(run, 128, pool)
+            m = made.maps[0]
+            width = int(made.ops["lane_bytes"][0])
+            for op in made.ops:
+                for a, b, n in zip(m.source_row.tolist(), m.sink_row.tolist(), m.rows.tolist(), strict=True):
+                    from_, to = (int(op[f"{side}_offset"]) + row * width for side, row in (("source", a), ("sink", b)))
+                    want[to : to + n * width] = data[from_ : from_ + n * width]
+            assert np.array_equal(get(line.pools[1]), want)
+
+
+def test_pools_are_freed_also_after_an_error() -> None:
+    def fails() -> None:
+        with cuda.job(MEMORY, 0, 0).open() as lines:
+            line = lines[0]
+            assert isinstance(line, cuda.Kernel)
+            pools.extend(line.pools)
+            pools[0].check()
+            raise ZeroDivisionError
+
+    pools: list[DeviceMemory] = []
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert len(pools) == 2
+    for pool in pools:
+        with pytest.raises(LocalError) as caught:
+            pool.check()
+        assert caught.value.code == ErrorCode.POOL_MOVED
+
+
+def test_nixl_between_gpus_is_direct_alone() -> None:
+    pytest.importorskip("nixl")
+    if FOUND < 2:
+        pytest.skip("needs two GPUs")
+    with nixl_job(MEMORY, "gpu0", "gpu1").open() as lines:
+        assert [(line.transport, line.way, line.source, line.sink) for line in lines] == [
+            ("nixl", "direct", "gpu0", "gpu1")
+        ]
+        assert lines[0].ready(1 << 20, 4)() > 0
