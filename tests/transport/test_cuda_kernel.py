@@ -56,16 +56,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return made
 
 
-def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
+def run(kernels: Kernels, works: list[Work], blocks: int, direct: bool = False) -> Launch:
     """As the executor does it: an image, the rows expanded, a copy for each width of word."""
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at)
+    made = launch(works, memory[start : start + most], image_at, rows_at, image_at if direct else None)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
-    if made.n_maps:
+    if made.n_maps and not made.direct:
         kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
     for source, sink, length in made.long:
         ctypes.memmove(sink, source, length)
@@ -83,8 +83,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans(), long=st.sampled_from([1, 24, 1 << 30]))
-def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, long: int) -> None:
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans(), direct=st.booleans(), long=st.sampled_from([1, 24, 1 << 30]))
+def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, direct: bool, long: int) -> None:
     """Several rank pairs in one launch; all of it, or the layers of an interval."""
     tables.LONG = long  # runs that the copy engine takes
     rng = random.Random(seed)
@@ -101,7 +101,8 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, lo
         made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
         works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
-    launched = run(kernels, works, blocks)
+    launched = run(kernels, works, blocks, direct)
+    assert launched.direct == (direct and all(len(m.rows) <= 16 for w in works for m in w.maps))
     assert launched.bytes == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)

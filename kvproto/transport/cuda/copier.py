@@ -156,7 +156,9 @@ class Copier:
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         slot = self._slot(*tables.sizes(works))
-        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address)
+        host = slot.view.ctypes.data
+        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address, host)
+        image = host if made.direct else slot.image.address
         stream = self.stream.handle
         for event in after:
             call(driver.cuStreamWaitEvent(stream, event, 0), "producer's event")
@@ -166,12 +168,12 @@ class Copier:
             lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
             code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
             call(code[:1], "copy")
-        if made.classes:
-            call(driver.cuMemcpyHtoDAsync(slot.image.address, slot.view.ctypes.data, made.size, stream), "upload")
+        if made.classes and not made.direct:
+            call(driver.cuMemcpyHtoDAsync(image, host, made.size, stream), "upload")
             tall = min(-(-made.most_rows // tables.THREADS), 4 * self.blocks)
-            self._run(16, "expand", (tall, made.n_maps), slot.image.address)
-            for word, offset, classes, chunks in made.classes:
-                self._run(word, "copy", (min(chunks, self.blocks), 1), slot.image.address + offset, classes, chunks)
+            self._run(16, "expand", (tall, made.n_maps), image)
+        for word, offset, classes, chunks in made.classes:
+            self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
         slot.event = self.stream.record(options=self._timing)
         return Copy(slot.event, made.bytes, began)
 

@@ -32,13 +32,13 @@ typedef struct {
 
 typedef struct {
     u64 ops;    /* Op[] */
-    u64 rows;   /* uint4[]: source item, source row, sink item, sink row */
+    u64 rows;   /* uint4[]: source item, source row, sink item, sink row; or, of a few runs, their u32[5][n_runs] */
     u32 n_rows; /* n_rows x words x units < 2^32 - THREADS x DEPTH */
     u32 words;  /* words of a unit: bytes that touch on both sides */
     u32 units;  /* units of a row: lanes that are apart */
     u32 chunks; /* of one operation */
     u32 first;  /* chunks of the classes before */
-    u32 unused;
+    u32 n_runs; /* 0: rows are expanded */
 } Class;
 
 /* Runs of rows that follow one another on both sides, five arrays of n_runs: first row on the axis of all rows, then
@@ -49,31 +49,33 @@ typedef struct {
     u32 n_runs, n_rows;
 } Map;
 
+/* Where row i lies, found among n runs: the last that begins at or before it. */
+__device__ static uint4 find(const u32 *start, u32 n, u32 i)
+{
+    u32 lo = 0, hi = n;
+    while (hi - lo > 1) {
+        u32 mid = lo + (hi - lo) / 2;
+        if (start[mid] <= i)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    uint4 row;
+    row.x = start[n + lo];
+    row.y = start[2 * n + lo] + i - start[lo];
+    row.z = start[3 * n + lo];
+    row.w = start[4 * n + lo] + i - start[lo];
+    return row;
+}
+
 #ifdef __cplusplus
 extern "C"
 #endif
 __global__ void __launch_bounds__(THREADS) expand(const Map *maps)
 {
     const Map *map = maps + blockIdx.y;
-    const u32 *start = (const u32 *)map->runs;
-    const u32 n = map->n_runs;
-    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < map->n_rows; i += gridDim.x * THREADS) {
-        u32 lo = 0, hi = n; /* the last run that begins at or before i */
-        while (hi - lo > 1) {
-            u32 mid = lo + (hi - lo) / 2;
-            if (start[mid] <= i)
-                lo = mid;
-            else
-                hi = mid;
-        }
-        u32 on = i - start[lo];
-        uint4 row;
-        row.x = start[n + lo];
-        row.y = start[2 * n + lo] + on;
-        row.z = start[3 * n + lo];
-        row.w = start[4 * n + lo] + on;
-        ((uint4 *)map->rows)[i] = row;
-    }
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < map->n_rows; i += gridDim.x * THREADS)
+        ((uint4 *)map->rows)[i] = find((const u32 *)map->runs, map->n_runs, i);
 }
 
 #ifdef __cplusplus
@@ -87,7 +89,6 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
             at++;
         const Class c = classes[at];
         const Op op = ((const Op *)c.ops)[(chunk - c.first) / c.chunks];
-        const uint4 *rows = (const uint4 *)c.rows;
         const u32 width = c.words * c.units;
         const u32 step = THREADS / width, rest = THREADS % width;
         const u32 begin = (chunk - c.first) % c.chunks * (THREADS * DEPTH) + threadIdx.x;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
         for (int i = 0; i < DEPTH; i++) {
             to[i] = 0;
             if (row < c.n_rows) {
-                const uint4 r = rows[row];
+                const uint4 r = c.n_runs ? find((const u32 *)c.rows, c.n_runs, row) : ((const uint4 *)c.rows)[row];
                 const u32 unit = c.units == 1 ? 0 : within / c.words;
                 const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
                 held[i] = LOAD((const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on));

@@ -45,7 +45,7 @@ _PLACES = ("item", "row", "lane")
 OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in _PLACES))])
 CLASS = np.dtype(
     [("ops", "<u8"), ("rows", "<u8")]
-    + [(n, "<u4") for n in ("n_rows", "words", "units", "chunks", "first", "unused")]
+    + [(n, "<u4") for n in ("n_rows", "words", "units", "chunks", "first", "n_runs")]
 )  # fmt: skip
 MAP = np.dtype([("runs", "<u8"), ("rows", "<u8"), ("n_runs", "<u4"), ("n_rows", "<u4")])
 SUM = np.dtype(
@@ -147,6 +147,8 @@ class Launch:
     bytes: int
     long: tuple[tuple[int, int, int], ...] = ()
     """(source, sink, length) of runs that the copy engine takes."""
+    direct: bool = False
+    """Whether the kernel reads the image where the host wrote it: nothing to upload, nothing to expand."""
 
 
 @attrs.frozen
@@ -178,8 +180,13 @@ def _up(n: int) -> int:
     return -(-n // 256) * 256
 
 
-def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
+def launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, host_at: int | None = None
+) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
+
+    host_at: where the device can read `image` itself, over its bus; it does where there is little to read.
+
 
     `image` has room for `sizes`. Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools:
     nothing is launched. What a small request costs is the number of calls of numpy, so there are few.
@@ -215,16 +222,25 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
         at, begin, n, size = maps[k]
         _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
         _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
+    direct = (
+        host_at is not None
+        and all(n <= _FEW_RUNS for _, _, n, _ in maps)
+        and all(s[-1][-1] + s[-1][-2] * s[-1][-3] <= _FEW_CHUNKS for s in classes.values())
+        and {c[1] for some in classes.values() for c in some} <= {begin for _, begin, _, _ in maps}
+    )
+    where = {begin: ((host_at or 0) + runs_at + 20 * at, n) for at, begin, n, _ in maps} if direct else {}
     kernels = []
     at = classes_at
     for word, some in classes.items():
         kernels.append((word, at, len(some), some[-1][-1] + some[-1][-2] * some[-1][-3]))
         for ops, begin, rows, words, units, chunks, _, first in some:
-            _CLASS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
+            place, n = where.get(begin, (begin, 0))
+            _CLASS.pack_into(image.data, at, ops, place, rows, words, units, chunks, first, n)
             at += CLASS.itemsize
-    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long))
+    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long), direct)
 
 
+_FEW_RUNS, _FEW_CHUNKS = 16, 1024
 _MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 
 
