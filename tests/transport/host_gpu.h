@@ -1,6 +1,8 @@
 /* Enough of CUDA to run kernel.cu on a host: every thread of every block, one after the other. */
 #define __global__ static
 #define __device__
+#define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(n)
 typedef struct { unsigned x, y, z; } dim3;
 typedef struct { unsigned x, y, z, w; } uint4;

@@ -23,7 +23,7 @@ from kvproto.node.pool import pack
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Side, Window
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.table import Launch, Work, launch, sizes, sums, table
+from kvproto.transport.cuda.table import FEW, Launch, Work, few, launch, sizes, sums, table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -34,6 +34,7 @@ DRIVER = """
 #include "kernel.cu"
 void run_expand(const Map *maps, u32 n, u32 blocks) { EACH_THREAD(blocks, n) expand(maps); }
 void run_checksum(const Sum *sums, u32 n, u32 blocks) { EACH_THREAD(blocks, n) checksum(sums); }
+void run_few(const Few *few, u32 blocks) { EACH_THREAD(blocks, 1) copy_few(*few); }
 void run_copy(const Class *classes, u32 n, u32 chunks, u32 blocks) { EACH_THREAD(blocks, 1) copy(classes, n, chunks); }
 """
 
@@ -56,16 +57,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return made
 
 
-def run(kernels: Kernels, works: list[Work], blocks: int, direct: bool = False) -> Launch:
+def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
     """As the executor does it: an image, the rows expanded, a copy for each width of word."""
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at, image_at if direct else None)
+    made = launch(works, memory[start : start + most], image_at, rows_at)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
-    if made.n_maps and not made.direct:
+    if made.n_maps:
         kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
     for source, sink, length in made.long:
         ctypes.memmove(sink, source, length)
@@ -101,8 +102,11 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, di
         made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
         works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
-    launched = run(kernels, works, blocks, direct)
-    assert launched.direct == (direct and all(len(m.rows) <= 16 for w in works for m in w.maps))
+    image = np.zeros(FEW, np.uint8)
+    small = few(works, image) if direct else None
+    if small is not None:
+        kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
+    launched = small or run(kernels, works, blocks)
     assert launched.bytes == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
@@ -158,6 +162,9 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     program, _, there, make = plain(rows=5, width=96, flat=False)
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
+    with pytest.raises(LocalError) as caught:
+        few([Work(made, made.ops.ctypes.data, [bad])], np.zeros(FEW, np.uint8))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
     with pytest.raises(LocalError) as caught:
         launch([Work(made, made.ops.ctypes.data, [bad])], np.zeros(4096, np.uint8), 0, 0)
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)

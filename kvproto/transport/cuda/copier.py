@@ -30,22 +30,21 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Copier", "Copy", "Job", "Prepared"]
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
-_NAMES = ("copy", "expand", "checksum")
+_NAMES = ("copy", "expand", "checksum", "copy_few")
 _IN_ORDER = driver.CUmemcpyAttributes()
 _IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
 @lru_cache
-def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, Kernel, Kernel]:
-    """Compiled once a process: the copy kernel of one word, expand, and checksum."""
+def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
+    """The kernels of one width of word, compiled once a process."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
     ]  # fmt: skip
     options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
-    copy, expand, checksum = (module.get_kernel(n) for n in _NAMES)
-    return copy, expand, checksum
+    return tuple(module.get_kernel(name) for name in _NAMES)
 
 
 class _Bytes:
@@ -130,13 +129,15 @@ class Copier:
         self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
         first, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
         self._places = (ctypes.c_void_p * 3)(*(first + i * size for i in range(3)))
+        self._few = np.zeros(tables.FEW, np.uint8)
+        self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots: list[_Slot | None] = [None] * slots
         self._next = 0
         self._kernels(16)
 
-    def _kernels(self, word: int) -> tuple[Kernel, Kernel, Kernel]:
+    def _kernels(self, word: int) -> tuple[Kernel, ...]:
         return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
@@ -155,27 +156,35 @@ class Copier:
         """
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
-        slot = self._slot(*tables.sizes(works))
-        host = slot.view.ctypes.data
-        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address, host)
-        image = host if made.direct else slot.image.address
         stream = self.stream.handle
         for event in after:
             call(driver.cuStreamWaitEvent(stream, event, 0), "producer's event")
-        began = self.stream.record(options=self._timing) if self._timed else None
+        few = tables.few(works, self._few)
+        if few is not None and few.chunks <= 4 * self.blocks:
+            began = self._record() if self._timed else None
+            if few.chunks:
+                self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1))
+            return Copy(self._record(), few.bytes, began)
+        slot = self._slot(*tables.sizes(works))
+        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address)
+        began = self._record() if self._timed else None
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
             lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
             code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
             call(code[:1], "copy")
-        if made.classes and not made.direct:
-            call(driver.cuMemcpyHtoDAsync(image, host, made.size, stream), "upload")
+        if made.classes:
+            image = slot.image.address
+            call(driver.cuMemcpyHtoDAsync(image, slot.view.ctypes.data, made.size, stream), "upload")
             tall = min(-(-made.most_rows // tables.THREADS), 4 * self.blocks)
             self._run(16, "expand", (tall, made.n_maps), image)
-        for word, offset, classes, chunks in made.classes:
-            self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
-        slot.event = self.stream.record(options=self._timing)
+            for word, offset, classes, chunks in made.classes:
+                self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
+        slot.event = self._record()
         return Copy(slot.event, made.bytes, began)
+
+    def _record(self) -> Event:
+        return self.stream.record(options=self._timing)
 
     def _run(self, word: int, name: str, grid: tuple[int, int], *arguments: int) -> None:
         """Launch a kernel by the driver's own call: a third of the time of a typed one, and hand-overs wait for it."""
@@ -184,7 +193,7 @@ class Copier:
             function = self._functions[word, name] = self._kernels(word)[_NAMES.index(name)].handle
         for i, value in enumerate(arguments):
             self._arguments[i] = value
-        block, places = tables.THREADS, ctypes.addressof(self._places)
+        block, places = tables.THREADS, ctypes.addressof(self._places if arguments else self._few_place)
         call(driver.cuLaunchKernel(function, *grid, 1, block, 1, 1, 0, self.stream.handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
@@ -213,7 +222,7 @@ class Copier:
             host = LegacyPinnedMemoryResource().allocate(size)
             view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
             expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
-            slot = _Slot(host, view, _Bytes(size), expanded, self.stream.record(options=self._timing))
+            slot = _Slot(host, view, _Bytes(size), expanded, self._record())
             self._slots[at] = slot
         self._next = (at + 1) % len(self._slots)
         return slot

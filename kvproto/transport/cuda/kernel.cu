@@ -15,11 +15,6 @@
 #ifndef WORD /* the widest type that divides every address, stride and length of a class */
 #define WORD uint4
 #endif
-#ifndef LOAD
-#define LOAD(from) (*(from))
-#define STORE(to, word) (*(to) = (word))
-#endif
-
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -32,14 +27,21 @@ typedef struct {
 
 typedef struct {
     u64 ops;    /* Op[] */
-    u64 rows;   /* uint4[]: source item, source row, sink item, sink row; or, of a few runs, their u32[5][n_runs] */
+    u64 rows;   /* uint4[]: source item, source row, sink item, sink row; in Few the first word of its runs */
     u32 n_rows; /* n_rows x words x units < 2^32 - THREADS x DEPTH */
     u32 words;  /* words of a unit: bytes that touch on both sides */
     u32 units;  /* units of a row: lanes that are apart */
     u32 chunks; /* of one operation */
     u32 first;  /* chunks of the classes before */
-    u32 n_runs; /* 0: rows are expanded */
+    u32 n_runs; /* in Few */
 } Class;
+
+/* A launch that fits into a kernel's parameters: nothing is uploaded, nothing expanded. */
+typedef struct {
+    u32 n_classes, n_chunks, unused[2];
+    Class classes[8];
+    u32 runs[900]; /* as of a Map, class after class */
+} Few;
 
 /* Runs of rows that follow one another on both sides, five arrays of n_runs: first row on the axis of all rows, then
  * source item, source row, sink item, sink row. */
@@ -78,6 +80,39 @@ __global__ void __launch_bounds__(THREADS) expand(const Map *maps)
         ((uint4 *)map->rows)[i] = find((const u32 *)map->runs, map->n_runs, i);
 }
 
+/* A chunk of a class. Rows are expanded where `runs` is 0, which the compiler knows. */
+__device__ static __forceinline__ void move(const Class c, u32 chunk, const u32 *runs)
+{
+    const Op op = ((const Op *)c.ops)[chunk / c.chunks];
+    const uint4 *rows = (const uint4 *)c.rows;
+    const u32 width = c.words * c.units;
+    const u32 step = THREADS / width, rest = THREADS % width;
+    const u32 begin = chunk % c.chunks * (THREADS * DEPTH) + threadIdx.x;
+    u32 row = begin / width, within = begin % width;
+    WORD held[DEPTH], *to[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+        to[i] = 0;
+        if (row < c.n_rows) {
+            const uint4 r = runs ? find(runs, c.n_runs, row) : rows[row];
+            const u32 unit = c.units == 1 ? 0 : within / c.words;
+            const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
+            held[i] = *(const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on);
+            to[i] = (WORD *)(op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
+        }
+        row += step;
+        within += rest;
+        if (within >= width) {
+            within -= width;
+            row++;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        if (to[i])
+            *to[i] = held[i];
+}
+
 #ifdef __cplusplus
 extern "C"
 #endif
@@ -87,34 +122,20 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
     for (u32 chunk = blockIdx.x; chunk < n_chunks; chunk += gridDim.x) {
         while (at + 1 < n_classes && chunk >= classes[at + 1].first)
             at++;
-        const Class c = classes[at];
-        const Op op = ((const Op *)c.ops)[(chunk - c.first) / c.chunks];
-        const u32 width = c.words * c.units;
-        const u32 step = THREADS / width, rest = THREADS % width;
-        const u32 begin = (chunk - c.first) % c.chunks * (THREADS * DEPTH) + threadIdx.x;
-        u32 row = begin / width, within = begin % width;
-        WORD held[DEPTH], *to[DEPTH];
-#pragma unroll
-        for (int i = 0; i < DEPTH; i++) {
-            to[i] = 0;
-            if (row < c.n_rows) {
-                const uint4 r = c.n_runs ? find((const u32 *)c.rows, c.n_runs, row) : ((const uint4 *)c.rows)[row];
-                const u32 unit = c.units == 1 ? 0 : within / c.words;
-                const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
-                held[i] = LOAD((const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on));
-                to[i] = (WORD *)(op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
-            }
-            row += step;
-            within += rest;
-            if (within >= width) {
-                within -= width;
-                row++;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < DEPTH; i++)
-            if (to[i])
-                STORE(to[i], held[i]);
+        move(classes[at], chunk - classes[at].first, 0);
+    }
+}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+__global__ void __launch_bounds__(THREADS) copy_few(const __grid_constant__ Few few)
+{
+    u32 at = 0;
+    for (u32 chunk = blockIdx.x; chunk < few.n_chunks; chunk += gridDim.x) {
+        while (at + 1 < few.n_classes && chunk >= few.classes[at + 1].first)
+            at++;
+        move(few.classes[at], chunk - few.classes[at].first, few.runs + few.classes[at].rows);
     }
 }
 

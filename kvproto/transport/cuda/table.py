@@ -21,16 +21,19 @@ from kvproto.wire.enums import ErrorCode
 __all__ = [
     "CLASS",
     "DEPTH",
+    "FEW",
     "LONG",
     "MAP",
     "OP",
     "SUM",
     "THREADS",
     "WORDS",
+    "Few",
     "Launch",
     "Shape",
     "Table",
     "Work",
+    "few",
     "launch",
     "sizes",
     "sums",
@@ -147,8 +150,6 @@ class Launch:
     bytes: int
     long: tuple[tuple[int, int, int], ...] = ()
     """(source, sink, length) of runs that the copy engine takes."""
-    direct: bool = False
-    """Whether the kernel reads the image where the host wrote it: nothing to upload, nothing to expand."""
 
 
 @attrs.frozen
@@ -180,12 +181,9 @@ def _up(n: int) -> int:
     return -(-n // 256) * 256
 
 
-def launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, host_at: int | None = None
-) -> Launch:
+def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-    host_at: where the device can read `image` itself, over its bus; it does where there is little to read.
 
 
     `image` has room for `sizes`. Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools:
@@ -222,25 +220,63 @@ def launch(
         at, begin, n, size = maps[k]
         _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
         _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
-    direct = (
-        host_at is not None
-        and all(n <= _FEW_RUNS for _, _, n, _ in maps)
-        and all(s[-1][-1] + s[-1][-2] * s[-1][-3] <= _FEW_CHUNKS for s in classes.values())
-        and {c[1] for some in classes.values() for c in some} <= {begin for _, begin, _, _ in maps}
-    )
-    where = {begin: ((host_at or 0) + runs_at + 20 * at, n) for at, begin, n, _ in maps} if direct else {}
     kernels = []
     at = classes_at
     for word, some in classes.items():
         kernels.append((word, at, len(some), some[-1][-1] + some[-1][-2] * some[-1][-3]))
         for ops, begin, rows, words, units, chunks, _, first in some:
-            place, n = where.get(begin, (begin, 0))
-            _CLASS.pack_into(image.data, at, ops, place, rows, words, units, chunks, first, n)
+            _CLASS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
             at += CLASS.itemsize
-    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long), direct)
+    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long))
 
 
-_FEW_RUNS, _FEW_CHUNKS = 16, 1024
+FEW = 16 + 8 * CLASS.itemsize + 900 * 4
+"""Bytes of a launch that fits into a kernel's parameters."""
+
+
+@attrs.frozen
+class Few:
+    """A launch that fits into the parameters of `copy_few`."""
+
+    word: int
+    chunks: int
+    bytes: int
+
+
+def few(works: Sequence[Work], image: npt.NDArray[np.uint8]) -> Few | None:
+    """Write a launch of at most 8 classes of one word and 180 runs to `image`, FEW bytes; None where it is more.
+
+    Raises as `launch` does. Nothing is uploaded and nothing expanded, which is most of what a small hand-over costs.
+    """
+    if sum(len(m.rows) for w in works for m in w.maps) > 180:
+        return None
+    runs, begins, at = image[16 + 8 * CLASS.itemsize : FEW].view(np.uint32), [], 0
+    for work in works:
+        of_work = []
+        for i, m in enumerate(work.maps):
+            n = len(m.rows)
+            _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
+            of_work.append(5 * at)
+            at += n
+        begins.append(of_work)
+    word, number, first, total = 0, 0, 0, 0
+    for work, of_work in zip(works, begins, strict=True):
+        for shape, lo, hi in _wanted(work):
+            rows, width = work.maps[shape.map], shape.words * shape.units
+            big = rows.size * width > _MOST or (shape.units == 1 and _is_long(work, shape, lo, hi))
+            if number == 8 or big or word not in (0, shape.word):
+                return None
+            word, chunks = shape.word, -(-rows.size * width // (THREADS * DEPTH))
+            ops, place = work.address + lo * OP.itemsize, of_work[shape.map]
+            numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
+            _CLASS.pack_into(image.data, 16 + number * CLASS.itemsize, ops, place, *numbers)
+            number, first = number + 1, first + chunks * (hi - lo)
+            total += rows.size * word * width * (hi - lo)
+    _HEAD.pack_into(image.data, 0, number, first)
+    return Few(word or WORDS[0], first, total)
+
+
+_HEAD = struct.Struct("<II8x")
 _MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 
 
