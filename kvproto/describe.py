@@ -26,8 +26,10 @@ def describe(
 
 def draft_of(config: Config) -> Config | None:
     """The multi-token-prediction layers of a checkpoint, as a draft; None where it has none."""
-    layers = int(config.get("num_nextn_predict_layers") or 0)
-    return {**config, "num_hidden_layers": layers, "num_nextn_predict_layers": 0} if layers else None
+    if not config.get("num_nextn_predict_layers"):
+        return None
+    layers = _number(config, "num_nextn_predict_layers")
+    return {**config, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}
 
 
 def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None = None) -> list[GroupSpec]:
@@ -63,11 +65,11 @@ def _attention(
             dim = _number(config, "index_head_dim")
             yield GroupSpec.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
         return
-    heads = _number(config, "num_attention_heads")
-    dim = int(config.get("head_dim") or _number(config, "hidden_size") // heads)
+    dim = _number(config, "head_dim") if config.get("head_dim") else _divided(config, "hidden_size")
+    v_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
     yield GroupSpec.gqa(
         name, layers, kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"), head_dim=dim,
-        v_head_dim=config.get("v_head_dim"), page=page, dtype=dtype, model=model,
+        v_head_dim=v_dim, page=page, dtype=dtype, model=model,
     )  # fmt: skip
 
 
@@ -75,8 +77,10 @@ def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[Gr
     kernel = _number(config, "conv_kernel", "mamba_d_conv", "d_conv")
     state = _number(config, "ssm_state_size", "mamba_d_state", "state_size")
     if not any(config.get(n) for n in ("mamba_num_heads", "mamba_n_heads")):
-        wide = config.get("intermediate_size") if "mamba_expand" not in config else None
-        channels = int(wide or _number(config, "mamba_expand") * _number(config, "hidden_size"))
+        if "mamba_expand" not in config and config.get("intermediate_size"):
+            channels = _number(config, "intermediate_size")
+        else:
+            channels = _number(config, "mamba_expand") * _number(config, "hidden_size")
         return GroupSpec.mamba1(name, layers, channels=channels, state=state, kernel=kernel, model=model)
     return GroupSpec.mamba2(
         name, layers, heads=_number(config, "mamba_num_heads", "mamba_n_heads"),
@@ -111,7 +115,8 @@ def _layer_kinds(config: Config, count: int) -> list[str]:
     if config.get("attn_layer_indices"):
         return ["attention" if i in config["attn_layer_indices"] else "mamba" for i in range(count)]
     if config.get("attn_layer_period"):
-        period, offset = _number(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
+        period = _number(config, "attn_layer_period")
+        offset = _number(config, "attn_layer_offset") if config.get("attn_layer_offset") else 0
         return ["attention" if i % period == offset else "mamba" for i in range(count)]
     if config.get("full_attention_interval"):
         period = _number(config, "full_attention_interval")
@@ -135,9 +140,20 @@ def _text(config: Config) -> Config:
 
 def _number(config: Config, *names: str) -> int:
     for name in names:
-        if config.get(name) is not None:
-            return int(config[name])
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _bad(f"config.{name}", "a whole number, at least 1", value)
+            return value
     raise _bad(f"config.{names[0]}", "a number", "absent")
+
+
+def _divided(config: Config, name: str) -> int:
+    """A size that the attention heads divide among them."""
+    size, heads = _number(config, name), _number(config, "num_attention_heads")
+    if size % heads:
+        raise _bad("config.head_dim", f"a number: {heads} heads do not divide {size}", "absent")
+    return size // heads
 
 
 def _dtype(name: str) -> DType:

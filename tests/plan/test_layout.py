@@ -184,6 +184,11 @@ def test_config_json(config: str) -> None:
         ({"torch_dtype": "int3"}, "config.torch_dtype"),
         ({"layer_types": ["full_attention", "novel"]}, "config.layer_types"),
         ({"num_hidden_layers": None}, "config.num_hidden_layers"),
+        ({"num_hidden_layers": 2.5}, "config.num_hidden_layers"),
+        ({"num_key_value_heads": [2, 4]}, "config.num_key_value_heads"),
+        ({"num_key_value_heads": 0}, "config.num_key_value_heads"),
+        ({"v_head_dim": "auto"}, "config.v_head_dim"),
+        ({"hidden_size": 63}, "config.head_dim"),
     ],
 )
 def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> None:
