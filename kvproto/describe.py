@@ -40,7 +40,11 @@ def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None
     dtype = kv_dtype or _dtype(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"))
     name = "target" if model == 0 else f"draft{model if model > 1 else ''}"
     layers: dict[str, list[int]] = {}
-    for i, kind in enumerate(_layer_kinds(config, _number(config, "num_hidden_layers"))):
+    count = _number(config, "num_hidden_layers")
+    kinds = _layer_kinds(config, count)
+    if len(kinds) != count:
+        raise _bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
+    for i, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(i)
     made: list[GroupSpec] = []
     for kind in _ATTENTION:
@@ -103,20 +107,25 @@ _RECURRENT = {"mamba": _mamba, "linear": _linear}
 
 def _layer_kinds(config: Config, count: int) -> list[str]:
     """attention, window, mamba, linear or none, layer by layer."""
+    for name in ("hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_indices"):
+        if not isinstance(config.get(name) or [], list | tuple | str):
+            raise _bad(f"config.{name}", "a list", config[name])
     pattern = config.get("hybrid_override_pattern")
     if pattern:
-        return [{"*": "attention", "M": "mamba"}.get(c, "none") for c in str(pattern)]
+        return [_named(c, _LETTERS, "hybrid_override_pattern") for c in pattern]
     listed = config.get("layers_block_type") or config.get("layer_types")
     if listed:
-        unknown = sorted({str(k) for k in listed} - set(_KINDS))
-        if unknown:
-            raise _bad("config.layer_types", ", ".join(_KINDS), ", ".join(unknown))
-        return [_KINDS[k] for k in listed]
+        return [_named(k, _KINDS, "layer_types") for k in listed]
     if config.get("attn_layer_indices"):
+        beyond = [i for i in config["attn_layer_indices"] if i not in range(count)]
+        if beyond:
+            raise _bad("config.attn_layer_indices", f"layers of {count}", beyond[0])
         return ["attention" if i in config["attn_layer_indices"] else "mamba" for i in range(count)]
     if config.get("attn_layer_period"):
         period = _number(config, "attn_layer_period")
         offset = _number(config, "attn_layer_offset") if config.get("attn_layer_offset") else 0
+        if offset >= period:
+            raise _bad("config.attn_layer_offset", f"below attn_layer_period {period}", offset)
         return ["attention" if i % period == offset else "mamba" for i in range(count)]
     if config.get("full_attention_interval"):
         period = _number(config, "full_attention_interval")
@@ -126,6 +135,13 @@ def _layer_kinds(config: Config, count: int) -> list[str]:
     return ["attention"] * count
 
 
+def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
+    if name not in kinds:
+        raise _bad(f"config.{path}", ", ".join(kinds), name)
+    return kinds[str(name)]
+
+
+_LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window", "mamba": "mamba",
     "mamba2": "mamba", "linear_attention": "linear", "mlp": "none", "moe": "none",
