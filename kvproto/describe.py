@@ -107,9 +107,12 @@ _RECURRENT = {"mamba": _mamba, "linear": _linear}
 
 def _layer_kinds(config: Config, count: int) -> list[str]:
     """attention, window, mamba, linear or none, layer by layer."""
-    for name in ("hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_indices"):
+    for name in ("hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_indices", "attn_type_list"):
         if not isinstance(config.get(name) or [], list | tuple | str):
             raise _bad(f"config.{name}", "a list", config[name])
+    unread = [name for name in _UNREAD if config.get(name)]
+    if unread or 0 in (config.get("attn_type_list") or ()):
+        raise _bad(f"config.{(unread or ['attn_type_list'])[0]}", *_BY_HAND)
     pattern = config.get("hybrid_override_pattern")
     if pattern:
         return [_named(c, _LETTERS, "hybrid_override_pattern") for c in pattern]
@@ -132,6 +135,9 @@ def _layer_kinds(config: Config, count: int) -> list[str]:
         return ["attention" if i % period == period - 1 else "linear" for i in range(count)]
     if not config.get("num_attention_heads") and not config.get("kv_lora_rank"):
         return ["mamba"] * count
+    beside = sorted(name for name in config if name.startswith(("mamba_", "linear_num_")) and config[name])
+    if beside:
+        raise _bad(f"config.{beside[0]}", *_BY_HAND)
     return ["attention"] * count
 
 
@@ -141,6 +147,13 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
     return kinds[str(name)]
 
 
+_BY_HAND = "absent: which layers have which cache is not known of this model, state it by GroupSpecs", "present"
+_UNREAD = (
+    "_block_types", "block_configs", "block_types", "compress_ratios", "conv_L_cache", "cross_attention_layers",
+    "global_head_dim", "hybrid_layer_ids", "hybrid_layer_pattern", "is_encoder_decoder", "layer_group_size",
+    "linear_attn_config", "n_mamba_heads", "num_kv_shared_layers", "use_cla",
+)  # fmt: skip
+"""What gives some layers another cache, or none, in a way that is not read here."""
 _LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window", "mamba": "mamba",

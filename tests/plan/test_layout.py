@@ -202,3 +202,27 @@ def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> No
     with pytest.raises(LocalError) as caught:
         specs({k: v for k, v in config.items() if v is not None})
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mamba_d_head": 64, "mamba_n_heads": 48},  # Falcon-H1: both caches in every layer
+        {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512, "qk_rope_head_dim": 64},  # Kimi Linear
+        {"attn_type_list": [0, 1]},  # MiniMax-Text-01
+        {"block_types": ["recurrent", "attention"]},  # RecurrentGemma
+        {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},  # Nemotron Super
+        {"conv_L_cache": 3},  # LFM2
+        {"cross_attention_layers": [1]},  # Llama 3.2 Vision
+        {"num_kv_shared_layers": 1},  # Gemma 3n
+        {"hybrid_layer_pattern": [0, 1]},  # MiMo V2
+        {"n_mamba_heads": 2, "attn_layer_period": 2},  # Zamba
+    ],
+    ids=lambda said: next(iter(said)),
+)
+def test_hybrids_that_are_not_read_are_not_taken_for_plain_attention(said: dict[str, Any]) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    assert len(specs(config)) == 1
+    with pytest.raises(LocalError) as caught:
+        specs(config | said)
+    assert caught.value.path == f"config.{next(iter(said))}"
