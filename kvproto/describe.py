@@ -69,7 +69,8 @@ def _attention(
             dim = _number(config, "index_head_dim")
             yield GroupSpec.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
         return
-    dim = _number(config, "head_dim") if config.get("head_dim") else _divided(config, "hidden_size")
+    own = [name for name in ("head_dim", "attention_head_dim") if config.get(name)]
+    dim = _number(config, *own) if own else _divided(config, "hidden_size")
     v_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
     yield GroupSpec.gqa(
         name, layers, kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"), head_dim=dim,

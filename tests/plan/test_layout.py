@@ -161,6 +161,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
     "gated delta net": (
         PRESETS["qwen3-next-80b-a3b"][0],
         [("target", ItemKind.PAGE, 12, 2048), ("target conv", ItemKind.SLOT, 36, 16384), ("target ssm", ItemKind.SLOT, 36, 32 * 128 * 128 * 4)]),
+    "heads wider than their share": (
+        {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 32},
+        [("target", ItemKind.PAGE, 1, 256)]),
     "text inside": (
         {"text_config": {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}}, [("target", ItemKind.PAGE, 1, 32)]),
 }  # fmt: skip
