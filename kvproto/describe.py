@@ -73,8 +73,7 @@ def _attention(
     dim = _number(config, *own) if own else _divided(config, "hidden_size")
     v_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
     yield GroupSpec.gqa(
-        name, layers, kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"), head_dim=dim,
-        v_head_dim=v_dim, page=page, dtype=dtype, model=model,
+        name, layers, kv_heads=_kv_heads(config), head_dim=dim, v_head_dim=v_dim, page=page, dtype=dtype, model=model,
     )  # fmt: skip
 
 
@@ -176,6 +175,17 @@ def _number(config: Config, *names: str) -> int:
                 raise _bad(f"config.{name}", "a whole number, at least 1", value)
             return value
     raise _bad(f"config.{names[0]}", "a number", "absent")
+
+
+def _kv_heads(config: Config) -> int:
+    """As many as the query heads where nothing says otherwise."""
+    other = [name for name in _OTHER_KV_HEADS if config.get(name)]
+    if other and config.get("num_key_value_heads") is None:
+        raise _bad("config.num_key_value_heads", f"a number: {other[0]} is not read", "absent")
+    return _number(config, "num_key_value_heads", "num_attention_heads")
+
+
+_OTHER_KV_HEADS = ("num_kv_heads", "multi_query", "num_attention_groups")
 
 
 def _divided(config: Config, name: str) -> int:

@@ -196,6 +196,8 @@ def test_config_json(config: str) -> None:
         ({"attn_layer_period": 2, "attn_layer_offset": 2}, "config.attn_layer_offset"),
         ({"num_key_value_heads": [2, 4]}, "config.num_key_value_heads"),
         ({"num_key_value_heads": 0}, "config.num_key_value_heads"),
+        ({"num_kv_heads": 2}, "config.num_key_value_heads"),  # Falcon
+        ({"num_attention_groups": 1}, "config.num_key_value_heads"),  # Step 3
         ({"v_head_dim": "auto"}, "config.v_head_dim"),
         ({"hidden_size": 63}, "config.head_dim"),
     ],
