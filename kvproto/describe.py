@@ -70,7 +70,7 @@ def _attention(
             yield GroupSpec.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
         return
     own = [name for name in ("head_dim", "attention_head_dim") if config.get(name)]
-    dim = _number(config, *own) if own else _divided(config, "hidden_size")
+    dim = _divided(config) if not own and not _nested(config) else _number(config, *own, "head_dim")
     v_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
     yield GroupSpec.gqa(
         name, layers, kv_heads=_kv_heads(config), head_dim=dim, v_head_dim=v_dim, page=page, dtype=dtype, model=model,
@@ -79,7 +79,7 @@ def _attention(
 
 def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[GroupSpec, GroupSpec]:
     kernel = _number(config, "conv_kernel", "mamba_d_conv", "d_conv")
-    state = _number(config, "ssm_state_size", "mamba_d_state", "state_size")
+    state = _number(config, *_STATE)
     if not any(config.get(n) for n in ("mamba_num_heads", "mamba_n_heads")):
         if "mamba_expand" not in config and config.get("intermediate_size"):
             channels = _number(config, "intermediate_size")
@@ -101,6 +101,7 @@ def _linear(config: Config, name: str, layers: list[int], model: int) -> tuple[G
     )  # fmt: skip
 
 
+_STATE = ("ssm_state_size", "mamba_d_state", "state_size")
 _ATTENTION = ("attention", "window")
 _RECURRENT = {"mamba": _mamba, "linear": _linear}
 
@@ -134,6 +135,8 @@ def _layer_kinds(config: Config, count: int) -> list[str]:
         period = _number(config, "full_attention_interval")
         return ["attention" if i % period == period - 1 else "linear" for i in range(count)]
     if not config.get("num_attention_heads") and not config.get("kv_lora_rank"):
+        if not any(config.get(name) for name in _STATE):
+            raise _bad("config.num_attention_heads", "a number, or the sizes of a Mamba", "absent")
         return ["mamba"] * count
     beside = sorted(name for name in config if name.startswith(("mamba_", "linear_num_")) and config[name])
     if beside:
@@ -167,6 +170,11 @@ def _text(config: Config) -> Config:
     return {**config, **text} if isinstance(text, dict) else config
 
 
+def _nested(config: Config) -> bool:
+    """Whether sizes that are absent may be the defaults of a class (Gemma 3 has 256 for head_dim), not shares."""
+    return isinstance(config.get("text_config"), dict)
+
+
 def _number(config: Config, *names: str) -> int:
     for name in names:
         value = config.get(name)
@@ -182,15 +190,15 @@ def _kv_heads(config: Config) -> int:
     other = [name for name in _OTHER_KV_HEADS if config.get(name)]
     if other and config.get("num_key_value_heads") is None:
         raise _bad("config.num_key_value_heads", f"a number: {other[0]} is not read", "absent")
-    return _number(config, "num_key_value_heads", "num_attention_heads")
+    return _number(config, "num_key_value_heads", *(() if _nested(config) else ("num_attention_heads",)))
 
 
 _OTHER_KV_HEADS = ("num_kv_heads", "multi_query", "num_attention_groups")
 
 
-def _divided(config: Config, name: str) -> int:
-    """A size that the attention heads divide among them."""
-    size, heads = _number(config, name), _number(config, "num_attention_heads")
+def _divided(config: Config) -> int:
+    """A head's share of the hidden size."""
+    size, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     if size % heads:
         raise _bad("config.head_dim", f"a number: {heads} heads do not divide {size}", "absent")
     return size // heads

@@ -165,7 +165,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
         {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 32},
         [("target", ItemKind.PAGE, 1, 256)]),
     "text inside": (
-        {"text_config": {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}}, [("target", ItemKind.PAGE, 1, 32)]),
+        {"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}}, [("target", ItemKind.PAGE, 1, 32)]),
 }  # fmt: skip
 
 
@@ -183,7 +183,10 @@ def test_config_json(config: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"num_attention_heads": None}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        ({"num_attention_heads": None}, "config.num_attention_heads"),
+        ({"num_attention_heads": None, "state_size": 16}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        ({"text_config": {"num_key_value_heads": 2}}, "config.head_dim"),  # Gemma 3: the default of its class
+        ({"text_config": {"head_dim": 8}}, "config.num_key_value_heads"),
         ({"torch_dtype": "int3"}, "config.torch_dtype"),
         ({"layer_types": ["full_attention", "novel"]}, "config.layer_types"),
         ({"num_hidden_layers": None}, "config.num_hidden_layers"),
