@@ -26,6 +26,8 @@ def describe(
 
 def draft_of(config: Config) -> Config | None:
     """The multi-token-prediction layers of a checkpoint, as a draft; None where it has none."""
+    if _nested(config):
+        config = {**_text(config), "text_config": {}}
     if not config.get("num_nextn_predict_layers"):
         return None
     layers = _number(config, "num_nextn_predict_layers")

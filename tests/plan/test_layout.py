@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.describe import PRESETS, describe, specs
+from kvproto.describe import PRESETS, describe, draft_of, specs
 from kvproto.errors import LocalError, PlanError
 from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry, validate
@@ -234,3 +234,12 @@ def test_hybrids_that_are_not_read_are_not_taken_for_plain_attention(said: dict[
     with pytest.raises(LocalError) as caught:
         specs(config | said)
     assert caught.value.path == f"config.{next(iter(said))}"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_draft_has_the_layers_that_predict_and_the_sizes_of_its_target(nested: bool) -> None:
+    config = {"num_hidden_layers": 9, "kv_lora_rank": 6, "qk_rope_head_dim": 2, "num_nextn_predict_layers": 2}
+    draft = draft_of({"text_config": config, "num_nextn_predict_layers": 2} if nested else config)
+    assert draft is not None
+    assert [(s.layers, s.group.parts[0].lane_bytes) for s in specs(draft, 1)] == [((0, 1), 16)]
+    assert draft_of(draft) is None
