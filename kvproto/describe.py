@@ -82,16 +82,18 @@ def _attention(
 def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[GroupSpec, GroupSpec]:
     kernel = _number(config, "conv_kernel", "mamba_d_conv", "d_conv")
     state = _number(config, *_STATE)
-    if not any(config.get(n) for n in ("mamba_num_heads", "mamba_n_heads")):
+    heads, dims = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
+    if config.get("num_heads") and not config.get("num_attention_heads"):  # Mamba 2 alone has no prefix
+        heads, dims = ["num_heads"], ["head_dim"]
+    if not any(config.get(n) for n in heads):
         if "mamba_expand" not in config and config.get("intermediate_size"):
             channels = _number(config, "intermediate_size")
         else:
             channels = _number(config, "mamba_expand") * _number(config, "hidden_size")
         return GroupSpec.mamba1(name, layers, channels=channels, state=state, kernel=kernel, model=model)
     return GroupSpec.mamba2(
-        name, layers, heads=_number(config, "mamba_num_heads", "mamba_n_heads"),
-        head_dim=_number(config, "mamba_head_dim", "mamba_d_head"), groups=_number(config, "n_groups", "mamba_n_groups"),
-        state=state, kernel=kernel, model=model,
+        name, layers, heads=_number(config, *heads), head_dim=_number(config, *dims),
+        groups=_number(config, "n_groups", "mamba_n_groups"), state=state, kernel=kernel, model=model,
     )  # fmt: skip
 
 
