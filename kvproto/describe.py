@@ -39,7 +39,6 @@ def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None
     config = _text(config)
     if page < 1:
         raise _bad("page", "at least 1", page)
-    dtype = kv_dtype or _dtype(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"))
     name = "target" if model == 0 else f"draft{model if model > 1 else ''}"
     layers: dict[str, list[int]] = {}
     count = _number(config, "num_hidden_layers")
@@ -52,7 +51,8 @@ def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None
     for kind in _ATTENTION:
         if some := layers.get(kind):
             # windowed layers are a group of their own: a request may ask for their last tokens only
-            made += _attention(config, name if kind == "attention" else f"{name} {kind}", some, model, page, dtype)
+            full = name if kind == "attention" else f"{name} {kind}"
+            made += _attention(config, full, some, model, page, kv_dtype or _dtype(config))
     for kind, recurrent in _RECURRENT.items():
         if some := layers.get(kind):
             made += recurrent(config, name, some, model)
@@ -90,10 +90,12 @@ def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[Gr
             channels = _number(config, "intermediate_size")
         else:
             channels = _number(config, "mamba_expand") * _number(config, "hidden_size")
-        return GroupSpec.mamba1(name, layers, channels=channels, state=state, kernel=kernel, model=model)
+        return GroupSpec.mamba1(
+            name, layers, channels=channels, state=state, kernel=kernel, dtype=_dtype(config), model=model
+        )
     return GroupSpec.mamba2(
         name, layers, heads=_number(config, *heads), head_dim=_number(config, *dims),
-        groups=_number(config, "n_groups", "mamba_n_groups"), state=state, kernel=kernel, model=model,
+        groups=_number(config, "n_groups", "mamba_n_groups"), state=state, kernel=kernel, dtype=_dtype(config), model=model,
     )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def _linear(config: Config, name: str, layers: list[int], model: int) -> tuple[G
     return GroupSpec.gdn(
         name, layers, key_heads=_number(config, "linear_num_key_heads"), key_dim=_number(config, "linear_key_head_dim"),
         value_heads=_number(config, "linear_num_value_heads"), value_dim=_number(config, "linear_value_head_dim"),
-        kernel=_number(config, "linear_conv_kernel_dim"), model=model,
+        kernel=_number(config, "linear_conv_kernel_dim"), dtype=_dtype(config), model=model,
     )  # fmt: skip
 
 
@@ -208,7 +210,9 @@ def _divided(config: Config) -> int:
     return size // heads
 
 
-def _dtype(name: str) -> DType:
+def _dtype(config: Config) -> DType:
+    """Of activations: paged caches may have another, the conv states of recurrent layers have this one."""
+    name = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     known = {"float32": DType.F32, "float16": DType.F16, "bfloat16": DType.BF16, "float8_e4m3fn": DType.F8E4M3}
     if name not in known:
         raise _bad("config.torch_dtype", ", ".join(known), name)

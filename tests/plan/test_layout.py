@@ -154,6 +154,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
     "Mamba 1": (
         {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "state_size": 8, "conv_kernel": 4},
         [("target conv", ItemKind.SLOT, 2, 64), ("target ssm", ItemKind.SLOT, 2, 1024)]),
+    "Mamba 1, fp32": (
+        {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "state_size": 8, "conv_kernel": 4, "torch_dtype": "float32"},
+        [("target conv", ItemKind.SLOT, 2, 128), ("target ssm", ItemKind.SLOT, 2, 1024)]),
     "Mamba 2": (
         {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 8, "conv_kernel": 4},
         [("target conv", ItemKind.SLOT, 2, 128), ("target ssm", ItemKind.SLOT, 2, 1024)]),
