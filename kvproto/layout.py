@@ -145,6 +145,7 @@ class GroupSpec:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
         conv = (Block(channels),)
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -157,6 +158,7 @@ class GroupSpec:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
         conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -169,6 +171,7 @@ class GroupSpec:
         kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
         key = Block(key_heads * key_dim, key_dim)
         conv = (key, key, Block(value_heads * value_dim, value_dim))
@@ -200,9 +203,12 @@ class GroupSpec:
     ) -> GroupSpec:  # fmt: skip
         numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
         group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
-        ids = range(layers) if isinstance(layers, int) else layers
         given = blocks or {}
-        return cls(group, tuple(ids), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+        return cls(group, _ids(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+
+
+def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(range(layers) if isinstance(layers, int) else layers)
 
 
 def _parts(parts: Mapping[str, tuple[DType, int, int]]) -> tuple[g.Part, ...]:

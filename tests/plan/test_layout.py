@@ -89,6 +89,11 @@ def test_sub_blocks_of_a_conv_state_are_cut_on_their_own() -> None:
     assert [(s.lo, s.hi) for s in mamba.ranks[3].owns[0].lanes] == [(384, 512), (512, 640), (640, 768)]
 
 
+def test_both_states_of_a_recurrent_layer_have_its_layers_however_they_are_given() -> None:
+    both = GroupSpec.mamba2("m", iter([1, 3]), heads=2, head_dim=3, groups=1, state=2, kernel=4)
+    assert [s.layers for s in both] == [(1, 3), (1, 3)]
+
+
 def test_stages_divide_the_layers_of_the_target_and_a_draft_is_on_the_last() -> None:
     target, draft = (
         GroupSpec.gqa(n, k, kv_heads=1, head_dim=8, page=4, model=m) for m, (n, k) in enumerate((("t", 7), ("d", 2)))
