@@ -126,6 +126,31 @@ def test_sizes_that_no_engine_has(sizes: dict[str, Any], path: str) -> None:
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
+CONV = {"conv": (DType.U8, 10, 1)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        (GroupSpec.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
+        (GroupSpec.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),
+    ],
+)
+def test_layers_and_lanes_are_somebodys(spec: GroupSpec, path: str) -> None:
+    with pytest.raises(LocalError) as caught:
+        lay_out([spec], depth=8)
+    assert caught.value.path == path
+
+
+def test_blocks_are_of_parts() -> None:
+    with pytest.raises(LocalError) as caught:
+        GroupSpec.state("m", 1, parts=CONV, blocks={"cnov": [Block(10, 5)]})
+    assert caught.value.path == "blocks"
+
+
 def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
     """Attention in each fourth layer, held twice: neither copy gives all of it."""
     config = PRESETS["qwen3-next-80b-a3b"][0]
