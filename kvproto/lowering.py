@@ -137,6 +137,8 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
         ours, theirs = source.items[:1], sink.items[:1]
         first = np.zeros(ours.size, np.int64)
     else:
+        if sink.count and sink.first % group.tokens_per_row:
+            raise _short(group, sink.items.size, f"token {sink.first}, in the middle of an opaque row")
         lo, hi = rows_of(group, sink.first, sink.count)
         begin, end = (owned_before(group, m.sink_class, row) for row in (lo, hi))
         skip = owned_before(group, m.source_class, rows_of(m.source, source.first, source.count)[0]) // group.rows

@@ -23,7 +23,9 @@ from kvproto.geometry import (
     validate,
 )  # fmt: skip
 from kvproto.grants import check_columns, check_grants, items_needed
-from kvproto.lowering import lower
+from kvproto.layout import GroupSpec, lay_out
+from kvproto.lowering import Pair, lower
+from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
@@ -398,6 +400,17 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(
         program, {0: memoryview(there)}, sink=True
     )
+
+
+@pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
+def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
+    """The scale of a page of 4 tokens, of which two are asked for."""
+    geometry = lay_out([GroupSpec.page_scales("scales", 1, kv_heads=1, page=4)])
+    side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
+    asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 16, np.arange(4))}, {0: asked})
+    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
