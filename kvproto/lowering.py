@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import RemoteError
+from kvproto.errors import PlanError, RemoteError
 from kvproto.geometry import Group, local_row, owned_before
 from kvproto.grants import rows_of
 from kvproto.plan import Box, Route
@@ -60,6 +60,8 @@ class Pair:
                 if key not in keys:
                     keys[key] = len(self._maps)
                     whole = any(p.encoding for p in dst.parts)
+                    if whole:
+                        _check_alike(src, dst)
                     from_, to = (not whole and _flat(s.columns[g.id], g) for s, g in ((source, src), (sink, dst)))
                     self._maps.append(_Map(src, dst, box.source_class, box.sink_class, from_, to, whole))
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
@@ -77,6 +79,14 @@ def lower(
 ) -> CopyProgram:
     """Copy program of one rank pair for one request; a `Pair` that is used once."""
     return Pair(routes, source, sink).lower(sources, sinks)
+
+
+def _check_alike(source: Group, sink: Group) -> None:
+    """Raise LAYOUT_OPAQUE where a plain part of an opaque group comes from items of another size or deal."""
+    mine, yours = (f"{g.rows} rows, {g.cp_size} x {g.interleave} from {g.origin}" for g in (source, sink))
+    if mine != yours:
+        advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
+        raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{sink.name}].rows", mine, yours, advice)
 
 
 def _flat(columns: Columns, group: Group) -> bool:

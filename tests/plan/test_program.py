@@ -413,6 +413,22 @@ def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> Non
     assert caught.value.code == ErrorCode.BAD_GRANT
 
 
+def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
+    """Keys that are tiled, in pages of 4; their plain scales beside them at the sink, in pages of 8 at the source."""
+    tiled = attrs.evolve(PAGES.parts[0], name="k", encoding="tiled")
+    plain = attrs.evolve(PAGES.parts[0], name="k_scale")
+    beside = attrs.evolve(PAGES, parts=(tiled, plain))
+    apart = attrs.evolve(PAGES, parts=(tiled,)), attrs.evolve(PAGES, id=1, rows=8, parts=(plain,))
+    sides = []
+    for groups in (apart, (beside,)):
+        owned = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
+        geometry = Geometry(replica=0, facts=(), groups=groups, ranks=owned)
+        sides.append(Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
+    with pytest.raises(RemoteError) as caught:
+        Pair(plan(sides[0].geometry, sides[1].geometry).routes, *sides)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
+
+
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
