@@ -145,7 +145,7 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
     group = m.sink
     if group.kind != ItemKind.PAGE:
         ours, theirs = source.items[:1], sink.items[:1]
-        first = np.zeros(ours.size, np.int64)
+        first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
         if sink.count and sink.first % group.tokens_per_row:
             raise _short(group, sink.items.size, f"token {sink.first}, in the middle of an opaque row")
@@ -159,10 +159,22 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
         ours, theirs = source.items[max(at, 0) : at + number], sink.items[:number]
         if at < 0 or ours.size < number or theirs.size < number:
             raise _short(group, source.items.size, f"items {at} to {at + number - 1} of the window")
-        first = (begin // group.rows + np.arange(number)) * group.rows
+        first, length = _global(group, m.sink_class, begin, begin + number * group.rows)
     rows = np.full(ours.size, group.rows)
     zero = np.broadcast_to(_ZERO, rows.shape)
-    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, rows)
+    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, length)
+
+
+def _global(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
+    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows and lengths."""
+    if hi <= lo:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if group.cp_size == 1:
+        return np.array([lo]), np.array([hi - lo])
+    run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+    turn = np.arange(lo // run, -(-hi // run), dtype=np.int64)
+    a, b = np.maximum(turn * run, lo), np.minimum(turn * run + run, hi)
+    return origin + (turn * group.cp_size + cp_rank) * run + a - turn * run, b - a
 
 
 _ZERO = np.zeros(1, np.int64)

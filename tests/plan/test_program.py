@@ -429,6 +429,18 @@ def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
     assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
 
 
+def test_opaque_rows_of_a_deal_are_counted_globally() -> None:
+    """Pages of 4 rows, runs of 2 rows: rank 1 holds rows 2, 3, 6, 7 in its first page, 10, 11, 14, 15 in its second."""
+    group = attrs.evolve(PAGES, cp_size=2, interleave=2, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
+    shares = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in (0, 1))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=shares)
+    side_ = Side(geometry, 1, columns_without_gaps(geometry, 1, {0: 4})[0])
+    window = {0: Window(0, 16, np.array([3, 1]))}
+    (rows,) = lower(plan(geometry, geometry).between(1, 1), side_, side_, window, window).maps
+    assert rows.global_rows.tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
+    assert (rows.source_item.tolist(), rows.rows.tolist()) == ([3, 1], [4, 4])
+
+
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
