@@ -151,7 +151,7 @@ def _layer_kinds(config: Config, count: int) -> list[str]:
 
 
 def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
-    if name not in kinds:
+    if str(name) not in kinds:
         raise _bad(f"config.{path}", ", ".join(kinds), name)
     return kinds[str(name)]
 

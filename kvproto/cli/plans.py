@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.cli.page import page
 from kvproto.cost import estimates
-from kvproto.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.describe import PRESETS, Config, Parallel, describe, draft_of
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.geometry import Geometry, validate
 from kvproto.grants import items_needed
@@ -141,13 +141,13 @@ def _describe(args: argparse.Namespace) -> int:
         raise LocalError(
             ErrorCode.OUT_OF_RANGE, "config", "a config.json or --preset", "both" if args.config else "neither"
         )
-    configs = list(PRESETS[args.preset]) if args.preset else [json.loads(args.config.read_text())]
+    configs = list(PRESETS[args.preset]) if args.preset else [_config(args.config)]
     if args.nextn:
         own = draft_of(configs[0])
         if own is None:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
-    configs += [json.loads(path.read_text()) for path in args.draft]
+    configs += [_config(path) for path in args.draft]
     stages = tuple(args.pp_layers) if args.pp_layers else None
     sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
@@ -156,6 +156,13 @@ def _describe(args: argparse.Namespace) -> int:
     validate(geometry)
     print(json.dumps(to_json(geometry)))
     return 0
+
+
+def _config(path: Path) -> Config:
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: not a config.json, which is an object")
+    return data
 
 
 def _refused(error: KvprotoError, as_json: bool) -> int:

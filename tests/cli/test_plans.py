@@ -110,6 +110,15 @@ def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{", '{"num_hidden_layers": 1, "layer_types": [[]]}'])
+def test_a_file_that_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    for args in ([str(config)], ["--preset", "llama-3-70b", "--draft", str(config)]):
+        assert main(["describe", *args]) == 1
+        assert capsys.readouterr().err.startswith("error: ")
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
     config, *drafts = PRESETS[preset]
