@@ -28,6 +28,7 @@ __all__ = ["add", "read_geometry", "run"]
 
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
+_MOST_TOKENS = 1 << 24
 _LETTERS = "TDEFGHIJ"
 
 
@@ -67,12 +68,18 @@ def add(commands: Any) -> None:
         )
         if name == "plan":
             one.add_argument(
-                "--tokens", type=int, default=8192, metavar="N", help="tokens of the request that is costed"
+                "--tokens", type=_tokens, default=8192, metavar="N", help="tokens of the request that is costed"
             )
             for side in ("source", "sink"):
                 one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")
-            one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
+            one.add_argument("--first-token", type=_tokens, default=0, metavar="K", help="the first of them")
             one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
+
+
+def _tokens(text: str) -> int:
+    if not 0 <= int(text) <= _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"0 to {_MOST_TOKENS}, not {text}")
+    return int(text)
 
 
 def _numbers(text: str) -> list[int]:

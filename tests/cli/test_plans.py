@@ -110,6 +110,13 @@ def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.parametrize("option", ["--tokens=-5", "--tokens=18446744073709551616", "--first-token=-3", "--tokens=x"])
+def test_tokens_that_no_request_has(option: str, files: dict[str, str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", files["p"], files["d"], option])
+    assert caught.value.code == 2
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{", '{"num_hidden_layers": 1, "layer_types": [[]]}'])
 def test_a_file_that_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
