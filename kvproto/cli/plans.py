@@ -158,6 +158,8 @@ def _describe(args: argparse.Namespace) -> int:
     stages = tuple(args.pp_layers) if args.pp_layers else None
     sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
+    if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
     geometry = describe(configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs))
     validate(geometry)

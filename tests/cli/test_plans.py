@@ -103,7 +103,8 @@ def test_bad_files_are_one_sentence(
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"]],
+    [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"],
+     ["--preset", "llama-3-70b", "--fact", "weights"], ["--preset", "llama-3-70b", "--fact", "a=1", "--fact", "a=2"]],
 )  # fmt: skip
 def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", *options]) == 1
