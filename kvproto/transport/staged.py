@@ -303,7 +303,11 @@ class StagedReceiver:
             raise RemoteError(*error, "send the bytes of the stream in order, once")
         stream.at = end
         data = self._own.slot(chunk.slot, chunk.bytes)
-        stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        try:
+            stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        except KvprotoError as fault:  # ours, not the peer's: `complete` tells it
+            stream.error = fault
+            self._free.add(chunk.slot)
 
     def step(self) -> None:
         """Ask after what is being unpacked."""

@@ -282,6 +282,29 @@ def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
         world.receiver.complete(1, 1)
 
 
+class Broken(Bytes):
+    """A stream whose device takes nothing."""
+
+    def pack(self, offset: int, out: memoryview) -> Event:
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "")
+
+    unpack = pack
+
+
+def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_back() -> None:
+    world = World()
+    world.credit()
+    world.receiver.open(1, 1, Broken(bytearray(7), world.events))
+    world.receiver.chunk(attrs.evolve(CHUNK, last=True))
+    with pytest.raises(KvprotoError) as caught:
+        world.receiver.complete(1, 1)
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+    credit = world.receiver.credit(1)
+    assert credit is not None
+    assert credit.slots is not None
+    assert credit.slots.tolist() == [0]
+
+
 @pytest.mark.parametrize("slots", [[4], [0]])
 def test_credit_that_is_not_the_sinks_to_give(slots: list[int]) -> None:
     world = World()
