@@ -174,9 +174,11 @@ class StagedSender:
         found = self._take()
         if not self._stopped and self._at < self._packer.length and link.free and link.granted:
             size = min(link.slot_bytes, self._packer.length - self._at)
-            own, slot = link.free.popleft(), link.granted.popleft()
+            own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, self._at + size == self._packer.length)
             self._parts.append(_Part(piece, own, self._packer.pack(self._at, link.own.slot(own, size))))
+            link.free.popleft()
+            link.granted.popleft()
             self._at += size
             self._post()
         return found

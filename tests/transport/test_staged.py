@@ -213,6 +213,16 @@ def test_a_write_that_fails_fails_its_stream_alone() -> None:
     assert [p.last for p in good.step()] == [True]
 
 
+def test_a_pack_that_cannot_begin_loses_no_slot() -> None:
+    world = World()
+    world.credit()
+    sender = StagedSender(world.link, Broken(bytearray(20), world.events))
+    with pytest.raises(KvprotoError):
+        sender.step()
+    assert sender.abort() == Proof.PROVEN
+    assert (len(world.link.free), len(world.link.granted)) == (3, 4)
+
+
 def granted() -> World:
     world = World()
     world.credit()
