@@ -113,13 +113,15 @@ class Link:
     def grant(self, credit: Credit) -> None:
         """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
         slots = [] if credit.slots is None else credit.slots.tolist()
+        away = set(self._away)
         for i, slot in enumerate(slots):
-            if slot not in self._away:
+            if slot not in away:
                 raise RemoteError(
                     ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
                     str(slot), "return a slot once, after its Chunk",
                 )  # fmt: skip
-        self._away.difference_update(slots)
+            away.remove(slot)
+        self._away = away
         self.granted.extend(slots)
 
     def named(self, slot: int) -> None:

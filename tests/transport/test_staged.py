@@ -315,6 +315,16 @@ def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_
     assert credit.slots.tolist() == [0]
 
 
+@pytest.mark.parametrize("slots", [[1, 1], [2, 1, 2]])
+def test_a_slot_is_granted_once_by_a_credit(slots: list[int]) -> None:
+    world = World()
+    with pytest.raises(KvprotoError) as caught:
+        world.link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32)))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.CREDIT, f"slots[{len(slots) - 1}]")
+    world.credit()
+    assert sorted(world.link.granted) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("slots", [[4], [0]])
 def test_credit_that_is_not_the_sinks_to_give(slots: list[int]) -> None:
     world = World()
