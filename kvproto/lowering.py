@@ -240,8 +240,9 @@ def _segments(
     if group.kind != ItemKind.PAGE:
         ring = group.kind == ItemKind.RING
         total = int(length.sum())
-        if not items.size or (ring and total > group.rows):
-            raise _short(group, items.size, f"{total} rows")
+        forgotten = rows_of(group, window.first, window.count)[1] - group.rows
+        if not items.size or (ring and (total > group.rows or int(first[0]) < forgotten)):
+            raise _short(group, items.size, f"{total} rows from {first[0]}")
         if not ring:
             return starts, np.full(starts.size, items[0]), first
         local, base = first % group.rows, 0

@@ -226,6 +226,7 @@ def test_grants(case: str) -> None:
         (PAGES, Window(0, 8, np.array([1]))),  # an item too few
         (PAGES, Window(4, 8, np.array([1, 2, 3]))),  # begins after the rows that are asked for
         (attrs.evolve(RING, tokens_per_row=1, rows=7), Window(0, 8, np.array([0]))),  # the ring has forgotten row 0
+        (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 9, np.array([0]))),  # row 8 has taken the place of row 0
         (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 8, np.array([], np.int64))),
     ],
 )
