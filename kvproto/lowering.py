@@ -150,6 +150,8 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
         if sink.count and sink.first % group.tokens_per_row:
             raise _short(group, sink.items.size, f"token {sink.first}, in the middle of an opaque row")
         lo, hi = rows_of(group, sink.first, sink.count)
+        if hi > _FURTHEST:
+            raise _short(group, sink.items.size, f"rows {lo} to {hi}")
         begin, end = (owned_before(group, m.sink_class, row) for row in (lo, hi))
         skip = owned_before(group, m.source_class, rows_of(m.source, source.first, source.count)[0]) // group.rows
         number = -(-end // group.rows) - begin // group.rows if end > begin else 0
@@ -202,14 +204,13 @@ def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntA
     if group.cp_size == 1:
         return np.array([lo]), np.array([hi - lo])
     run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
-    turn = run * group.cp_size
-    begin = max(lo, origin)
-    a = np.arange((begin - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin + cp_rank * run
-    b = np.minimum(a + run, hi)
-    a = np.maximum(a, begin)
-    kept = b > a
     if lo < origin:
         raise _short(group, 0, f"rows {lo} to {origin - 1}")
+    turn = run * group.cp_size
+    a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin + cp_rank * run
+    b = np.minimum(a + run, hi)
+    a = np.maximum(a, lo)
+    kept = b > a
     return a[kept], (b - a)[kept]
 
 

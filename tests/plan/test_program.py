@@ -179,6 +179,7 @@ def pool(group: Group, items: int = 4, **more: Any) -> tuple[Geometry, dict[int,
 
 PAGES = mla(0, "pages", 0, 8, 4)
 RING = attrs.evolve(PAGES, kind=ItemKind.RING, rows=6, tokens_per_row=4)
+OPAQUE = attrs.evolve(PAGES, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
 DEALT = attrs.evolve(PAGES, cp_size=2, interleave=4, origin=8)
 
 
@@ -440,6 +441,25 @@ def test_opaque_rows_of_a_deal_are_counted_globally() -> None:
     (rows,) = lower(plan(geometry, geometry).between(1, 1), side_, side_, window, window).maps
     assert rows.global_rows.tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
     assert (rows.source_item.tolist(), rows.rows.tolist()) == ([3, 1], [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "first"),
+    [
+        (attrs.evolve(DEALT, origin=1 << 63), PAGES, 0),
+        (PAGES, attrs.evolve(DEALT, origin=1 << 63), 0),
+        (DEALT, DEALT, 1 << 63),
+        (OPAQUE, OPAQUE, 1 << 63),
+    ],
+)
+def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: int) -> None:
+    sides = [Side(made, 0, columns) for made, columns in (pool(source), pool(sink))]
+    ranks = [Rank(rank=1, owns=(owns(g, [0], cp_rank=g.cp_size - 1),)) for g in (source, sink)]
+    whole = [attrs.evolve(s.geometry, ranks=(*s.geometry.ranks, r)) for s, r in zip(sides, ranks, strict=True)]
+    window = {0: Window(first, 8, np.arange(2))}
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(*whole).between(0, 0), *sides, window, window)
+    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
