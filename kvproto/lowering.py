@@ -164,7 +164,7 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
         first, length = _global(group, m.sink_class, begin, begin + number * group.rows)
     rows = np.full(ours.size, group.rows)
     zero = np.broadcast_to(_ZERO, rows.shape)
-    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, length)
+    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, length, whole=True)
 
 
 def _global(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:

@@ -462,6 +462,17 @@ def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: in
     assert caught.value.code == ErrorCode.BAD_GRANT
 
 
+def test_no_tokens_are_picked_out_of_opaque_items() -> None:
+    geometry, columns = pool(OPAQUE)
+    side_, window = Side(geometry, 0, columns), {0: Window(0, 7, np.array([3, 1]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert program.select(layers=[0]).bytes == program.bytes
+    assert program.select(layers=[1], tokens=(0, 6)).bytes == 0
+    with pytest.raises(KvprotoError) as caught:
+        program.select(tokens=(0, 6))
+    assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
+
+
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
