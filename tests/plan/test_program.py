@@ -473,6 +473,16 @@ def test_no_tokens_are_picked_out_of_opaque_items() -> None:
     assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
 
 
+def test_layers_and_parts_do_not_begin_at_one_place() -> None:
+    """A pointer of one layer that is stated for another, or K's for V."""
+    geometry, columns = pool(gqa(0, "heads", 0, 2, 8, 4))
+    check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
+    columns[0] = attrs.evolve(columns[0], offset=np.zeros(2, np.uint64))
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
+    assert caught.value.code == ErrorCode.ITEM_ALIAS
+
+
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
