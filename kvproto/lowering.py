@@ -145,6 +145,9 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
     group = m.sink
     if group.kind != ItemKind.PAGE:
         ours, theirs = source.items[:1], sink.items[:1]
+        lo, forgotten = rows_of(group, sink.first, 0)[0], rows_of(m.source, source.first, source.count)[1] - group.rows
+        if group.kind == ItemKind.RING and lo < forgotten:
+            raise _short(group, ours.size, f"rows from {lo}")
         first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
         if sink.count and sink.first % group.tokens_per_row:

@@ -483,6 +483,19 @@ def test_layers_and_parts_do_not_begin_at_one_place() -> None:
     assert caught.value.code == ErrorCode.ITEM_ALIAS
 
 
+@pytest.mark.parametrize(("first", "refused"), [(12, False), (11, True)])
+def test_an_opaque_ring_that_has_gone_on_is_refused(first: int, refused: bool) -> None:
+    geometry, columns = pool(attrs.evolve(OPAQUE, kind=ItemKind.RING, rows=8))
+    side_ = Side(geometry, 0, columns)
+    windows_ = {0: Window(0, 20, np.array([2]))}, {0: Window(first, 8, np.array([1]))}
+    if not refused:
+        assert lower(plan(geometry, geometry).routes, side_, side_, *windows_).maps[0].size == 8
+        return
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(geometry, geometry).routes, side_, side_, *windows_)
+    assert caught.value.code == ErrorCode.BAD_GRANT
+
+
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
     """Two groups over one region: items of 64 bytes for the target, of 32 for the draft."""
     groups = mla(0, "target", 0, 16, 4), mla(1, "draft", 1, 8, 4)
