@@ -102,6 +102,10 @@ def check_grants(
             )
         if np.unique(items).size != items.size:
             raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
+        own = columns.get(grant.group)
+        if need and own and len(set(zip(own.region.tolist(), own.offset.tolist(), strict=True))) < own.region.size:
+            mine = "layers and parts that begin each at a place of its own"
+            raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", mine, "two at one place")
     _check_alias(groups, shares, columns, grants)
 
 

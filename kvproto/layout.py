@@ -145,6 +145,7 @@ class GroupSpec:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
         conv = (Block(channels),)
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -157,6 +158,7 @@ class GroupSpec:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
         conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -169,6 +171,7 @@ class GroupSpec:
         kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
+        layers = _ids(layers)
         ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
         key = Block(key_heads * key_dim, key_dim)
         conv = (key, key, Block(value_heads * value_dim, value_dim))
@@ -200,9 +203,15 @@ class GroupSpec:
     ) -> GroupSpec:  # fmt: skip
         numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
         group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
-        ids = range(layers) if isinstance(layers, int) else layers
         given = blocks or {}
-        return cls(group, tuple(ids), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+        unknown = given.keys() - {p.name for p in parts}
+        if unknown:
+            raise _bad("blocks", ", ".join(p.name for p in parts), sorted(unknown)[0])
+        return cls(group, _ids(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+
+
+def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(range(layers) if isinstance(layers, int) else layers)
 
 
 def _parts(parts: Mapping[str, tuple[DType, int, int]]) -> tuple[g.Part, ...]:
@@ -252,13 +261,14 @@ def lay_out(
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
 
-    `facts` are compared for equality by the other side. Raises LocalError.
+    `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's.
     """
     sizes = parallel or Parallel()
     sizes.check()
     dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
     made = []
     for id, spec in enumerate(specs):
+        _check(spec, id, depth)
         group = attrs.evolve(spec.group, id=id)
         if dealt > 1 and group.kind == ItemKind.PAGE:
             group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave)
@@ -273,6 +283,18 @@ def lay_out(
                 ranks.append(Rank(rank=len(ranks), owns=tuple(shares)))
     named = tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items()))
     return Geometry(replica=replica, facts=named, groups=tuple(spec.group for spec in made), ranks=tuple(ranks))
+
+
+def _check(spec: GroupSpec, id: int, depth: int | None) -> None:
+    """Raise LocalError where some layers or lanes of a cache would be nobody's."""
+    path = f"specs[{id}]"
+    if not spec.layers:
+        raise _bad(f"{path}.layers", "one at least", "none")
+    if depth and _deep(spec) and max(spec.layers) >= depth:
+        raise _bad(f"{path}.layers", f"below depth {depth}", max(spec.layers))
+    for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):
+        if sum(b.lanes for b in blocks) != part.lanes or any(b.unit < 1 or b.lanes % b.unit for b in blocks):
+            raise _bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
 
 
 def _deep(spec: GroupSpec) -> bool:

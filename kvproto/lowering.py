@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import RemoteError
+from kvproto.errors import PlanError, RemoteError
 from kvproto.geometry import Group, local_row, owned_before
 from kvproto.grants import rows_of
 from kvproto.plan import Box, Route
@@ -60,6 +60,8 @@ class Pair:
                 if key not in keys:
                     keys[key] = len(self._maps)
                     whole = any(p.encoding for p in dst.parts)
+                    if whole:
+                        _check_alike(src, dst)
                     from_, to = (not whole and _flat(s.columns[g.id], g) for s, g in ((source, src), (sink, dst)))
                     self._maps.append(_Map(src, dst, box.source_class, box.sink_class, from_, to, whole))
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
@@ -77,6 +79,14 @@ def lower(
 ) -> CopyProgram:
     """Copy program of one rank pair for one request; a `Pair` that is used once."""
     return Pair(routes, source, sink).lower(sources, sinks)
+
+
+def _check_alike(source: Group, sink: Group) -> None:
+    """Raise LAYOUT_OPAQUE where a plain part of an opaque group comes from items of another size or deal."""
+    mine, yours = (f"{g.rows} rows, {g.cp_size} x {g.interleave} from {g.origin}" for g in (source, sink))
+    if mine != yours:
+        advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
+        raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{sink.name}].rows", mine, yours, advice)
 
 
 def _flat(columns: Columns, group: Group) -> bool:
@@ -135,9 +145,16 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
     group = m.sink
     if group.kind != ItemKind.PAGE:
         ours, theirs = source.items[:1], sink.items[:1]
-        first = np.zeros(ours.size, np.int64)
+        lo, forgotten = rows_of(group, sink.first, 0)[0], rows_of(m.source, source.first, source.count)[1] - group.rows
+        if group.kind == ItemKind.RING and lo < forgotten:
+            raise _short(group, ours.size, f"rows from {lo}")
+        first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
+        if sink.count and sink.first % group.tokens_per_row:
+            raise _short(group, sink.items.size, f"token {sink.first}, in the middle of an opaque row")
         lo, hi = rows_of(group, sink.first, sink.count)
+        if hi > _FURTHEST:
+            raise _short(group, sink.items.size, f"rows {lo} to {hi}")
         begin, end = (owned_before(group, m.sink_class, row) for row in (lo, hi))
         skip = owned_before(group, m.source_class, rows_of(m.source, source.first, source.count)[0]) // group.rows
         number = -(-end // group.rows) - begin // group.rows if end > begin else 0
@@ -147,10 +164,22 @@ def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
         ours, theirs = source.items[max(at, 0) : at + number], sink.items[:number]
         if at < 0 or ours.size < number or theirs.size < number:
             raise _short(group, source.items.size, f"items {at} to {at + number - 1} of the window")
-        first = (begin // group.rows + np.arange(number)) * group.rows
+        first, length = _global(group, m.sink_class, begin, begin + number * group.rows)
     rows = np.full(ours.size, group.rows)
     zero = np.broadcast_to(_ZERO, rows.shape)
-    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, rows)
+    return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, length, whole=True)
+
+
+def _global(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
+    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows and lengths."""
+    if hi <= lo:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if group.cp_size == 1:
+        return np.array([lo]), np.array([hi - lo])
+    run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+    turn = np.arange(lo // run, -(-hi // run), dtype=np.int64)
+    a, b = np.maximum(turn * run, lo), np.minimum(turn * run + run, hi)
+    return origin + (turn * group.cp_size + cp_rank) * run + a - turn * run, b - a
 
 
 _ZERO = np.zeros(1, np.int64)
@@ -178,14 +207,13 @@ def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntA
     if group.cp_size == 1:
         return np.array([lo]), np.array([hi - lo])
     run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
-    turn = run * group.cp_size
-    begin = max(lo, origin)
-    a = np.arange((begin - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin + cp_rank * run
-    b = np.minimum(a + run, hi)
-    a = np.maximum(a, begin)
-    kept = b > a
     if lo < origin:
         raise _short(group, 0, f"rows {lo} to {origin - 1}")
+    turn = run * group.cp_size
+    a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin + cp_rank * run
+    b = np.minimum(a + run, hi)
+    a = np.maximum(a, lo)
+    kept = b > a
     return a[kept], (b - a)[kept]
 
 
@@ -216,8 +244,9 @@ def _segments(
     if group.kind != ItemKind.PAGE:
         ring = group.kind == ItemKind.RING
         total = int(length.sum())
-        if not items.size or (ring and total > group.rows):
-            raise _short(group, items.size, f"{total} rows")
+        forgotten = rows_of(group, window.first, window.count)[1] - group.rows
+        if not items.size or (ring and (total > group.rows or int(first[0]) < forgotten)):
+            raise _short(group, items.size, f"{total} rows from {first[0]}")
         if not ring:
             return starts, np.full(starts.size, items[0]), first
         local, base = first % group.rows, 0

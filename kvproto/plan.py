@@ -204,8 +204,8 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
     mine, yours = ({f.name: f for f in g.facts} for g in (source, sink))
     for name in sorted(mine | yours):
         a, b = mine.get(name), yours.get(name)
-        values = [f.value if f else "(absent)" for f in (a, b)]
-        if values[0] != values[1]:
+        if a is None or b is None or a.value != b.value:
+            values = [f.value if f else "(absent)" for f in (a, b)]
             rule = min(f.rule for f in (a, b) if f)
             yield f"facts[{name}]", values[0], values[1], FactRule(rule)
 

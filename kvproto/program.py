@@ -14,7 +14,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.errors import LocalError
 from kvproto.geometry import Geometry, Group, Owns
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
 __all__ = ["OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
@@ -86,6 +88,8 @@ class RowMap:
     """Global rows, in the order of the runs: pieces of consecutive rows, their first ..."""
     piece_rows: IntArray
     """... and their number. A run may span pieces, where both sides deal tokens alike."""
+    whole: bool = False
+    """Whether items are opaque, so that no rows of them can be picked out."""
 
     @cached_property
     def size(self) -> int:
@@ -100,7 +104,10 @@ class RowMap:
         return made
 
     def between(self, lo: int, hi: int) -> RowMap:
-        """The part of global rows [lo, hi): runs are cut, not looked up again."""
+        """The part of global rows [lo, hi): runs are cut, not looked up again. Raises LAYOUT_OPAQUE."""
+        if self.whole:
+            advice = "send groups with an opaque part at once, when the prompt is computed"
+            raise LocalError(ErrorCode.LAYOUT_OPAQUE, "tokens", "whole items", f"rows {lo} to {hi}", advice)
         ends = np.cumsum(self.piece_rows)
         # where on the axis of all rows each kept piece begins and ends; pieces ascend: that is one interval
         a = np.clip(lo - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
@@ -188,11 +195,18 @@ class CopyProgram:
         return Runs(int(count.sum()), self.bytes)
 
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
-        """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again."""
+        """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
+
+        Raises LAYOUT_OPAQUE for tokens of layers that have opaque items.
+        """
         ops, maps = self.ops, self.maps
         if layers is not None:
             ops = ops[np.isin(ops["layer"], np.fromiter(layers, np.int64))]
         if tokens is not None:
             bounds = [(-(-tokens[0] // step), tokens[1] // step) for step in self.tokens_per_row]
-            maps = tuple(m.between(lo, max(lo, hi)) for m, (lo, hi) in zip(maps, bounds, strict=True))
+            used = set(ops["map"].tolist())
+            maps = tuple(
+                m.between(lo, max(lo, hi)) if i in used else _EMPTY_MAP
+                for i, (m, (lo, hi)) in enumerate(zip(maps, bounds, strict=True))
+            )
         return CopyProgram(maps, ops, self.tokens_per_row)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.cli.page import page
 from kvproto.cost import COSTS, ORIGIN, Cost, advise, estimates, load
-from kvproto.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.describe import PRESETS, Config, Parallel, describe, draft_of
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.geometry import Geometry, validate
 from kvproto.grants import items_needed
@@ -28,6 +28,7 @@ __all__ = ["add", "read_geometry", "run"]
 
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
+_MOST_TOKENS = 1 << 24
 _LETTERS = "TDEFGHIJ"
 
 
@@ -67,11 +68,11 @@ def add(commands: Any) -> None:
         )
         if name == "plan":
             one.add_argument(
-                "--tokens", type=int, default=8192, metavar="N", help="tokens of the request that is costed"
+                "--tokens", type=_tokens, default=8192, metavar="N", help="tokens of the request that is costed"
             )
             for side in ("source", "sink"):
                 one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")
-            one.add_argument("--first-token", type=int, default=0, metavar="K", help="the first of them")
+            one.add_argument("--first-token", type=_tokens, default=0, metavar="K", help="the first of them")
             one.add_argument(
                 "--costs",
                 type=Path,
@@ -79,6 +80,12 @@ def add(commands: Any) -> None:
                 help="constants of `kvproto probe --out FILE`, instead of a pair of H200",
             )
             one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
+
+
+def _tokens(text: str) -> int:
+    if not 0 <= int(text) <= _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"0 to {_MOST_TOKENS}, not {text}")
+    return int(text)
 
 
 def _numbers(text: str) -> list[int]:
@@ -151,21 +158,30 @@ def _describe(args: argparse.Namespace) -> int:
         raise LocalError(
             ErrorCode.OUT_OF_RANGE, "config", "a config.json or --preset", "both" if args.config else "neither"
         )
-    configs = list(PRESETS[args.preset]) if args.preset else [json.loads(args.config.read_text())]
+    configs = list(PRESETS[args.preset]) if args.preset else [_config(args.config)]
     if args.nextn:
         own = draft_of(configs[0])
         if own is None:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
-    configs += [json.loads(path.read_text()) for path in args.draft]
+    configs += [_config(path) for path in args.draft]
     stages = tuple(args.pp_layers) if args.pp_layers else None
     sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
+    if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
     geometry = describe(configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs))
     validate(geometry)
     print(json.dumps(to_json(geometry)))
     return 0
+
+
+def _config(path: Path) -> Config:
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: not a config.json, which is an object")
+    return data
 
 
 def _refused(error: KvprotoError, as_json: bool) -> int:

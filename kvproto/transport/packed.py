@@ -239,7 +239,9 @@ def unpack(program: CopyProgram, regions: Regions, stream_offset: int, data: Any
 
 def _flat(data: Any) -> Bytes:
     data = getattr(data, "buffer", data)  # of registered memory
-    return data if isinstance(data, np.ndarray) else np.ndarray(memoryview(data).nbytes, np.uint8, data)
+    if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1:
+        return data
+    return np.ndarray(memoryview(data).nbytes, np.uint8, data)
 
 
 def _runs(rows: RowMap, side: str) -> tuple[IntArray, IntArray, IntArray]:

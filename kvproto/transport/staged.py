@@ -113,13 +113,15 @@ class Link:
     def grant(self, credit: Credit) -> None:
         """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
         slots = [] if credit.slots is None else credit.slots.tolist()
+        away = set(self._away)
         for i, slot in enumerate(slots):
-            if slot not in self._away:
+            if slot not in away:
                 raise RemoteError(
                     ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
                     str(slot), "return a slot once, after its Chunk",
                 )  # fmt: skip
-        self._away.difference_update(slots)
+            away.remove(slot)
+        self._away = away
         self.granted.extend(slots)
 
     def named(self, slot: int) -> None:
@@ -174,9 +176,11 @@ class StagedSender:
         found = self._take()
         if not self._stopped and self._at < self._packer.length and link.free and link.granted:
             size = min(link.slot_bytes, self._packer.length - self._at)
-            own, slot = link.free.popleft(), link.granted.popleft()
+            own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, self._at + size == self._packer.length)
             self._parts.append(_Part(piece, own, self._packer.pack(self._at, link.own.slot(own, size))))
+            link.free.popleft()
+            link.granted.popleft()
             self._at += size
             self._post()
         return found
@@ -303,7 +307,11 @@ class StagedReceiver:
             raise RemoteError(*error, "send the bytes of the stream in order, once")
         stream.at = end
         data = self._own.slot(chunk.slot, chunk.bytes)
-        stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        try:
+            stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        except KvprotoError as fault:  # ours, not the peer's: `complete` tells it
+            stream.error = fault
+            self._free.add(chunk.slot)
 
     def step(self) -> None:
         """Ask after what is being unpacked."""

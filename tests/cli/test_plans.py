@@ -103,11 +103,28 @@ def test_bad_files_are_one_sentence(
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"]],
+    [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"],
+     ["--preset", "llama-3-70b", "--fact", "weights"], ["--preset", "llama-3-70b", "--fact", "a=1", "--fact", "a=2"]],
 )  # fmt: skip
 def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", *options]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("option", ["--tokens=-5", "--tokens=18446744073709551616", "--first-token=-3", "--tokens=x"])
+def test_tokens_that_no_request_has(option: str, files: dict[str, str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", files["p"], files["d"], option])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{", '{"num_hidden_layers": 1, "layer_types": [[]]}'])
+def test_a_file_that_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    for args in ([str(config)], ["--preset", "llama-3-70b", "--draft", str(config)]):
+        assert main(["describe", *args]) == 1
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -208,7 +208,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "pages_by_count", "lowering.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "lowering.py", "begin = max(lo, origin)", "begin = origin = lo"),
+        "tokens_by_position", "lowering.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.describe import PRESETS, describe, specs
+from kvproto.describe import PRESETS, describe, draft_of, specs
 from kvproto.errors import LocalError, PlanError
 from kvproto.execute import checksums, execute
 from kvproto.geometry import Geometry, validate
@@ -89,6 +89,11 @@ def test_sub_blocks_of_a_conv_state_are_cut_on_their_own() -> None:
     assert [(s.lo, s.hi) for s in mamba.ranks[3].owns[0].lanes] == [(384, 512), (512, 640), (640, 768)]
 
 
+def test_both_states_of_a_recurrent_layer_have_its_layers_however_they_are_given() -> None:
+    both = GroupSpec.mamba2("m", iter([1, 3]), heads=2, head_dim=3, groups=1, state=2, kernel=4)
+    assert [s.layers for s in both] == [(1, 3), (1, 3)]
+
+
 def test_stages_divide_the_layers_of_the_target_and_a_draft_is_on_the_last() -> None:
     target, draft = (
         GroupSpec.gqa(n, k, kv_heads=1, head_dim=8, page=4, model=m) for m, (n, k) in enumerate((("t", 7), ("d", 2)))
@@ -119,6 +124,31 @@ def test_sizes_that_no_engine_has(sizes: dict[str, Any], path: str) -> None:
     with pytest.raises(LocalError) as caught:
         lay_out([GroupSpec.mla("m", 8, latent=6, rope=2, page=4)], Parallel(**sizes))
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
+
+
+CONV = {"conv": (DType.U8, 10, 1)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        (GroupSpec.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
+        (GroupSpec.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
+        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),
+    ],
+)
+def test_layers_and_lanes_are_somebodys(spec: GroupSpec, path: str) -> None:
+    with pytest.raises(LocalError) as caught:
+        lay_out([spec], depth=8)
+    assert caught.value.path == path
+
+
+def test_blocks_are_of_parts() -> None:
+    with pytest.raises(LocalError) as caught:
+        GroupSpec.state("m", 1, parts=CONV, blocks={"cnov": [Block(10, 5)]})
+    assert caught.value.path == "blocks"
 
 
 def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
@@ -154,6 +184,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
     "Mamba 1": (
         {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "state_size": 8, "conv_kernel": 4},
         [("target conv", ItemKind.SLOT, 2, 64), ("target ssm", ItemKind.SLOT, 2, 1024)]),
+    "Mamba 1, fp32": (
+        {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "state_size": 8, "conv_kernel": 4, "torch_dtype": "float32"},
+        [("target conv", ItemKind.SLOT, 2, 128), ("target ssm", ItemKind.SLOT, 2, 1024)]),
+    "Mamba 2": (
+        {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 8, "conv_kernel": 4},
+        [("target conv", ItemKind.SLOT, 2, 128), ("target ssm", ItemKind.SLOT, 2, 1024)]),
     "Mamba 1 and attention": (
         {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 4, "attn_layer_offset": 1,
          "mamba_expand": 2, "mamba_d_state": 8, "mamba_d_conv": 4},
@@ -161,8 +197,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
     "gated delta net": (
         PRESETS["qwen3-next-80b-a3b"][0],
         [("target", ItemKind.PAGE, 12, 2048), ("target conv", ItemKind.SLOT, 36, 16384), ("target ssm", ItemKind.SLOT, 36, 32 * 128 * 128 * 4)]),
+    "heads wider than their share": (
+        {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 32},
+        [("target", ItemKind.PAGE, 1, 256)]),
     "text inside": (
-        {"text_config": {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}}, [("target", ItemKind.PAGE, 1, 32)]),
+        {"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}}, [("target", ItemKind.PAGE, 1, 32)]),
 }  # fmt: skip
 
 
@@ -180,10 +219,26 @@ def test_config_json(config: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"num_attention_heads": None}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        ({"num_attention_heads": None}, "config.num_attention_heads"),
+        ({"num_attention_heads": None, "state_size": 16}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        ({"text_config": {"num_key_value_heads": 2}}, "config.head_dim"),  # Gemma 3: the default of its class
+        ({"text_config": {"head_dim": 8}}, "config.num_key_value_heads"),
         ({"torch_dtype": "int3"}, "config.torch_dtype"),
         ({"layer_types": ["full_attention", "novel"]}, "config.layer_types"),
         ({"num_hidden_layers": None}, "config.num_hidden_layers"),
+        ({"num_hidden_layers": 2.5}, "config.num_hidden_layers"),
+        ({"layer_types": 2}, "config.layer_types"),
+        ({"layer_types": ["full_attention"] * 3}, "config.num_hidden_layers"),
+        ({"hybrid_override_pattern": "*"}, "config.num_hidden_layers"),
+        ({"hybrid_override_pattern": "*|"}, "config.hybrid_override_pattern"),
+        ({"attn_layer_indices": [1, 2]}, "config.attn_layer_indices"),
+        ({"attn_layer_period": 2, "attn_layer_offset": 2}, "config.attn_layer_offset"),
+        ({"num_key_value_heads": [2, 4]}, "config.num_key_value_heads"),
+        ({"num_key_value_heads": 0}, "config.num_key_value_heads"),
+        ({"num_kv_heads": 2}, "config.num_key_value_heads"),  # Falcon
+        ({"num_attention_groups": 1}, "config.num_key_value_heads"),  # Step 3
+        ({"v_head_dim": "auto"}, "config.v_head_dim"),
+        ({"hidden_size": 63}, "config.head_dim"),
     ],
 )
 def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> None:
@@ -191,3 +246,36 @@ def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> No
     with pytest.raises(LocalError) as caught:
         specs({k: v for k, v in config.items() if v is not None})
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mamba_d_head": 64, "mamba_n_heads": 48},  # Falcon-H1: both caches in every layer
+        {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512, "qk_rope_head_dim": 64},  # Kimi Linear
+        {"attn_type_list": [0, 1]},  # MiniMax-Text-01
+        {"block_types": ["recurrent", "attention"]},  # RecurrentGemma
+        {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},  # Nemotron Super
+        {"conv_L_cache": 3},  # LFM2
+        {"cross_attention_layers": [1]},  # Llama 3.2 Vision
+        {"num_kv_shared_layers": 1},  # Gemma 3n
+        {"hybrid_layer_pattern": [0, 1]},  # MiMo V2
+        {"n_mamba_heads": 2, "attn_layer_period": 2},  # Zamba
+    ],
+    ids=lambda said: next(iter(said)),
+)
+def test_hybrids_that_are_not_read_are_not_taken_for_plain_attention(said: dict[str, Any]) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    assert len(specs(config)) == 1
+    with pytest.raises(LocalError) as caught:
+        specs(config | said)
+    assert caught.value.path == f"config.{next(iter(said))}"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_draft_has_the_layers_that_predict_and_the_sizes_of_its_target(nested: bool) -> None:
+    config = {"num_hidden_layers": 9, "kv_lora_rank": 6, "qk_rope_head_dim": 2, "num_nextn_predict_layers": 2}
+    draft = draft_of({"text_config": config, "num_nextn_predict_layers": 2} if nested else config)
+    assert draft is not None
+    assert [(s.layers, s.group.parts[0].lane_bytes) for s in specs(draft, 1)] == [((0, 1), 16)]
+    assert draft_of(draft) is None

@@ -277,6 +277,7 @@ PAGED = engine(2, [GQA], [2])
 MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
     "fact": (attrs.evolve(PAGED, facts=facts({"rope": "1e6"})), attrs.evolve(PAGED, facts=facts({"rope": "5e5"})),
              ErrorCode.IDENTITY_MISMATCH, "facts[rope]", "1e6", "5e5"),
+    "fact of the value (absent)": (attrs.evolve(PAGED, facts=facts({"rope": "(absent)"})), PAGED, ErrorCode.IDENTITY_MISMATCH, "facts[rope]", "(absent)", "(absent)"),
     "absent fact": (attrs.evolve(PAGED, facts=facts({"rope": "1e6"})), PAGED, ErrorCode.IDENTITY_MISMATCH, "facts[rope]", "1e6", "(absent)"),
     "dtype": (PAGED, changed(parts=part(dtype=DType.BF16)), ErrorCode.DTYPE_MISMATCH, "groups[draft].parts[k].dtype", "F32", "BF16"),
     "extent": (PAGED, changed(parts=part(lane_bytes=128)), ErrorCode.LANE_MISMATCH, "groups[draft].parts[k].lanes",

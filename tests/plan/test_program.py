@@ -23,7 +23,9 @@ from kvproto.geometry import (
     validate,
 )  # fmt: skip
 from kvproto.grants import check_columns, check_grants, items_needed
-from kvproto.lowering import lower
+from kvproto.layout import GroupSpec, lay_out
+from kvproto.lowering import Pair, lower
+from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
@@ -177,6 +179,7 @@ def pool(group: Group, items: int = 4, **more: Any) -> tuple[Geometry, dict[int,
 
 PAGES = mla(0, "pages", 0, 8, 4)
 RING = attrs.evolve(PAGES, kind=ItemKind.RING, rows=6, tokens_per_row=4)
+OPAQUE = attrs.evolve(PAGES, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
 DEALT = attrs.evolve(PAGES, cp_size=2, interleave=4, origin=8)
 
 
@@ -224,6 +227,7 @@ def test_grants(case: str) -> None:
         (PAGES, Window(0, 8, np.array([1]))),  # an item too few
         (PAGES, Window(4, 8, np.array([1, 2, 3]))),  # begins after the rows that are asked for
         (attrs.evolve(RING, tokens_per_row=1, rows=7), Window(0, 8, np.array([0]))),  # the ring has forgotten row 0
+        (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 9, np.array([0]))),  # row 8 has taken the place of row 0
         (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 8, np.array([], np.int64))),
     ],
 )
@@ -398,6 +402,98 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     assert checksums(program, {0: memoryview(here)}, sink=False) == checksums(
         program, {0: memoryview(there)}, sink=True
     )
+
+
+@pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
+def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
+    """The scale of a page of 4 tokens, of which two are asked for."""
+    geometry = lay_out([GroupSpec.page_scales("scales", 1, kv_heads=1, page=4)])
+    side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
+    asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 16, np.arange(4))}, {0: asked})
+    assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
+    """Keys that are tiled, in pages of 4; their plain scales beside them at the sink, in pages of 8 at the source."""
+    tiled = attrs.evolve(PAGES.parts[0], name="k", encoding="tiled")
+    plain = attrs.evolve(PAGES.parts[0], name="k_scale")
+    beside = attrs.evolve(PAGES, parts=(tiled, plain))
+    apart = attrs.evolve(PAGES, parts=(tiled,)), attrs.evolve(PAGES, id=1, rows=8, parts=(plain,))
+    sides = []
+    for groups in (apart, (beside,)):
+        owned = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
+        geometry = Geometry(replica=0, facts=(), groups=groups, ranks=owned)
+        sides.append(Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
+    with pytest.raises(RemoteError) as caught:
+        Pair(plan(sides[0].geometry, sides[1].geometry).routes, *sides)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
+
+
+def test_opaque_rows_of_a_deal_are_counted_globally() -> None:
+    """Pages of 4 rows, runs of 2 rows: rank 1 holds rows 2, 3, 6, 7 in its first page, 10, 11, 14, 15 in its second."""
+    group = attrs.evolve(PAGES, cp_size=2, interleave=2, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
+    shares = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in (0, 1))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=shares)
+    side_ = Side(geometry, 1, columns_without_gaps(geometry, 1, {0: 4})[0])
+    window = {0: Window(0, 16, np.array([3, 1]))}
+    (rows,) = lower(plan(geometry, geometry).between(1, 1), side_, side_, window, window).maps
+    assert rows.global_rows.tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
+    assert (rows.source_item.tolist(), rows.rows.tolist()) == ([3, 1], [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "first"),
+    [
+        (attrs.evolve(DEALT, origin=1 << 63), PAGES, 0),
+        (PAGES, attrs.evolve(DEALT, origin=1 << 63), 0),
+        (DEALT, DEALT, 1 << 63),
+        (OPAQUE, OPAQUE, 1 << 63),
+    ],
+)
+def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: int) -> None:
+    sides = [Side(made, 0, columns) for made, columns in (pool(source), pool(sink))]
+    ranks = [Rank(rank=1, owns=(owns(g, [0], cp_rank=g.cp_size - 1),)) for g in (source, sink)]
+    whole = [attrs.evolve(s.geometry, ranks=(*s.geometry.ranks, r)) for s, r in zip(sides, ranks, strict=True)]
+    window = {0: Window(first, 8, np.arange(2))}
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(*whole).between(0, 0), *sides, window, window)
+    assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+def test_no_tokens_are_picked_out_of_opaque_items() -> None:
+    geometry, columns = pool(OPAQUE)
+    side_, window = Side(geometry, 0, columns), {0: Window(0, 7, np.array([3, 1]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert program.select(layers=[0]).bytes == program.bytes
+    assert program.select(layers=[1], tokens=(0, 6)).bytes == 0
+    with pytest.raises(KvprotoError) as caught:
+        program.select(tokens=(0, 6))
+    assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
+
+
+def test_layers_and_parts_do_not_begin_at_one_place() -> None:
+    """A pointer of one layer that is stated for another, or K's for V."""
+    geometry, columns = pool(gqa(0, "heads", 0, 2, 8, 4))
+    check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
+    columns[0] = attrs.evolve(columns[0], offset=np.zeros(2, np.uint64))
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
+    assert caught.value.code == ErrorCode.ITEM_ALIAS
+
+
+@pytest.mark.parametrize(("first", "refused"), [(12, False), (11, True)])
+def test_an_opaque_ring_that_has_gone_on_is_refused(first: int, refused: bool) -> None:
+    geometry, columns = pool(attrs.evolve(OPAQUE, kind=ItemKind.RING, rows=8))
+    side_ = Side(geometry, 0, columns)
+    windows_ = {0: Window(0, 20, np.array([2]))}, {0: Window(first, 8, np.array([1]))}
+    if not refused:
+        assert lower(plan(geometry, geometry).routes, side_, side_, *windows_).maps[0].size == 8
+        return
+    with pytest.raises(RemoteError) as caught:
+        lower(plan(geometry, geometry).routes, side_, side_, *windows_)
+    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:

@@ -103,7 +103,7 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, di
         works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
     image = np.zeros(FEW, np.uint8)
-    small = few(works, image) if direct else None
+    small = few(works, image, 1000) if direct else None
     if small is not None:
         kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
     launched = small or run(kernels, works, blocks)
@@ -163,7 +163,7 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
     with pytest.raises(LocalError) as caught:
-        few([Work(made, made.ops.ctypes.data, [bad])], np.zeros(FEW, np.uint8))
+        few([Work(made, made.ops.ctypes.data, [bad])], np.zeros(FEW, np.uint8), 1000)
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
     with pytest.raises(LocalError) as caught:
         launch([Work(made, made.ops.ctypes.data, [bad])], np.zeros(4096, np.uint8), 0, 0)

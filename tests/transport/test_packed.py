@@ -210,6 +210,16 @@ def test_rows_ascend_whatever_the_pages() -> None:
     assert out == memory[32:] + memory[:32]
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.float64])
+def test_buffers_of_any_elements_are_their_bytes(kind: type[np.generic]) -> None:
+    program, memory = small()
+    out, here = np.zeros((2, 32 // np.dtype(kind).itemsize), kind), bytearray(64)
+    pack(program, {0: np.frombuffer(memory, kind)}, 0, out)
+    assert out.tobytes() == memory[32:] + memory[:32]
+    unpack(program, {0: np.frombuffer(here, kind)}, 0, out)
+    assert here == memory
+
+
 def test_a_byte_in_the_middle_of_a_record() -> None:
     program, memory = small()
     wanted = bytes(memory)

@@ -213,6 +213,16 @@ def test_a_write_that_fails_fails_its_stream_alone() -> None:
     assert [p.last for p in good.step()] == [True]
 
 
+def test_a_pack_that_cannot_begin_loses_no_slot() -> None:
+    world = World()
+    world.credit()
+    sender = StagedSender(world.link, Broken(bytearray(20), world.events))
+    with pytest.raises(KvprotoError):
+        sender.step()
+    assert sender.abort() == Proof.PROVEN
+    assert (len(world.link.free), len(world.link.granted)) == (3, 4)
+
+
 def granted() -> World:
     world = World()
     world.credit()
@@ -280,6 +290,39 @@ def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
     world.events[-1].error = LocalError(ErrorCode.TRANSPORT_FAILED, "")
     with pytest.raises(KvprotoError):
         world.receiver.complete(1, 1)
+
+
+class Broken(Bytes):
+    """A stream whose device takes nothing."""
+
+    def pack(self, offset: int, out: memoryview) -> Event:
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "")
+
+    unpack = pack
+
+
+def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_back() -> None:
+    world = World()
+    world.credit()
+    world.receiver.open(1, 1, Broken(bytearray(7), world.events))
+    world.receiver.chunk(attrs.evolve(CHUNK, last=True))
+    with pytest.raises(KvprotoError) as caught:
+        world.receiver.complete(1, 1)
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+    credit = world.receiver.credit(1)
+    assert credit is not None
+    assert credit.slots is not None
+    assert credit.slots.tolist() == [0]
+
+
+@pytest.mark.parametrize("slots", [[1, 1], [2, 1, 2]])
+def test_a_slot_is_granted_once_by_a_credit(slots: list[int]) -> None:
+    world = World()
+    with pytest.raises(KvprotoError) as caught:
+        world.link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32)))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.CREDIT, f"slots[{len(slots) - 1}]")
+    world.credit()
+    assert sorted(world.link.granted) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("slots", [[4], [0]])

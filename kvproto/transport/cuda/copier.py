@@ -159,8 +159,8 @@ class Copier:
         stream = self.stream.handle
         for event in after:
             call(driver.cuStreamWaitEvent(stream, event, 0), "producer's event")
-        few = tables.few(works, self._few)
-        if few is not None and few.chunks <= 4 * self.blocks:
+        few = tables.few(works, self._few, 4 * self.blocks)
+        if few is not None:
             began = self._record() if self._timed else None
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1))

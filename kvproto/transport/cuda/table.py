@@ -243,35 +243,36 @@ class Few:
     bytes: int
 
 
-def few(works: Sequence[Work], image: npt.NDArray[np.uint8]) -> Few | None:
-    """Write a launch of at most 8 classes of one word and 180 runs to `image`, FEW bytes; None where it is more.
+def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -> Few | None:
+    """Write a launch of at most 8 classes of one word and 180 runs to `image`, FEW bytes; None where it is larger.
 
     Raises as `launch` does. Nothing is uploaded and nothing expanded, which is most of what a small hand-over costs.
     """
     if sum(len(m.rows) for w in works for m in w.maps) > 180:
         return None
-    runs, begins, at = image[16 + 8 * CLASS.itemsize : FEW].view(np.uint32), [], 0
-    for work in works:
-        of_work = []
-        for i, m in enumerate(work.maps):
-            n = len(m.rows)
-            _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
-            of_work.append(5 * at)
-            at += n
-        begins.append(of_work)
     word, number, first, total = 0, 0, 0, 0
-    for work, of_work in zip(works, begins, strict=True):
+    begins = {}
+    at = 0
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            begins[k, i] = at
+            at += 5 * len(m.rows)
         for shape, lo, hi in _wanted(work):
             rows, width = work.maps[shape.map], shape.words * shape.units
-            big = rows.size * width > _MOST or (shape.units == 1 and _is_long(work, shape, lo, hi))
-            if number == 8 or big or word not in (0, shape.word):
+            chunks = -(-rows.size * width // (THREADS * DEPTH))
+            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
+            big = first + chunks * (hi - lo) > most_chunks or (shape.units == 1 and _is_long(work, shape, lo, hi))
+            if number == 8 or big or word not in (0, shape.word) or rows.size * width > _MOST:
                 return None
-            word, chunks = shape.word, -(-rows.size * width // (THREADS * DEPTH))
-            ops, place = work.address + lo * OP.itemsize, of_work[shape.map]
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
             _CLASS.pack_into(image.data, 16 + number * CLASS.itemsize, ops, place, *numbers)
-            number, first = number + 1, first + chunks * (hi - lo)
+            word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
+    runs = image[16 + 8 * CLASS.itemsize : FEW].view(np.uint32)
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            n = len(m.rows)
+            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
