@@ -71,7 +71,8 @@ class Pair:
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
         """The program of one request; windows by group id of their own side. Raises BAD_GRANT."""
         maps = tuple(_row_map(m, sources[m.source.id], sinks[m.sink.id]) for m in self._maps)
-        return CopyProgram(maps, self._ops, self._steps)
+        ends = tuple(_state_after(m.sink, sinks[m.sink.id]) for m in self._maps)
+        return CopyProgram(maps, self._ops, self._steps, ends)
 
 
 def lower(
@@ -87,6 +88,10 @@ def _check_alike(source: Group, sink: Group) -> None:
     if mine != yours:
         advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
         raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{sink.name}].rows", mine, yours, advice)
+
+
+def _state_after(group: Group, window: Window) -> int | None:
+    return window.first + window.count if group.kind == ItemKind.SLOT else None
 
 
 def _flat(columns: Columns, group: Group) -> bool:

@@ -153,6 +153,8 @@ class CopyProgram:
     """Rows of dtype OP."""
     tokens_per_row: tuple[int, ...]
     """Of each map."""
+    state_after: tuple[int | None, ...] = ()
+    """Of each map: the position that a state is of; None for rows of tokens."""
 
     @cached_property
     def _rows(self) -> IntArray:
@@ -197,7 +199,8 @@ class CopyProgram:
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
         """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
 
-        Raises LAYOUT_OPAQUE for tokens of layers that have opaque items.
+        State goes with the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of layers that have opaque
+        items.
         """
         ops, maps = self.ops, self.maps
         if layers is not None:
@@ -205,8 +208,11 @@ class CopyProgram:
         if tokens is not None:
             bounds = [(-(-tokens[0] // step), tokens[1] // step) for step in self.tokens_per_row]
             used = set(ops["map"].tolist())
+            ends = self.state_after or (None,) * len(maps)
             maps = tuple(
-                m.between(lo, max(lo, hi)) if i in used else _EMPTY_MAP
-                for i, (m, (lo, hi)) in enumerate(zip(maps, bounds, strict=True))
+                _EMPTY_MAP
+                if i not in used or not (end is None or tokens[0] < end <= tokens[1])
+                else (m.between(lo, max(lo, hi)) if end is None else m)
+                for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
             )
-        return CopyProgram(maps, ops, self.tokens_per_row)
+        return CopyProgram(maps, ops, self.tokens_per_row, self.state_after)

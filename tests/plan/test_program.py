@@ -311,6 +311,16 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
     assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
+@pytest.mark.parametrize(("parts", "moved"), [(((0, 4), (4, 8)), [0, 40]), (((0, 8),), [40]), (((0, 7), (7, 8), (8, 12)), [0, 40, 0])])
+def test_state_goes_with_the_tokens_that_it_is_after(parts: tuple[tuple[int, int], ...], moved: list[int]) -> None:
+    slots = attrs.evolve(PAGES, kind=ItemKind.SLOT, rows=5, live_rows=5)
+    geometry, columns = pool(slots)
+    side_, window = Side(geometry, 0, columns), {0: Window(0, 8, np.array([1]))}
+    whole = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert whole.bytes == 40
+    assert [whole.select(tokens=tokens).bytes for tokens in parts] == moved
+
+
 def test_runs_go_on_across_items_that_touch() -> None:
     geometry, columns = pool(attrs.evolve(PAGES, rows=2), 100)
     side_ = Side(geometry, 0, columns)

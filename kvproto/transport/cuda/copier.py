@@ -154,6 +154,10 @@ class Copier:
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use.
         """
+        if any(len(j.maps) != j.prepared.table.n_maps for j in jobs):
+            raise LocalError(
+                ErrorCode.OUT_OF_RANGE, "maps", "those of a program of the table", "another number of them"
+            )
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         stream = self.stream.handle
