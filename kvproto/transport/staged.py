@@ -303,7 +303,11 @@ class StagedReceiver:
             raise RemoteError(*error, "send the bytes of the stream in order, once")
         stream.at = end
         data = self._own.slot(chunk.slot, chunk.bytes)
-        stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        try:
+            stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        except KvprotoError as failure:  # ours: `complete` tells
+            stream.error = failure
+            self._free.add(chunk.slot)
 
     def step(self) -> None:
         """Ask after what is being unpacked."""
@@ -324,6 +328,16 @@ class StagedReceiver:
         if stream.error:
             raise stream.error
         return stream.at == stream.packer.length and not stream.unpacking
+
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """`complete`, when no chunk comes any more: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        stream = self._streams[sequence, attempt]
+        if stream.at < stream.packer.length:
+            raise RemoteError(
+                ErrorCode.OUT_OF_RANGE, "bytes", f"a stream of {stream.packer.length}", f"Done after {stream.at}",
+                "send every Chunk before Done",
+            )  # fmt: skip
+        return self.complete(sequence, attempt)
 
     def close(self, sequence: int, attempt: int) -> bool:
         """Expect no more of it; call again until True: then nothing unpacks into its pages any more."""
