@@ -95,7 +95,12 @@ class SinkEndpoint(Endpoint):
         return [rank for rank, address in self._ranks.items() if self._sessions[address].staging is not None]
 
     def transfer(
-        self, key: bytes, content: bytes, grants: dict[int, Grants], now: float, packers: Mapping[int, Any] | None = None
+        self,
+        key: bytes,
+        content: bytes,
+        grants: dict[int, Grants],
+        now: float,
+        packers: Mapping[int, Any] | None = None,
     ) -> int:
         """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
 
@@ -206,11 +211,11 @@ class SinkEndpoint(Endpoint):
         if len(over) < len(want.parts):
             return
         try:
-            if want.error is None and not all([self._session(r).unpacked(k) for r, k in want.parts.items()]):
+            if want.error is None and not all(self._session(r).unpacked(k) for r, k in want.parts.items()):
                 return
         except KvprotoError as error:
             want.error = error
-        if not all([self._session(r).let_go(k) for r, k in want.parts.items()]):
+        if not all(self._session(r).let_go(k) for r, k in want.parts.items()):
             return
         del self._wants[number]
         if want.error is None:
