@@ -59,7 +59,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
     add_models(parser)
-    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--transport", choices=["shm", "nixl"], default="shm", help="how the bytes move")
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")

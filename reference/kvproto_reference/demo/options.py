@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from kvproto.errors import LocalError
+from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
@@ -35,11 +36,16 @@ class EngineOptions:
     verify: bool
     insecure: bool
     seed: int
+    transport: str = "shm"
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
+
+    def movers(self) -> tuple[NixlMover, ...]:
+        """For the node of a rank; none: what its memory takes."""
+        return (NixlMover(),) if self.transport == "nixl" else ()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -73,7 +79,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
-    add("--transport", choices=["shm"], default="shm", help="how the bytes move")
+    add("--transport", choices=["shm", "nixl"], default="shm", help="how the bytes move")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
     for name in ("tp", "pages", "page_size", "chunk", "speculate"):
@@ -84,6 +90,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
+        transport=args.transport,
     )  # fmt: skip
 
 
