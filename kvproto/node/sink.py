@@ -14,7 +14,7 @@ from kvproto.grants import items_needed
 from kvproto.lowering import lower
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
-from kvproto.program import CopyProgram, Side, Window, windows
+from kvproto.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, SessionRefused
 from kvproto.transport import mover_of
@@ -76,13 +76,26 @@ class SinkNode:
         receiver = None
         for mover in self.movers:
             if isinstance(mover, NixlMover):
-                handle, staging = mover.expose(self.pool.memory)
+                handle, staging = mover.expose(self.pool.memory, lambda: self._runs(source))
                 handles.append(handle)
                 if staging is not None:
                     more, receiver = (staging.region(region.id + 1),), StagedReceiver(staging)
             else:
                 handles += [h for h in region.handles if h.transport == mover.transport]
         return (attrs.evolve(region, handles=tuple(handles)), *more), receiver
+
+    def _runs(self, source: int) -> Runs:
+        """Those of a source rank's part of a request of two items, apart in memory, in each group."""
+        grants = {}
+        mine = next(r for r in self.endpoint.geometry.ranks if r.rank == self.pool.side.rank)
+        shares = {share.group: share for share in mine.owns}
+        for group in self.endpoint.geometry.groups:
+            tokens = 2 * group.rows * group.tokens_per_row * group.cp_size + group.origin
+            need = items_needed(group, shares[group.id].cp_rank, 0, tokens) if group.id in shares else 0
+            grants[group.id] = Grants(
+                group=group.id, first=0, count=tokens, valid=tokens, items=np.arange(need, dtype=np.uint32)[::-1] * 2
+            )
+        return self._seen(source, grants).runs()
 
     def transfer(self, ticket: Ticket, content: bytes, first: int, tokens: int, items: dict[int, list[int]]) -> int:
         """Ask for tokens [first, tokens); `items` by group id, from the one that holds the first owned row."""

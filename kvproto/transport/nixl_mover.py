@@ -6,16 +6,16 @@ packed stream that goes through slots, and the node passes Chunk and Credit on. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.execute import checksums
-from kvproto.program import CopyProgram
+from kvproto.program import CopyProgram, Runs
 from kvproto.transport.base import Mapped, Memory, Move
-from kvproto.transport.nixl import Agent, Direct, Peer, Registered, Way, Write
+from kvproto.transport.nixl import Agent, Costs, Direct, Peer, Registered, Way, Write, choose
 from kvproto.transport.nixl import Memory as Bytes
 from kvproto.transport.packed import PackedStream
 from kvproto.transport.shm import SharedMemory
@@ -91,13 +91,14 @@ class Streaming:
 class NixlMover:
     """Writes peers' memory by NIXL; `way` and the slots are what this side registers as a sink.
 
-    Raises NO_TRANSPORT where NIXL is not installed, TRANSPORT_FAILED where UCX cannot start.
+    With costs for `way`, pages are registered where runs are long, else staging memory. Raises NO_TRANSPORT where NIXL
+    is not installed, TRANSPORT_FAILED where UCX cannot start.
     """
 
     transport = Transport.NIXL
     together = False
 
-    def __init__(self, way: Way = Way.PACKED, slots: int = 8, slot_bytes: int = 1 << 20) -> None:
+    def __init__(self, way: Way | Costs = Way.PACKED, slots: int = 8, slot_bytes: int = 1 << 20) -> None:
         self.way, self.slots, self.slot_bytes = way, slots, slot_bytes
         self.agent = Agent()
         self._registered: dict[int, tuple[Memory, Registered]] = {}
@@ -106,10 +107,14 @@ class NixlMover:
 
     # as a sink
 
-    def expose(self, memory: Memory) -> tuple[Handle, Registered | None]:
-        """How a peer reaches the memory: by its own handle, or by an empty one and fresh staging memory."""
+    def expose(self, memory: Memory, runs: Callable[[], Runs]) -> tuple[Handle, Registered | None]:
+        """How a peer reaches the memory: by its own handle, or by an empty one and fresh staging memory.
+
+        `runs` are those of a request of that peer.
+        """
         _buffer(memory)
-        if self.way is Way.DIRECT:
+        way = self.way if isinstance(self.way, Way) else choose(runs(), self.way)
+        if way is Way.DIRECT:
             return self._register(memory).handle, None
         staging = self.agent.register(bytearray(self.slots * self.slot_bytes), self.slot_bytes)
         self._staging.append(staging)
