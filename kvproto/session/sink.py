@@ -209,6 +209,7 @@ class SinkSession(Peer):
         attempt = self.attempts[key]
         if attempt.state != TransferState.ABORTING:
             self.move(attempt, "Abort")
+            self.let_go(key)
             self.request(Abort, now, sequence=attempt.sequence, attempt=attempt.attempt, reason=reason[:1000])
 
     def unpacked(self, key: tuple[int, int]) -> bool:
