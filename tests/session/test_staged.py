@@ -1,19 +1,21 @@
 """Packed bytes through a session: when Chunk and Credit are legal, what is refused, and when a transfer is over."""
 
+import contextlib
+import random
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-from kvproto.errors import LocalError, RemoteError
+from kvproto.errors import LocalError, RemoteError, WireError
 from kvproto.node.pool import Pool
 from kvproto.transport.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Chunk, Credit, Error, Handle
 from tests.session.driver import World, geometry, grants, ticket
-from tests.session.test_hostile import CONTENT
+from tests.session.test_hostile import CONTENT, twisted
 from tests.transport.test_staged import Bytes, Event, Slots
 
 SLOTS, SLOT, LENGTH = 4, 7, 25
@@ -72,9 +74,10 @@ class Staged(World):
         self.run()
 
     def stream(self, address: str = "s0") -> None:
-        """All chunks of a transfer."""
+        """All chunks of a transfer, unless it is aborted."""
         for k in range(0, LENGTH, SLOT):
-            self.chunk(k // SLOT, k, min(SLOT, LENGTH - k), k + SLOT >= LENGTH, address)
+            if self.sources[address].active(self.events(address, "Serve")[-1]):
+                self.chunk(k // SLOT, k, min(SLOT, LENGTH - k), k + SLOT >= LENGTH, address)
 
     def happen(self) -> None:
         """Unpacking ends."""
@@ -337,3 +340,33 @@ def test_a_source_that_takes_what_was_not_offered_is_refused(
     assert not sink.ready
     assert sink.refused is not None
     assert sink.refused.code == code
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nonsense_in_chunks_and_credits_costs_nobody_else_anything(seed: int) -> None:
+    rng = random.Random(seed)
+    world = Staged(sinks=0)
+    bad, source = world.sink("bad", geometry(1), engine="bad"), world.sources["s0"]
+    from_sink, from_source, rate = bad.to_send, source.to_send, rng.choice([0.1, 0.5])
+
+    def twist(frame: bytes) -> bytes:
+        message = decode(frame)
+        if isinstance(message, Chunk | Credit) and rng.random() < rate:
+            with contextlib.suppress(WireError):  # nonsense that our writer refuses
+                return encode(twisted(message, rng))
+        return frame
+
+    bad.to_send = lambda now: [(a, twist(f)) for a, f in from_sink(now)]  # type: ignore[method-assign]
+    source.to_send = lambda now: [(c, twist(f) if c == "bad" else f) for c, f in from_source(now)]  # type: ignore[method-assign]
+    world.run()
+    for _ in range(6):
+        world.ask("bad")
+        world.stream()
+        world.serve()
+        world.happen()
+        world.pass_time(3.0)
+    ended = world.events("bad", "Arrived") + world.events("bad", "Lost")
+    assert sorted(e.transfer for e in ended) == list(range(1, 7))
+    world.sink("good", geometry(1), engine="good")
+    world.run()
+    still_serves(world, "good")
