@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class SharedMemory:
             raise LocalError(
                 ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
             ) from e
+        weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, length)
         self.buffer = memoryview(self._map)
         self.id, self.length = id, length
