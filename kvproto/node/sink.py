@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -13,13 +14,15 @@ from kvproto.grants import items_needed
 from kvproto.lowering import lower
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
-from kvproto.program import Side, Window, windows
+from kvproto.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, SessionRefused
 from kvproto.transport import mover_of
 from kvproto.transport.base import Mover
+from kvproto.transport.nixl_mover import NixlMover
+from kvproto.transport.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
-from kvproto.wire.messages import Columns, Done, Grants, Ticket
+from kvproto.wire.messages import Columns, Done, Grants, Handle, Region, Ticket
 
 __all__ = ["Received", "SinkNode"]
 
@@ -50,16 +53,52 @@ class SinkNode:
         dialer: Dialer,
         seed: str,
         verify: bool = True,
-        mover: Mover | None = None,
+        movers: Sequence[Mover] = (),
     ) -> None:
-        features = (Feature.VERIFY,) if verify else ()
+        """`movers` are offered in order of preference; without any, the one of the pool's memory is."""
+        self.movers = tuple(movers) or (mover_of(pool.memory),)
+        features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
+        features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
         self.pool, self._dialer = pool, dialer
-        self.mover = mover or mover_of(pool.memory)
         columns = tuple(pool.side.columns.values())
-        self.endpoint = SinkEndpoint(party, geometry, (pool.memory.region,), columns, features, seed)
+        self.endpoint = SinkEndpoint(
+            party, geometry, (pool.memory.region,), columns, features, seed, self._registration
+        )
         self._grants: dict[int, dict[int, Grants]] = {}
         self._failed: list[Event] = []
         self.endpoint.dial(time.monotonic())
+
+    def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
+        """What one source rank may write: the pages by some transports, staging memory by others."""
+        region = self.pool.memory.region
+        handles: list[Handle] = []
+        more: tuple[Region, ...] = ()
+        receiver = None
+        for mover in self.movers:
+            if isinstance(mover, NixlMover):
+                handle, staging = mover.expose(self.pool.memory, lambda: self._runs(source))
+                handles.append(handle)
+                if staging is not None:
+                    more, receiver = (staging.region(region.id + 1),), StagedReceiver(staging)
+            else:
+                handles += [h for h in region.handles if h.transport == mover.transport]
+        return (attrs.evolve(region, handles=tuple(handles)), *more), receiver
+
+    def _runs(self, source: int) -> Runs:
+        """Those of a source rank's part of two items, apart in memory, in each group of pages; none: not known."""
+        grants = {}
+        mine = next(r for r in self.endpoint.geometry.ranks if r.rank == self.pool.side.rank)
+        shares = {share.group: share for share in mine.owns}
+        for group in self.endpoint.geometry.groups:
+            rows = 2 * group.rows * group.cp_size if group.kind == ItemKind.PAGE else 1
+            first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
+            need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
+            items = np.arange(need, dtype=np.uint32)[::-1] * 2
+            grants[group.id] = Grants(group=group.id, first=first, count=count, valid=first + count, items=items)
+        try:
+            return self._seen(source, grants).runs()
+        except KvprotoError:  # a source that deals its tokens from later on
+            return Runs(0, 0)
 
     def transfer(self, ticket: Ticket, content: bytes, first: int, tokens: int, items: dict[int, list[int]]) -> int:
         """Ask for tokens [first, tokens); `items` by group id, from the one that holds the first owned row."""
@@ -70,7 +109,12 @@ class SinkNode:
                 group=group.id, first=first, count=tokens - first, valid=tokens,
                 items=np.array(items[group.id] if real else [], np.uint32),
             )  # fmt: skip
-        number = self.endpoint.transfer(bytes(ticket.key), content, grants, time.monotonic())
+        memory = {0: self.pool.memory}
+        packers = {
+            source: mover.packer(self._seen(source, grants), "sink", memory)
+            for mover in self.movers if isinstance(mover, NixlMover) for source in self.endpoint.staged()
+        }  # fmt: skip
+        number = self.endpoint.transfer(bytes(ticket.key), content, grants, time.monotonic(), packers)
         self._grants[number] = grants
         return number
 
@@ -140,13 +184,13 @@ class SinkNode:
                 at += p.lane_bytes
         return found
 
-    def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
-        """Compare checksums; the source's layout does not matter, so a packed one stands in for it."""
+    def _seen(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
+        """A source rank's program as seen from here: its layout does not matter, so a packed one stands in for it."""
         plan, source = self.endpoint.plan, self.endpoint.source
         assert plan is not None
         assert source is not None
-        routes = plan.between(done.writer, self.pool.side.rank)
-        rank = next(r for r in source.ranks if r.rank == done.writer)
+        routes = plan.between(writer, self.pool.side.rank)
+        rank = next(r for r in source.ranks if r.rank == writer)
         groups = {g.id: g for g in source.groups}
         drawn: dict[int, list[Grants]] = {}
         for route in routes:
@@ -160,9 +204,13 @@ class SinkNode:
             count = max((g.first + g.count for g in some), default=0) - first
             counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
             sources[share.group] = Window(first, count, np.arange(counts[share.group]))
-        columns: dict[int, Columns] = pack(source, done.writer, counts)[0]
-        program = lower(routes, Side(source, done.writer, columns), self.pool.side, sources, windows(grants.values()))
-        here = self.mover.checksums(program, {0: self.pool.memory}, sink=True)
+        columns: dict[int, Columns] = pack(source, writer, counts)[0]
+        return lower(routes, Side(source, writer, columns), self.pool.side, sources, windows(grants.values()))
+
+    def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
+        """Compare checksums."""
+        program = self._seen(done.writer, grants)
+        here = self.movers[0].checksums(program, {0: self.pool.memory}, sink=True)
         sent = {c.group: c.value for c in done.checksums or ()}
         for group, value in here.items():
             if sent.get(group) != value:
@@ -183,3 +231,5 @@ class SinkNode:
         self.endpoint.goodbye(reason)
         self._flush()
         self._dialer.close()
+        for mover in self.movers:
+            mover.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -16,16 +16,18 @@ from kvproto.net import Listener
 from kvproto.node.pool import Pool
 from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, RegisterAsked, Serve
+from kvproto.session.events import Event, Expired, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Mapped, Move, Mover
+from kvproto.transport.nixl_mover import NixlMover, Streaming
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome
-from kvproto.wire.messages import Checksum, HandOff, Ticket
+from kvproto.wire.messages import Checksum, HandOff, Register, Ticket
 
 __all__ = ["Finished", "Sent", "SourceNode"]
 
 _GONE = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
+_LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
 @attrs.frozen
@@ -54,13 +56,28 @@ class Sent:
     seconds: float
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Running:
     """A launch, and the transfers that it serves with their programs."""
 
     served: list[tuple[Serve, CopyProgram]]
+    mover: Mover
     copying: Copying
     began: float
+    error: KvprotoError | None = None
+    """Why it is being stopped."""
+
+
+@attrs.frozen
+class _Way:
+    """How one session's memory is reached."""
+
+    mover: Mover
+    mapped: dict[int, Mapped]
+
+    def close(self) -> None:
+        for mapping in self.mapped.values():
+            mapping.close()
 
 
 class SourceNode:
@@ -74,16 +91,20 @@ class SourceNode:
         listener: Listener,
         endpoints: dict[int, str],
         verify: bool = True,
-        mover: Mover | None = None,
+        movers: Sequence[Mover] = (),
     ) -> None:
-        features = (Feature.VERIFY,) if verify else ()
+        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory."""
+        self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
+        features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
+        features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
         self._verify = verify
-        self.mover = mover or mover_of(pool.memory)
         self._asked: list[Serve] = []
+        self._late: dict[bytes, Expired] = {}
+        """Expired while a copy still reads their items."""
         self._running: list[_Running] = []
-        self._maps: dict[int, dict[int, Mapped]] = {}
+        self._ways: dict[int, _Way] = {}
         self._pairs: dict[int, Pair] = {}
         self._finished: dict[bytes, Finished] = {}
 
@@ -113,9 +134,11 @@ class SourceNode:
                     self._map(event)
                 elif isinstance(event, Serve):
                     self._asked.append(event)
+                elif isinstance(event, Expired):
+                    self._late[event.key] = event
                 else:
                     told.append(event)
-            moved = self._move() + self._complete()
+            moved = self._move() + self._complete() + self._expired()
             self._unmap()
             self._flush()
             if not moved:
@@ -130,82 +153,132 @@ class SourceNode:
     def _unmap(self) -> None:
         """Let go of the memory of sessions that are over, once no copy uses it."""
         used = {serve.session for running in self._running for serve, _ in running.served}
-        for number in [n for n in self._maps if n not in self.endpoint.sessions and n not in used]:
+        for number in [n for n in self._ways if n not in self.endpoint.sessions and n not in used]:
             self._pairs.pop(number, None)
-            for mapping in self._maps.pop(number).values():
-                mapping.close()
+            self._ways.pop(number).close()
 
     def _flush(self) -> None:
         for conn, frame in self.endpoint.to_send(time.monotonic()):
             self._listener.send(conn, frame)
 
     def _map(self, event: RegisterAsked) -> None:
+        """Take the first transport of the sink's that works here."""
         session = self.endpoint.sessions[event.session]
-        made: dict[int, Mapped] = {}
-        try:
-            for i, region in enumerate(event.register.regions):
-                made[region.id] = self.mover.connect(region, f"regions[{i}]")
-        except KvprotoError as error:
-            for mapping in made.values():
-                mapping.close()
-            session.refuse_register(error)
+        error: KvprotoError = RemoteError(
+            ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self.movers]), "none of them",
+            "use a common transport",
+        )  # fmt: skip
+        for handle in event.register.regions[0].handles if event.register.regions else ():
+            mover = next((m for t, m in self.movers.items() if t == handle.transport), None)
+            if mover is None:
+                continue
+            way = _Way(mover, {})
+            try:
+                self._connect(way, event.register)
+                staged = Feature.STAGED in session.features
+                link = mover.stage(way.mapped.values(), staged) if isinstance(mover, NixlMover) else None
+            except KvprotoError as e:
+                error = e
+                way.close()
+                continue
+            self._ways[event.session] = way
+            self._pairs.pop(event.session, None)
+            session.accept_register(mover.transport, link)
             return
-        self._maps[event.session] = made
-        self._pairs.pop(event.session, None)
-        session.accept_register(self.mover.transport)
+        session.refuse_register(error)
+
+    def _connect(self, way: _Way, register: Register) -> None:
+        """Every region that a column names, or that has a handle of this transport."""
+        named = {i for columns in register.columns for i in columns.region.tolist()}
+        for i, region in enumerate(register.regions):
+            if region.id in named or any(h.transport == way.mover.transport for h in region.handles):
+                way.mapped[region.id] = way.mover.connect(region, f"regions[{i}]")
+
+    def _wanted(self, serve: Serve) -> bool:
+        return self.endpoint.active(serve) and serve.key not in self._late
 
     def _move(self) -> list[Event | Sent]:
-        """One launch for all sinks that have asked and can be served."""
+        """Start copies for all sinks that have asked and can be served: one launch where that is better."""
         asked, self._asked = self._asked, []
-        served, moves = [], []
+        batches: dict[int, tuple[Mover, list[tuple[Serve, CopyProgram, Move]]]] = {}
         for serve in asked:
-            if not self.endpoint.active(serve):
+            if not self._wanted(serve):
+                self.endpoint.failed(serve, _LATE, time.monotonic())
                 continue
-            finished = self._finished[serve.key]
+            finished, way = self._finished[serve.key], self._ways[serve.session]
             try:
                 program = self._program(self.endpoint.sessions[serve.session], serve, finished)
             except KvprotoError as error:
                 self.endpoint.failed(serve, error, time.monotonic())
                 continue
-            served.append((serve, program))
-            moves.append(Move(program, {0: self.pool.memory}, self._maps[serve.session], finished.after))
-        if not moves:
-            return []
+            move = Move(program, {0: self.pool.memory}, way.mapped, finished.after)
+            batch = id(way.mover) if way.mover.together else id(move)
+            batches.setdefault(batch, (way.mover, []))[1].append((serve, program, move))
+        for mover, batch_ in batches.values():
+            self._start(mover, batch_)
+        return []
+
+    def _start(self, mover: Mover, batch: list[tuple[Serve, CopyProgram, Move]]) -> None:
+        served = [(serve, program) for serve, program, _ in batch]
         try:
-            copying = self.mover.start(moves)
+            copying = mover.start([move for *_, move in batch])
         except KvprotoError as error:
             if error.code == ErrorCode.BUSY:
-                self._asked = [serve for serve, _ in served]
+                self._asked += [serve for serve, _ in served]
             else:
                 for serve, _ in served:
                     self.endpoint.failed(serve, error, time.monotonic())
-            return []
+            return
         for serve, _ in served:
             self.endpoint.copying(serve)
-        self._running.append(_Running(served, copying, time.monotonic()))
-        return []
+        self._running.append(_Running(served, mover, copying, time.monotonic()))
 
     def _complete(self) -> list[Event | Sent]:
-        """Answer transfers whose bytes are at their destination."""
+        """Answer transfers whose bytes are at their destination; stop what nobody wants."""
         told: list[Event | Sent] = []
-        for running in [r for r in self._running if r.copying.done]:
-            self._running.remove(running)
-            for serve, program in running.served:
-                told += self._answer(serve, program, time.monotonic() - running.began)
+        for running in list(self._running):
+            if running.error is None and self._go_on(running):
+                self._running.remove(running)
+                for serve, program in running.served:
+                    told += self._answer(running, serve, program)
+            elif running.error is not None and (proof := running.copying.stop()) is not None:
+                self._running.remove(running)
+                for serve, _ in running.served:
+                    self.endpoint.failed(serve, running.error, time.monotonic(), proof)
         return told
 
-    def _answer(self, serve: Serve, program: CopyProgram, seconds: float) -> list[Event | Sent]:
+    def _go_on(self, running: _Running) -> bool:
+        """Whether every byte is there."""
+        if not any(self._wanted(serve) for serve, _ in running.served):
+            running.error = _LATE if any(self.endpoint.active(serve) for serve, _ in running.served) else _GONE
+            return False
+        done = False
+        try:
+            done = running.copying.done
+        except KvprotoError as error:
+            running.error = error
+        if isinstance(running.copying, Streaming):
+            for piece in running.copying.take():
+                self.endpoint.chunk(running.served[0][0], piece)
+        return done
+
+    def _expired(self) -> list[Event | Sent]:
+        """Tell of requests whose time is over, once no copy reads their items."""
+        read = {serve.key for running in self._running for serve, _ in running.served}
+        return [self._late.pop(key) for key in list(self._late) if key not in read]
+
+    def _answer(self, running: _Running, serve: Serve, program: CopyProgram) -> list[Event | Sent]:
         session, now = self.endpoint.sessions.get(serve.session), time.monotonic()
         finished = self._finished.get(serve.key)
-        if session is None or session.peer is None or finished is None or not self.endpoint.active(serve):
-            self.endpoint.failed(serve, _GONE, now)
+        if session is None or session.peer is None or finished is None or not self._wanted(serve):
+            self.endpoint.failed(serve, _LATE if serve.key in self._late else _GONE, now)
             return []
         sums = None
         if self._verify:
-            found = self.mover.checksums(program, {0: self.pool.memory}, sink=False)
+            found = running.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
-        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds)]
+        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - running.began)]
 
     def _program(self, session: SourceSession, serve: Serve, finished: Finished) -> CopyProgram:
         assert session.plan is not None
@@ -261,3 +334,5 @@ class SourceNode:
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()
+        for mover in self.movers.values():
+            mover.close()

@@ -12,11 +12,13 @@ from kvproto.plan import Plan, differences, plan
 from kvproto.session.events import Planned, SessionClosed, SessionRefused
 from kvproto.session.negotiation import Terms, check_welcome, greased
 from kvproto.session.peer import Attempt, Party, Peer, refused
-from kvproto.session.table import TransferState
-from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role
+from kvproto.session.staging import Slots
+from kvproto.session.table import SessionState, TransferState
+from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role, Transport
 from kvproto.wire.messages import (
     Abort,
     Accepted,
+    Chunk,
     Columns,
     Describe,
     Description,
@@ -51,7 +53,9 @@ class SinkSession(Peer):
     ) -> None:  # fmt: skip
         super().__init__(me)
         self.geometry, self._encoded = geometry, encoded
-        self._regions, self._columns, self._terms = regions, columns, Terms(offered)
+        self.regions, self._columns, self._terms = regions, columns, Terms(offered)
+        self.staging: Slots | None = None
+        """Of the regions, until Registered says that the source took another transport."""
         self.source: Geometry | None = None
         self.plan: Plan | None = None
         self.features: tuple[int, ...] = ()
@@ -86,6 +90,8 @@ class SinkSession(Peer):
                     self.move(attempt, "Accepted")
             case Done() | Failed():
                 self._outcome(message)
+            case Chunk():
+                self._chunk(message)
             case Drained():
                 if self.answered(message.request):
                     attempt = self._attempt(message)
@@ -130,6 +136,24 @@ class SinkSession(Peer):
                     self._give_up(
                         RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
                     )
+                else:
+                    self._took(message.transport)
+
+    def _took(self, transport: int) -> None:
+        offered = {h.transport for region in self.regions for h in region.handles}
+        if transport not in offered:
+            self._give_up(RemoteError(ErrorCode.NO_TRANSPORT, "transport", str(sorted(offered)), str(transport)))
+        elif transport != Transport.NIXL:
+            self.staging = None
+        elif self.staging is not None and Feature.STAGED not in self.features:
+            self._give_up(RemoteError(ErrorCode.FEATURE_MISSING, "transport", "STAGED", "NIXL without it"))
+
+    def credit(self) -> None:
+        """Grant the slots that are free."""
+        credit = self.staging.credit(self.session) if self.staging and self.state == SessionState.READY else None
+        if credit is not None:
+            self.step("Credit")
+            self.notice(credit)
 
     def _described(self, message: Description) -> None:
         data = bytes(message.geometry)
@@ -156,18 +180,22 @@ class SinkSession(Peer):
         self.request(
             Register, now, source=digest(self._source_encoded), sink=digest(self._encoded), epoch=1,
             access=Access.WRITE,
-            regions=self._regions, columns=self._columns, plan=self.plan.digest,
+            regions=self.regions, columns=self._columns, plan=self.plan.digest,
             routes=tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank)),
         )  # fmt: skip
 
-    def transfer(self, now: float, key: bytes, content: bytes, grants: dict[int, Grants]) -> tuple[int, int]:
-        """Ask for a request's cache; `grants` by group id, of which the routed ones are sent."""
+    def transfer(
+        self, now: float, key: bytes, content: bytes, grants: dict[int, Grants], packer: Any = None
+    ) -> tuple[int, int]:
+        """Ask for a request's cache; `grants` by group id, of which the routed ones are sent; `packer` if staged."""
         assert self.plan is not None
         assert self.peer is not None
         self._sequence += 1
         attempt = Attempt(self._sequence, 1)
         self.attempts[attempt.key] = attempt
         self.move(attempt, "Transfer")
+        if self.staging is not None:
+            self.staging.open(*attempt.key, packer)
         self.request(
             Transfer, now, sequence=attempt.sequence, attempt=attempt.attempt, ticket=key, content=content,
             source_version=self._source_version, sink_version=1, epoch=1,
@@ -181,13 +209,35 @@ class SinkSession(Peer):
         attempt = self.attempts[key]
         if attempt.state != TransferState.ABORTING:
             self.move(attempt, "Abort")
+            self.let_go(key)
             self.request(Abort, now, sequence=attempt.sequence, attempt=attempt.attempt, reason=reason[:1000])
+
+    def unpacked(self, key: tuple[int, int]) -> bool:
+        """Whether a transfer that is Done is here to its last byte; raises what went wrong."""
+        return self.staging is None or self.staging.finish(*key)
+
+    def let_go(self, key: tuple[int, int]) -> bool:
+        """Expect no more bytes of a transfer: whether this side has stopped writing them."""
+        return self.staging is None or self.staging.close(*key)
+
+    def proven(self, key: tuple[int, int]) -> bool:
+        """Whether no write of the transfer can arrive any more: in a staged pair only this side writes pages."""
+        return self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN
 
     def settle(self, key: tuple[int, int]) -> None:
         """The endpoint has taken the outcome of this attempt."""
         for kept in (self.done, self.failures, self.proofs):
             kept.pop(key, None)
         self.forget()
+
+    def _chunk(self, message: Chunk) -> None:
+        attempt = self._attempt(message)
+        if attempt.state == TransferState.ASKED:
+            self.move(attempt, "Accepted")  # the reply was overtaken
+        self.move(attempt, "Chunk")
+        if self.staging is None:
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "slot", "no staging in this session", str(message.slot))
+        self.staging.chunk(message)
 
     def _attempt(self, message: Any) -> Attempt:
         found = self.attempts.get((message.sequence, message.attempt))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import attrs
 
@@ -11,12 +12,13 @@ from kvproto.geometry import Geometry, encode_geometry, validate
 from kvproto.plan import Plan
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Arrived, Lost, Planned, Ready, SessionClosed, SessionRefused, Troubled
-from kvproto.session.peer import PATIENCE, Party
+from kvproto.session.peer import PATIENCE, Party, refusal
 from kvproto.session.sink import SinkSession
+from kvproto.session.staging import Slots
 from kvproto.session.table import SessionState
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Feature, Proof
-from kvproto.wire.messages import Columns, Grants, Region
+from kvproto.wire.messages import Chunk, Columns, Error, Grants, Region
 
 __all__ = ["SinkEndpoint"]
 
@@ -36,12 +38,14 @@ class SinkEndpoint(Endpoint):
     def __init__(
         self, me: Party, geometry: Geometry, regions: tuple[Region, ...], columns: tuple[Columns, ...],
         features: tuple[Feature, ...], seed: str,
+        staging: Callable[[int], tuple[tuple[Region, ...], Slots | None]] | None = None,
     ) -> None:  # fmt: skip
+        """`staging` gives what is registered with one source rank, where that is not `regions`."""
         super().__init__()
         validate(geometry)
         self.me, self.geometry, self.columns = me, geometry, {c.group: c for c in columns}
         self._parts = (me, geometry, encode_geometry(geometry), regions, columns, features)
-        self._seed = seed
+        self._seed, self._staging = seed, staging
         self.plan: Plan | None = None
         self.source: Geometry | None = None
         self.ready = False
@@ -63,25 +67,50 @@ class SinkEndpoint(Endpoint):
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame from the source rank at this address."""
         session = self._sessions.get(str(conn))
+        message = None
         try:
             message = decode(frame)
             if session is not None:
                 session.receive(message, now)
         except (WireError, RemoteError) as error:
             self._events.append(Troubled(session.name if session else str(conn), error))
+            if session is not None and isinstance(message, Chunk):
+                self._refuse_chunk(session, message, error, now)
         self._after(now)
+
+    def _refuse_chunk(self, session: SinkSession, chunk: Chunk, error: KvprotoError, now: float) -> None:
+        """Say so, and stop the transfer: what it lacks now does not come again."""
+        session.notice(Error(session=session.session, about=Chunk.TYPE, **refusal(error)))
+        key = (chunk.sequence, chunk.attempt)
+        for want in self._wants.values():
+            if want.error is None and any(self._session(r) is session and k == key for r, k in want.parts.items()):
+                self._fail(want, error, now)
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
         return tuple(f for f in Feature if all(f in s.features for s in self._sessions.values()))
 
-    def transfer(self, key: bytes, content: bytes, grants: dict[int, Grants], now: float) -> int:
-        """Ask every required rank for one request; returns the number that Arrived or Lost will carry."""
+    def staged(self) -> list[int]:
+        """Source ranks whose bytes come through staging slots."""
+        return [rank for rank, address in self._ranks.items() if self._sessions[address].staging is not None]
+
+    def transfer(
+        self,
+        key: bytes,
+        content: bytes,
+        grants: dict[int, Grants],
+        now: float,
+        packers: Mapping[int, Any] | None = None,
+    ) -> int:
+        """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
+
+        `packers` unpack the streams of the ranks that are `staged`.
+        """
         if not self.ready or self.plan is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
         number, self._next = self._next, self._next + 1
         parts = {
-            rank: self._sessions[self._ranks[rank]].transfer(now, key, content, grants)
+            rank: self._sessions[self._ranks[rank]].transfer(now, key, content, grants, (packers or {}).get(rank))
             for rank in self.plan.required(self.me.rank)
         }
         self._wants[number] = _Want(parts, now)
@@ -137,6 +166,8 @@ class SinkEndpoint(Endpoint):
             self._events.append(Ready(self.plan))
         for number, want in list(self._wants.items()):
             self._progress(number, want, now)
+        for session in self._sessions.values():
+            session.credit()
         for address, session in self._sessions.items():
             self._out += [(address, frame) for frame in session.to_send()]
 
@@ -146,6 +177,8 @@ class SinkEndpoint(Endpoint):
         self._ranks[session.peer.rank] = address
         required = plan.required(self.me.rank)
         if session.peer.rank in required:
+            if self._staging is not None:
+                session.regions, session.staging = self._staging(session.peer.rank)
             session.register(now)
         for rank in required:
             if rank not in session.endpoints:
@@ -177,15 +210,20 @@ class SinkEndpoint(Endpoint):
         over = {r for r, k in want.parts.items() if self._over(r, k)}
         if len(over) < len(want.parts):
             return
+        try:
+            if want.error is None and not all(self._session(r).unpacked(k) for r, k in want.parts.items()):
+                return
+        except KvprotoError as error:
+            want.error = error
+        if not all(self._session(r).let_go(k) for r, k in want.parts.items()):
+            return
         del self._wants[number]
         if want.error is None:
             done = tuple(self._session(r).done[k] for r, k in sorted(want.parts.items()))
             self._events.append(Arrived(number, done, now - want.started))
             self._settle(want)
             return
-        drained = [
-            k in self._session(r).done or self._session(r).proofs.get(k) == Proof.PROVEN for r, k in want.parts.items()
-        ]
+        drained = [self._session(r).proven(k) for r, k in want.parts.items()]
         self._events.append(Lost(number, want.error, Proof.PROVEN if all(drained) else Proof.UNPROVABLE))
         self._settle(want)
 

@@ -12,13 +12,15 @@ from kvproto.grants import check_columns, check_grants
 from kvproto.plan import Plan, differences, plan
 from kvproto.session.events import Planned, RegisterAsked, SessionClosed, SessionRefused
 from kvproto.session.peer import Attempt, Party, Peer, refusal
+from kvproto.session.staging import Granted, Piece
 from kvproto.session.table import SessionState, TransferState
-from kvproto.wire.enums import Access, ErrorCode, Outcome, Proof, RequestState, Transport
+from kvproto.wire.enums import Access, CreditKind, ErrorCode, Outcome, Proof, RequestState, Transport
 from kvproto.wire.messages import (
     Abort,
     Accepted,
     Checksum,
     Columns,
+    Credit,
     Describe,
     Description,
     Done,
@@ -61,6 +63,8 @@ class SourceSession(Peer):
         self._copying: set[tuple[int, int]] = set()
         self._drains: dict[tuple[int, int], int] = {}
         """Aborts of attempts whose copy is under way: they are answered when no write can arrive any more."""
+        self._unprovable: set[tuple[int, int]] = set()
+        self._granted: Granted | None = None
         self.step("Hello")
         self.step("Welcome")
 
@@ -77,6 +81,8 @@ class SourceSession(Peer):
                     return self._transfer(message)
             case DoneAck():
                 self._ended(message)
+            case Credit():
+                self._credit(message)
             case Abort():
                 self._abort(message)
             case Goodbye():
@@ -156,8 +162,9 @@ class SourceSession(Peer):
         self._asked = message
         self.events.append(RegisterAsked(self.session, message))
 
-    def accept_register(self, transport: Transport) -> None:
-        """The memory is mapped."""
+    def accept_register(self, transport: Transport, granted: Granted | None = None) -> None:
+        """The memory is mapped; with `granted`, bytes are staged and Credit is heard."""
+        self._granted = granted
         asked, self._asked = self._asked, None
         if asked is None or self.plan is None or self.peer is None:
             return
@@ -257,6 +264,19 @@ class SourceSession(Peer):
             bytes=written, outcome=outcome, handoff=handoff, checksums=checksums,
         )  # fmt: skip
 
+    def _credit(self, message: Credit) -> None:
+        self.step("Credit")
+        if self._granted is None or message.kind != CreditKind.STAGING:
+            kind = CreditKind(message.kind).name
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", "no such credit in this session", kind)
+        self._granted.grant(message)
+
+    def chunk(self, message: Transfer, piece: Piece) -> None:
+        """Bytes of this transfer are in a slot of the sink."""
+        attempt = self.attempts[message.sequence, message.attempt]
+        self.move(attempt, "Chunk")
+        self.notice(piece.chunk(self.session, attempt.sequence, attempt.attempt))
+
     def _ended(self, message: DoneAck) -> None:
         self.answered(message.request)
         attempt = self.attempts.get((message.sequence, message.attempt))
@@ -280,7 +300,7 @@ class SourceSession(Peer):
         self.reply(
             Drained(
                 session=self.session, request=request, sequence=attempt.sequence, attempt=attempt.attempt,
-                proof=Proof.PROVEN,
+                proof=Proof.UNPROVABLE if attempt.key in self._unprovable else Proof.PROVEN,
             ),
             request,
         )  # fmt: skip
@@ -289,9 +309,11 @@ class SourceSession(Peer):
         """Writes of this transfer may arrive from now on."""
         self._copying.add((message.sequence, message.attempt))
 
-    def copied(self, message: Transfer) -> None:
-        """No write of this transfer can arrive any more; an Abort that waited for that is answered."""
+    def copied(self, message: Transfer, proof: Proof = Proof.PROVEN) -> None:
+        """The copy of this transfer is over; an Abort that waited for that is answered with the proof."""
         key = (message.sequence, message.attempt)
+        if proof != Proof.PROVEN:
+            self._unprovable.add(key)
         self._copying.discard(key)
         request = self._drains.pop(key, None)
         if request is not None:

@@ -15,9 +15,10 @@ from kvproto.session.negotiation import Terms, negotiate
 from kvproto.session.peer import PATIENCE, Party, refusal
 from kvproto.session.sink import LIMITS
 from kvproto.session.source import SourceSession
+from kvproto.session.staging import Piece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import decode, encode
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, RequestState, Role
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
 from kvproto.wire.messages import Checksum, Error, HandOff, Hello, Refused, Ticket, Transfer, Version, Welcome
 from kvproto.wire.messages import Endpoint as Address
 
@@ -206,10 +207,14 @@ class SourceEndpoint(Endpoint):
         """The copy of a Serve begins; `done` or `failed` ends it."""
         self.sessions[serve.session].copying(serve.transfer)
 
-    def _copied(self, serve: Serve, now: float) -> None:
+    def chunk(self, serve: Serve, piece: Piece) -> None:
+        """Bytes of a Serve are in a slot of the sink."""
+        self.sessions[serve.session].chunk(serve.transfer, piece)
+
+    def _copied(self, serve: Serve, now: float, proof: Proof = Proof.PROVEN) -> None:
         session = self.sessions.get(serve.session)
         if session is not None:
-            session.copied(serve.transfer)
+            session.copied(serve.transfer, proof)
             self._after(now)
 
     def done(
@@ -221,9 +226,9 @@ class SourceEndpoint(Endpoint):
         if self.active(serve):
             self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
 
-    def failed(self, serve: Serve, error: KvprotoError, now: float) -> None:
-        """The copy of a Serve failed; nothing of it is under way."""
-        self._copied(serve, now)
+    def failed(self, serve: Serve, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
+        """The copy of a Serve failed; PROVEN: no write of it can arrive any more."""
+        self._copied(serve, now, proof)
         if self.active(serve):
             self.sessions[serve.session].fail(serve.transfer, error, now)
 

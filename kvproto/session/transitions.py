@@ -59,6 +59,7 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Goodbye"): SessionState.CLOSED,
     (SessionState.REGISTERING, "Goodbye"): SessionState.CLOSED,
     (SessionState.READY, "Goodbye"): SessionState.CLOSED,
+    (SessionState.READY, "Credit"): SessionState.READY,
 }
 
 TRANSFER: dict[tuple[TransferState, str], TransferState] = {
@@ -81,4 +82,6 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.ABORTING, "DoneAck"): TransferState.ABORTING,
     (TransferState.ABORTING, "Abort"): TransferState.ABORTING,
     (TransferState.ABORTING, "Drained"): TransferState.ENDED,
+    (TransferState.ACCEPTED, "Chunk"): TransferState.ACCEPTED,
+    (TransferState.ABORTING, "Chunk"): TransferState.ABORTING,
 }

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvproto.program import CopyProgram
-from kvproto.wire.enums import Transport
+from kvproto.wire.enums import Proof, Transport
 from kvproto.wire.messages import Region
 
 __all__ = ["Copying", "Mapped", "Memory", "Move", "Mover"]
@@ -49,6 +49,9 @@ class Copying(Protocol):
     def done(self) -> bool:
         """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
 
+    def stop(self) -> Proof | None:
+        """Begin nothing more; None while writes are under way, then whether none can arrive any more."""
+
 
 @attrs.frozen
 class Move:
@@ -65,6 +68,8 @@ class Mover(Protocol):
     """Runs copy programs between memory of this process and mappings of peers'."""
 
     transport: Transport
+    together: bool
+    """Whether several moves are better started at once: then they end at once."""
 
     def connect(self, region: Region, path: str) -> Mapped:
         """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""
@@ -74,3 +79,6 @@ class Mover(Protocol):
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, of memory of this process."""
+
+    def close(self) -> None:
+        """Let go of everything; nothing may be under way."""

@@ -351,7 +351,9 @@ class Agent:
 
     def wait(self, timeout: float) -> bool:
         """Wait until a write has ended, or `timeout` seconds; whether one has."""
-        readable = bool(select.select([self._wake], [], [], timeout)[0])
+        poller = select.poll()  # `select` knows 1024 descriptors
+        poller.register(self._wake, select.POLLIN)
+        readable = bool(poller.poll(timeout * 1000))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return readable

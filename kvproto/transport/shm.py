@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.execute import checksums, execute
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
-from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
+from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 
 __all__ = ["HostCopy", "HostMover", "Mapping", "SharedMemory", "boot_id", "connect"]
@@ -51,6 +52,7 @@ class SharedMemory:
             raise LocalError(
                 ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
             ) from e
+        weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, length)
         self.buffer = memoryview(self._map)
         self.id, self.length = id, length
@@ -123,11 +125,16 @@ class HostCopy:
     bytes: int
     done: bool = True
 
+    def stop(self) -> Proof:
+        """Nothing is under way."""
+        return Proof.PROVEN
+
 
 class HostMover:
     """Runs copy programs between shared memory of one host, at once."""
 
     transport = Transport.SHM
+    together = True
 
     def connect(self, region: Region, path: str) -> Mapping:
         """As `connect`."""
@@ -142,6 +149,9 @@ class HostMover:
     ) -> dict[int, int]:
         """As `kvproto.execute.checksums`."""
         return checksums(program, _buffers(memory), sink)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _buffers(side: collections.abc.Mapping[int, Memory | Mapped]) -> dict[int, memoryview]:

@@ -333,6 +333,16 @@ class StagedReceiver:
             raise stream.error
         return stream.at == stream.packer.length and not stream.unpacking
 
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """`complete`, when no chunk comes any more: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        stream = self._streams[sequence, attempt]
+        if stream.at < stream.packer.length:
+            raise RemoteError(
+                ErrorCode.OUT_OF_RANGE, "bytes", f"a stream of {stream.packer.length}", f"Done after {stream.at}",
+                "send every Chunk before Done",
+            )  # fmt: skip
+        return self.complete(sequence, attempt)
+
     def close(self, sequence: int, attempt: int) -> bool:
         """Expect no more of it; call again until True: then nothing unpacks into its pages any more."""
         stream = self._streams.get((sequence, attempt))

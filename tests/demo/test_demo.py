@@ -1,5 +1,6 @@
 """The main job as a stranger would run it, and what they would get wrong."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -73,6 +74,15 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(0, d, g) for d in (0, 1) for g in "01"}
     assert max(r["acceptance"] for r in told["requests"]) > 1.5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+def test_over_nixl(prompts: Path) -> None:
+    result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24")
+    assert result.returncode == 0, result.stderr
+    told = report(result)
+    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(p, 0, g) for p in (0, 1) for g in "01"}
 
 
 def test_first_token_that_ends_the_text() -> None:

@@ -1,7 +1,7 @@
 """Two nodes in one process, over real sockets and shared memory."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Arrived, Lost, Ready, Released
+from kvproto.transport.base import Mover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from tests.session.driver import geometry, ticket
 
@@ -35,7 +36,12 @@ class Flipping(SinkNode):
 class Pair:
     """Source ranks and sink ranks."""
 
-    def __init__(self, folder: Path, source: Geometry, sink: Geometry, node: type[SinkNode], verify: bool) -> None:
+    def __init__(
+        self, folder: Path, source: Geometry, sink: Geometry, node: type[SinkNode] = SinkNode, verify: bool = True,
+        give: Callable[[], Sequence[Mover]] = list, take: Callable[[], Sequence[Mover]] = list,
+    ) -> None:  # fmt: skip
+        self._give = give
+        self.sent: tuple[dict[int, Any], dict[int, list[int]]] = {}, {}
         addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in source.ranks}
         self.sources = [self._source(source, r, addresses, verify) for r in addresses]
         self._dialers = [Dialer() for _ in sink.ranks]
@@ -47,6 +53,7 @@ class Pair:
                 dialer,
                 addresses[0],
                 verify,
+                take(),
             )
             for r, dialer in zip(sink.ranks, self._dialers, strict=True)
         ]
@@ -55,7 +62,7 @@ class Pair:
     def _source(self, source: Geometry, rank: int, addresses: dict[int, str], verify: bool) -> SourceNode:
         pool = allocate(source, rank, ITEMS)
         party = Party("p", 0, rank, secrets.randbits(60))
-        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify)
+        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give())
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -91,26 +98,31 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
 TOKENS = 11
 
 
-def hand_over(pair: Pair, rng: np.random.Generator) -> list[dict[int, list[int]]]:
-    """Fill the sources alike, hand one request over; items of each sink rank."""
+def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[dict[int, list[int]]]:
+    """Fill the sources alike, ask for one request; items of each sink rank."""
     data = {g: rng.integers(0, 256, (12, 3, 4, 2, 40), np.uint8) for g in (0, 1)}
-    made = ticket()
+    made = ticket(deadline)
     source_items = {g: rng.permutation(12)[:3].tolist() for g in (0, 1)}
     for node in pair.sources:
         fill(node, data)
         node.expect(made, CONTENT)
         node.finish(bytes(made.key), Finished(source_items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
     pair.until(lambda: pair.count(Ready) == len(pair.sinks))
+    pair.sent = data, source_items
     sink_items = []
     for sink in pair.sinks:
         items = {g: rng.permutation(12)[:3].tolist() for g in (0, 1)}
         sink_items.append(items)
         sink.transfer(made, CONTENT, 0, TOKENS, items)
+    return sink_items
+
+
+def hand_over(pair: Pair, rng: np.random.Generator) -> list[dict[int, list[int]]]:
+    """Ask for one request, until all is over."""
+    sink_items = ask(pair, rng)
     pair.until(
         lambda: pair.count(Received) + pair.count(Lost) == len(pair.sinks) and pair.count(Released) == len(pair.sources)
     )
-    pair_data = {"data": data, "source_items": source_items}
-    vars(pair).update(pair_data)
     return sink_items
 
 
@@ -129,6 +141,12 @@ def fill(node: SourceNode, data: dict[int, np.ndarray[Any, Any]]) -> None:
 def test_every_byte_arrives(pair: Callable[..., Pair], source_tp: int, sink_tp: int) -> None:
     made = pair(source_tp, sink_tp)
     sink_items = hand_over(made, np.random.default_rng())
+    check(made, sink_items)
+
+
+def check(made: Pair, sink_items: list[dict[int, list[int]]]) -> None:
+    """Every byte of the items is there."""
+    data, source_items = made.sent
     for sink, items in zip(made.sinks, sink_items, strict=True):
         for share in next(r for r in sink.pool.side.geometry.ranks if r.rank == sink.pool.side.rank).owns:
             for layer in share.layers.tolist() if share.group < 2 else []:
@@ -137,8 +155,8 @@ def test_every_byte_arrives(pair: Callable[..., Pair], source_tp: int, sink_tp: 
                     span = next(s for s in share.lanes if s.part == p)
                     got = sink.pool.array(share.group, layer, part.name)
                     wanted = np.zeros_like(got)
-                    for here, there in zip(items[share.group], made.source_items[share.group], strict=True):  # type: ignore[attr-defined]
-                        wanted[here] = made.data[share.group][there, layer, :, span.lo : span.hi, : part.lane_bytes]  # type: ignore[attr-defined]
+                    for here, there in zip(items[share.group], source_items[share.group], strict=True):
+                        wanted[here] = data[share.group][there, layer, :, span.lo : span.hi, : part.lane_bytes]
                         wanted[here] += np.uint8(100 * p)
                     wanted[items[share.group][-1], TOKENS % 4 :] = 0
                     assert np.array_equal(got, wanted)

@@ -42,13 +42,15 @@ def ticket(deadline: float = 60.0) -> Ticket:
 class World:
     """One source replica, any number of sink ranks, and what they said."""
 
+    features: tuple[Feature, ...] = (Feature.VERIFY,)
+
     def __init__(self, source: Geometry) -> None:
         self.now = 0.0
         self.sources: dict[str, SourceEndpoint] = {}
         addresses = {r.rank: f"s{r.rank}" for r in source.ranks}
         for rank, address in addresses.items():
             party = Party("p", 0, rank, 100 + rank)
-            self.sources[address] = SourceEndpoint(party, source, addresses, (Feature.VERIFY,), 1000 * (rank + 1))
+            self.sources[address] = SourceEndpoint(party, source, addresses, self.features, 1000 * (rank + 1))
         self.sinks: dict[str, SinkEndpoint] = {}
         self.pools: dict[str, Pool] = {}
         self.told: dict[str, list[Event]] = {a: [] for a in self.sources}
@@ -58,10 +60,20 @@ class World:
         pool = allocate(sink, rank, {g.id: PAGES for g in sink.groups})
         party = Party(engine, sink.replica, rank, secrets.randbits(60))
         columns = tuple(pool.side.columns.values())
-        endpoint = SinkEndpoint(party, sink, (pool.memory.region,), columns, (Feature.VERIFY,), "s0")
+        endpoint = SinkEndpoint(
+            party, sink, (pool.memory.region,), columns, self.features, "s0", self.staging(name, pool)
+        )
         self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
         return endpoint
+
+    def staging(self, name: str, pool: Pool) -> Any:
+        """What a sink registers instead of its pool."""
+        return None
+
+    def accept(self, address: str, session: int) -> None:
+        """A source maps memory."""
+        self.sources[address].sessions[session].accept_register(Transport.SHM)
 
     def run(self) -> None:
         """Pass frames until nobody has any."""
@@ -77,7 +89,7 @@ class World:
             for address, source in self.sources.items():
                 for event in source.take_events():
                     if isinstance(event, RegisterAsked):
-                        source.sessions[event.session].accept_register(Transport.SHM)
+                        self.accept(address, event.session)
                         moved = True
                     self.told[address].append(event)
                 for conn, frame in source.to_send(self.now):

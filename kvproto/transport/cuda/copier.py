@@ -25,7 +25,7 @@ from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import call, current, driver
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Copier", "Copy", "Job", "Prepared"]
 
@@ -107,6 +107,13 @@ class Copy:
     def done(self) -> bool:
         """Whether every byte is at its destination; raises LocalError(TRANSPORT_FAILED) after a device fault."""
         return bool(self.event.is_done)
+
+    def stop(self) -> Proof | None:
+        """A launch cannot be stopped: PROVEN when it is done, UNPROVABLE after a device fault."""
+        try:
+            return Proof.PROVEN if self.done else None
+        except LocalError:
+            return Proof.UNPROVABLE
 
     def wait(self) -> None:
         """Block until done."""

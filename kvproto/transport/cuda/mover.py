@@ -30,6 +30,7 @@ class DeviceMover:
     """Runs copy programs with one GPU; tables of operations are uploaded once for a rank pair."""
 
     transport = Transport.CUDA
+    together = True
 
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
         self.copier = Copier(device, blocks)
@@ -47,6 +48,10 @@ class DeviceMover:
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, on the GPU."""
         return self.copier.checksums(program, _addresses(memory), sink)
+
+    def close(self) -> None:
+        """Forget the tables."""
+        self._known.clear()
 
     def _prepared(self, move: Move) -> Prepared:
         sources, sinks = _addresses(move.sources), _addresses(move.sinks)

@@ -9,6 +9,8 @@ from kvproto.wire.make.registry import HEAD, Facts, moves
 __all__ = ["enums_module", "messages_module", "tables_module", "transitions_module"]
 
 _INTS = {"u8", "u16", "u32", "u64"}
+_SPOKEN = {"Chunk", "Credit"}
+"""Draft messages that the session layer speaks, behind their features."""
 
 
 def annotation(type_: str, facts: Facts) -> str:
@@ -126,7 +128,7 @@ def tables_module(facts: Facts) -> str:
 
 
 def transitions_module(facts: Facts) -> str:
-    """kvproto/session/transitions.py, without what is draft"""
+    """kvproto/session/transitions.py, without what is draft and not spoken"""
     out = [f'"""States and moves of a session and its transfers. {HEAD}"""', "", "from enum import Enum", ""]
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
@@ -136,9 +138,11 @@ def transitions_module(facts: Facts) -> str:
         out.append("")
     for name, machine in facts["machine"].items():
         cls = f"{name.title()}State"
+        drafts = {state["name"] for state in machine["state"] if state.get("status") == "draft"}
         out += ["", f"{name.upper()}: dict[tuple[{cls}, str], {cls}] = {{"]
         for before, message, after, status in moves(machine):
-            if status == "stable":
+            spoken = message in _SPOKEN and not drafts & {before, after}
+            if status == "stable" or spoken:
                 out.append(f'    ({cls}.{before.upper()}, "{message}"): {cls}.{after.upper()},')
         out.append("}")
     return "\n".join(out) + "\n"

@@ -76,7 +76,7 @@ class DecodeRank:
         self._dialer = Dialer(options.insecure)
         party = Party(options.name, 0, tp.rank, incarnation())
         seed = rank_address(options.address, 0)
-        self.node = node(party, self._geometry, pool, self._dialer, seed, options.verify)
+        self.node = node(party, self._geometry, pool, self._dialer, seed, options.verify, options.movers())
         self._lockstep = Lockstep(tp.size, tp.group)
         self._ready: set[int] = set()
         self._asked = False

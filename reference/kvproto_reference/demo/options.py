@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from kvproto.errors import LocalError
+from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
@@ -14,7 +15,7 @@ from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
-TRANSPORTS = ("shm", "cuda")
+TRANSPORTS = ("shm", "nixl", "cuda")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -54,6 +55,10 @@ class EngineOptions:
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
+
+    def movers(self) -> tuple[NixlMover, ...]:
+        """For the node of a rank; none: what its memory takes."""
+        return (NixlMover(),) if self.transport == "nixl" else ()
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -1,0 +1,372 @@
+"""Packed bytes through a session: when Chunk and Credit are legal, what is refused, and when a transfer is over."""
+
+import contextlib
+import random
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto.errors import LocalError, RemoteError, WireError
+from kvproto.node.pool import Pool
+from kvproto.transport.staged import Link, Piece, StagedReceiver
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
+from kvproto.wire.messages import Chunk, Credit, Error, Handle
+from tests.session.driver import World, geometry, grants, ticket
+from tests.session.test_hostile import CONTENT, twisted
+from tests.transport.test_staged import Bytes, Event, Slots
+
+SLOTS, SLOT, LENGTH = 4, 7, 25
+
+
+class Staged(World):
+    """Every pair is staged; bytes of slots move at once, unpacking ends when the test says so."""
+
+    features = (Feature.STAGED, Feature.VERIFY)
+
+    def __init__(self, source_tp: int = 1, sinks: int = 1) -> None:
+        self.slots: dict[str, list[Slots]] = {}
+        self.events_: list[Event] = []
+        self.transport = Transport.NIXL
+        self.frames: list[tuple[str, Any]] = []
+        super().__init__(geometry(source_tp))
+        self.keep = self._seen
+        for k in range(sinks):
+            self.sink(f"d{k}", geometry(1), engine=f"d{k}")
+        self.run()
+
+    def _seen(self, to: str, frame: bytes) -> int:
+        self.frames.append((to, decode(frame)))
+        return 1
+
+    def staging(self, name: str, pool: Pool) -> Any:
+        def registration(source: int) -> Any:
+            slots = Slots(SLOTS, SLOT, self.events_)
+            self.slots.setdefault(name, []).append(slots)
+            region = attrs.evolve(pool.memory.region, handles=(Handle(transport=Transport.NIXL, data=b""),))
+            return (region,), StagedReceiver(slots)
+
+        return registration
+
+    def accept(self, address: str, session: int) -> None:
+        source = self.sources[address].sessions[session]
+        link = Link(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
+        source.accept_register(self.transport, link if self.transport == Transport.NIXL else None)
+
+    def ask(self, name: str = "d0") -> int:
+        """A request that is finished at every source; its stream has LENGTH bytes from each."""
+        made = ticket()
+        for source in self.sources.values():
+            source.expect(made, CONTENT, self.now)
+            source.finish(bytes(made.key))
+        sink, pages = self.sinks[name], [Bytes(bytearray(LENGTH), self.events_) for _ in self.sources]
+        packers = dict(enumerate(pages))
+        number = sink.transfer(bytes(made.key), CONTENT, grants(self.pools[name], 6), self.now, packers)
+        self.run()
+        return number
+
+    def chunk(self, slot: int, offset: int, bytes_: int, last: bool = False, address: str = "s0") -> None:
+        """The source says that bytes of the last transfer asked of it are in a slot."""
+        serve = self.events(address, "Serve")[-1]
+        self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last))
+        self.run()
+
+    def stream(self, address: str = "s0") -> None:
+        """All chunks of a transfer, unless it is aborted."""
+        for k in range(0, LENGTH, SLOT):
+            if self.sources[address].active(self.events(address, "Serve")[-1]):
+                self.chunk(k // SLOT, k, min(SLOT, LENGTH - k), k + SLOT >= LENGTH, address)
+
+    def happen(self) -> None:
+        """Unpacking ends."""
+        for event in self.events_:
+            event.happen()
+        for sink in self.sinks.values():
+            sink.on_time(self.now)
+        self.run()
+
+    def credits(self) -> list[list[int]]:
+        """Slots of every Credit so far."""
+        return [m.slots.tolist() for _, m in self.frames if isinstance(m, Credit)]
+
+    def errors(self, to: str = "s0") -> list[tuple[ErrorCode, int | None]]:
+        return [(m.code, m.about) for t, m in self.frames if isinstance(m, Error) and t == to]
+
+    def from_sink(self, message: Any, name: str = "d0") -> ErrorCode:
+        """The source's answer to a frame of a sink."""
+        self.sources["s0"].receive(name, encode(message), self.now)
+        self.run()
+        (*_, (code, about)) = self.errors(name)
+        assert about == type(message).TYPE
+        return code
+
+
+def credit(world: Staged, *slots: int) -> Credit:
+    (session, *_) = world.sources["s0"].sessions
+    return Credit(session=session, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32))
+
+
+def still_serves(world: Staged, name: str) -> None:
+    """A whole request of this sink."""
+    world.ask(name)
+    world.stream()
+    world.serve()
+    world.happen()
+    assert len(world.events(name, "Arrived")) == 1
+
+
+def test_all_slots_are_granted_once_after_registered() -> None:
+    world = Staged()
+    assert world.credits() == [list(range(SLOTS))]
+    kinds = [type(m).__name__ for _, m in world.frames]
+    assert kinds.index("Credit") > kinds.index("Registered")
+
+
+def test_a_slot_is_returned_when_it_is_unpacked() -> None:
+    world = Staged()
+    world.ask()
+    world.chunk(2, 0, SLOT)
+    assert len(world.credits()) == 1
+    world.happen()
+    assert world.credits()[1:] == [[2]]
+
+
+def test_arrival_waits_for_the_last_byte() -> None:
+    world = Staged()
+    world.ask()
+    world.stream()
+    world.serve()
+    assert not world.events("d0", "Arrived")
+    world.happen()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_arrival_waits_for_the_streams_of_all_writers() -> None:
+    world = Staged(source_tp=2)
+    world.ask()
+    world.stream("s0")
+    world.serve("s0")
+    world.happen()
+    assert not world.events("d0", "Arrived")
+    world.stream("s1")
+    world.serve("s1")
+    world.happen()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_done_before_the_last_chunk_loses_the_transfer() -> None:
+    world = Staged()
+    world.ask()
+    world.chunk(0, 0, SLOT)
+    world.serve()
+    world.happen()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.OUT_OF_RANGE, Proof.PROVEN)
+
+
+def test_what_cannot_be_unpacked_loses_the_transfer() -> None:
+    world = Staged()
+    world.ask()
+    world.stream()
+    world.serve()
+    world.events_[0].error = LocalError(ErrorCode.POOL_MOVED, "", "", "")
+    world.happen()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert not world.events("d0", "Arrived")
+
+
+@pytest.mark.parametrize(
+    ("slot", "offset", "bytes_", "last", "code"),
+    [
+        (SLOTS, SLOT, SLOT, False, ErrorCode.CREDIT),
+        (0, SLOT, SLOT, False, ErrorCode.CREDIT),
+        (1, 0, SLOT, False, ErrorCode.OUT_OF_RANGE),
+        (1, SLOT + 1, SLOT, False, ErrorCode.OUT_OF_RANGE),
+        (1, SLOT, SLOT + 1, False, ErrorCode.OUT_OF_RANGE),
+        (1, SLOT, LENGTH, False, ErrorCode.OUT_OF_RANGE),
+        (1, SLOT, SLOT, True, ErrorCode.FIELD_CONFLICT),
+    ],
+    ids=["not there", "not granted", "again", "gap", "beyond the slot", "beyond the stream", "not the last"],
+)
+def test_a_refused_chunk_costs_its_transfer_alone(
+    slot: int, offset: int, bytes_: int, last: bool, code: ErrorCode
+) -> None:
+    world = Staged(sinks=2)
+    world.ask()
+    world.chunk(0, 0, SLOT)
+    world.chunk(slot, offset, bytes_, last)
+    assert world.errors() == [(code, Chunk.TYPE)]
+    assert not world.events("d0", "Lost")  # bytes are being unpacked into its pages
+    world.happen()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert len(world.events("s0", "Released")) == 1
+    still_serves(world, "d1")
+    assert not world.events("d1", "Troubled")
+
+
+def test_a_chunk_that_crosses_an_abort_returns_its_slot() -> None:
+    world = Staged()
+    number = world.ask()
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.chunk(3, 0, SLOT)  # before the source hears of it
+    assert not world.errors()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+    assert world.credits()[1:] == [[3]]
+
+
+def test_pages_are_free_when_our_own_unpacking_is_over_whatever_the_source_can_prove() -> None:
+    world = Staged()
+    number = world.ask()
+    source = world.sources["s0"]
+    (serve,) = world.events("s0", "Serve")
+    source.copying(serve)
+    world.chunk(0, 0, SLOT)
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.run()
+    source.failed(serve, RemoteError(ErrorCode.PEER_LOST, "", "", ""), world.now, Proof.UNPROVABLE)
+    world.run()
+    assert not world.events("d0", "Lost")
+    world.happen()
+    assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
+
+
+def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again() -> None:
+    world = World(geometry(1))
+    sink, made = world.sink("d0", geometry(1)), ticket()
+    world.run()
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.sources["s0"].finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    (serve,) = world.events("s0", "Serve")
+    world.sources["s0"].copying(serve)
+    world.sources["s0"].failed(serve, LocalError(ErrorCode.TRANSPORT_FAILED, "", "", ""), 0.0, Proof.UNPROVABLE)
+    world.run()  # Failed, then Abort, then Drained
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
+    assert sink.ready
+
+
+def test_a_credit_for_what_the_source_has_or_for_no_slot_is_refused() -> None:
+    world = Staged(sinks=2)
+    for slots in ((0,), (SLOTS,), (1, 2**32 - 1)):
+        assert world.from_sink(credit(world, *slots)) == ErrorCode.CREDIT
+    still_serves(world, "d1")
+
+
+def test_credit_of_another_kind_is_refused() -> None:
+    world = Staged()
+    (session,) = world.sources["s0"].sessions
+    inline = Credit(session=session, kind=CreditKind.INLINE, total=9)
+    assert world.from_sink(inline) == ErrorCode.UNEXPECTED_MESSAGE
+
+
+def test_credit_before_registered_is_refused() -> None:
+    world = Staged(sinks=0)
+    world.accept = lambda address, session: None  # type: ignore[method-assign]
+    world.sink("d0", geometry(1))
+    world.run()
+    assert world.from_sink(credit(world, 0)) == ErrorCode.UNEXPECTED_MESSAGE
+
+
+def test_credit_is_refused_where_nothing_is_staged() -> None:
+    world = Unstaged()
+    assert world.from_sink(credit(world, 0)) == ErrorCode.UNEXPECTED_MESSAGE
+
+
+class Unstaged(Staged):
+    """The source takes another transport that is offered beside."""
+
+    def __init__(self) -> None:
+        super().__init__(sinks=0)
+        self.transport = Transport.SHM
+        self.sink("d0", geometry(1))
+        self.run()
+
+    def staging(self, name: str, pool: Pool) -> Any:
+        def registration(source: int) -> Any:
+            (region,), receiver = super(Unstaged, self).staging(name, pool)(source)
+            return (attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles)),), receiver
+
+        return registration
+
+
+def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
+    world = Unstaged()
+    assert world.sinks["d0"].staged() == []
+    world.ask()
+    world.chunk(0, 0, SLOT)
+    assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
+    world.ask()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+    assert not world.credits()
+
+
+@pytest.mark.parametrize("state", ["unknown", "over"])
+def test_a_chunk_outside_a_transfer_is_refused(state: str) -> None:
+    world = Staged()
+    (session,) = world.sources["s0"].sessions
+    if state == "over":
+        still_serves(world, "d0")
+    chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=1, last=False)
+    world.sinks["d0"].receive("s0", encode(chunk), world.now)
+    world.run()
+    assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
+    assert not world.events("d0", "Lost")
+
+
+@pytest.mark.parametrize(
+    ("features", "transport", "code"),
+    [
+        ((Feature.STAGED, Feature.VERIFY), Transport.CUDA, ErrorCode.NO_TRANSPORT),
+        ((Feature.VERIFY,), Transport.NIXL, ErrorCode.FEATURE_MISSING),
+    ],
+)
+def test_a_source_that_takes_what_was_not_offered_is_refused(
+    features: tuple[Feature, ...], transport: Transport, code: ErrorCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Staged, "features", features)
+    world = Staged(sinks=0)
+    world.transport = transport
+    sink = world.sink("d0", geometry(1))
+    world.run()
+    assert not sink.ready
+    assert sink.refused is not None
+    assert sink.refused.code == code
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nonsense_in_chunks_and_credits_costs_nobody_else_anything(seed: int) -> None:
+    rng = random.Random(seed)
+    world = Staged(sinks=0)
+    bad, source = world.sink("bad", geometry(1), engine="bad"), world.sources["s0"]
+    from_sink, from_source, rate = bad.to_send, source.to_send, rng.choice([0.1, 0.5])
+
+    def twist(frame: bytes) -> bytes:
+        message = decode(frame)
+        if isinstance(message, Chunk | Credit) and rng.random() < rate:
+            with contextlib.suppress(WireError):  # nonsense that our writer refuses
+                return encode(twisted(message, rng))
+        return frame
+
+    bad.to_send = lambda now: [(a, twist(f)) for a, f in from_sink(now)]  # type: ignore[method-assign]
+    source.to_send = lambda now: [(c, twist(f) if c == "bad" else f) for c, f in from_source(now)]  # type: ignore[method-assign]
+    world.run()
+    for _ in range(6):
+        world.ask("bad")
+        world.stream()
+        world.serve()
+        world.happen()
+        world.pass_time(3.0)
+    ended = world.events("bad", "Arrived") + world.events("bad", "Lost")
+    assert sorted(e.transfer for e in ended) == list(range(1, 7))
+    world.sink("good", geometry(1), engine="good")
+    world.run()
+    still_serves(world, "good")
