@@ -12,10 +12,30 @@ from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.messages import Region
 from tests.gpu.memory import put
 
+KEEP = []
+
+
+def pool(length: int, device: int, whose: str) -> DeviceMemory:
+    """Our own memory, or a framework's."""
+    if whose == "jax":
+        import jax
+
+        made = jax.device_put(np.zeros(length, np.uint8), jax.devices()[device]).block_until_ready()
+        KEEP.append(made)
+        return DeviceMemory.adopt(made.unsafe_buffer_pointer(), length)
+    if whose == "torch":
+        import torch
+
+        made = torch.zeros(length, dtype=torch.uint8, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
+        KEEP.append(made)
+        return DeviceMemory.adopt(made.data_ptr(), length)
+    return DeviceMemory(length, device)
+
 
 def main() -> None:
     length, device = int(sys.argv[1]), int(sys.argv[2])
-    mine = DeviceMemory(length, device)
+    mine = pool(length, device, sys.argv[3])
     print(encode_struct(mine.region).hex(), flush=True)
     for line in sys.stdin:
         what = json.loads(line)

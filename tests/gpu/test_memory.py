@@ -212,11 +212,45 @@ def test_jax_takes_memory() -> None:
     assert np.array_equal(np.asarray(seen), data.view(np.asarray(seen).dtype))
 
 
-def test_virtual_memory_says_what_to_do() -> None:
+@pytest.mark.parametrize("whose", ["jax", "torch", "torch, expandable"])
+def test_pull_from_the_pool_of_a_framework(devices: tuple[int, int], whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that the engine allocated, by legacy handle or by descriptor."""
+    pytest.importorskip(whose.split(",")[0])
+    if "expandable" in whose:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2")
+    source, device = devices
+    length = 50 << 20  # of segments of 20 MB: several allocations
+    peer = Owner(length, source, whose.split(",")[0])
+    peer.ask(fill=3)
+    mine = DeviceMemory(length, device)
+    for _ in range(2):
+        mapped = connect(peer.region, "regions[0]", device)
+        program = scattered(512, length // 512)
+        copier = Copier(device)
+        prepared = copier.prepare(program, {0: mapped.address}, {0: mine.address})
+        copier.submit([Job(prepared, program.maps)]).wait()
+        there = np.random.default_rng(3).integers(0, 256, length, np.uint8).reshape(-1, 512)
+        m = program.maps[0]
+        assert np.array_equal(get(mine).reshape(-1, 512)[m.sink_row], there[m.source_row])
+        mapped.close()
+    peer.kill()
+    with pytest.raises(RemoteError) as caught:
+        connect(peer.region, "regions[0]", device)
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+
+
+def test_a_pool_of_jax_takes_what_a_peer_sends() -> None:
+    """A pool in memory of JAX is written by the copier, and JAX reads it."""
     jax = pytest.importorskip("jax")
-    pool = jax.numpy.arange(1 << 20).block_until_ready()
+    pool = jax.device_put(np.zeros(1 << 20, np.uint8)).block_until_ready()
     adopted = DeviceMemory.adopt(pool.unsafe_buffer_pointer(), 1 << 20)
-    with pytest.raises(LocalError) as caught:
-        _ = adopted.region
-    assert caught.value.code == ErrorCode.NO_TRANSPORT
-    assert "kvproto.memory" in caught.value.advice
+    data = np.random.default_rng(5).integers(0, 256, 1 << 20, np.uint8)
+    mine = DeviceMemory(1 << 20)
+    put(mine, data)
+    program, copier = scattered(4096, 256), Copier(0)
+    prepared = copier.prepare(program, {0: mine.address}, {0: adopted.address})
+    copier.submit([Job(prepared, program.maps)]).wait()
+    m = program.maps[0]
+    seen = np.asarray(jax.numpy.copy(pool)).reshape(-1, 4096)
+    assert np.array_equal(seen[m.sink_row], data.reshape(-1, 4096)[m.source_row])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,14 +28,15 @@ from kvproto.transport.cuda.driver import (
     start_time,
     uuid,
 )
+from kvproto.transport.cuda.virtual import MOST_PIECES, Piece, VirtualMap, piece_at, share, unshare
 from kvproto.transport.shm import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
 __all__ = ["DeviceMemory", "Mapped", "connect"]
 
-_LEGACY = 1
-"""Kind of handle: cuIpcGetMemHandle."""
+_LEGACY, _VIRTUAL = 1, 2
+"""Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory."""
 _NONCE = secrets.token_bytes(16)
 """Names this process, also to itself."""
 _Attribute = driver.CUpointer_attribute
@@ -101,6 +103,7 @@ class DeviceMemory:
             raise LocalError(ErrorCode.OUT_OF_REGION, "regions.length", room, str(length), "register one allocation")
         self.address, self.length, self.id, self.device = address, length, id, known["device"]
         self._owned, self._known = owned, known
+        self._shared: tuple[str, list[tuple[bytes, int]]] | None = None
         self._buffer: Buffer | None = None
 
     @property
@@ -121,21 +124,43 @@ class DeviceMemory:
     def region(self) -> Region:
         """What Register says of it; raises NO_TRANSPORT, with a way out, for an allocation that cannot be shared."""
         self.check()
-        if not self._known["legacy"]:
+        current(self.device)
+        if self._known["legacy"]:
+            body: Any = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
+            kind, offset, size = _LEGACY, self.address - self._known["start"], self._known["size"]
+        elif self._known["handles"] & 1:
+            pieces = self._pieces()
+            if self._shared is None:
+                self._shared = share(pieces)
+            kind, offset, size = _VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces)
+            body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
+        else:
             raise LocalError(
-                ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc", "virtual memory or a memory pool",
+                ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
+                "virtual memory or a memory pool without",
                 "allocate with kvproto.memory, or turn expandable segments and stream-ordered pools off",
             )  # fmt: skip
-        current(self.device)
-        handle = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
         pid = os.getpid()
-        data = msgpack.packb([
-            _LEGACY, pid, start_time(pid), _NONCE, handle, self.address - self._known["start"], self._known["size"],
-        ])  # fmt: skip
+        data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
         return Region(
             id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
             boot=boot_id(), handles=(Handle(transport=Transport.CUDA, data=data),), namespace=pid_namespace(),
         )  # fmt: skip
+
+    def _pieces(self) -> list[Piece]:
+        """Allocations that the region lies in, one after the other."""
+        found: list[Piece] = []
+        at = self.address
+        while at < self.address + self.length:
+            base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
+            found.append(piece_at(base, _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)))
+            at = found[-1].base + found[-1].size
+        if len(found) > MOST_PIECES:
+            advice = "allocate the pool at once, with kvproto.memory"
+            raise LocalError(
+                ErrorCode.NO_TRANSPORT, "regions.handles", f"at most {MOST_PIECES} allocations", str(len(found)), advice
+            )
+        return found
 
     def zero(self) -> None:
         """Fill with zeros, and wait."""
@@ -150,6 +175,9 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Free it, if it was allocated here; peers must have unmapped it."""
+        if self._shared is not None:
+            unshare([token for token, _ in self._shared[1]])
+            self._shared = None
         if self._owned:
             self._owned = False
             current(self.device)
@@ -160,6 +188,7 @@ class DeviceMemory:
 class _Opened:
     base: int
     size: int
+    close: Callable[[], None]
     users: int = 0
 
 
@@ -187,8 +216,7 @@ class Mapped:
         opened.users -= 1
         if not opened.users:
             del _opened[key]
-            current(self.device)
-            call(driver.cuIpcCloseMemHandle(opened.base), "unmap")
+            opened.close()
 
 
 def connect(region: Region, path: str, device: int) -> Mapped:
@@ -203,11 +231,12 @@ def connect(region: Region, path: str, device: int) -> Mapped:
     if not Device(device).can_access_peer(owner) and device != owner:
         raise _no(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
     try:
-        kind, pid, began, nonce, ipc, offset, size = _read(bytes(handle.data))
+        kind, pid, began, nonce, offset, size, body = _read(bytes(handle.data))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise _failed(path, "a handle", "bytes that are none") from error
-    if nonce == _NONCE:
-        if facts(region.base)["start"] + offset != region.base or not enable_peer(device, owner):
+    if nonce == _NONCE and (kind == _LEGACY or device == owner):
+        known = facts(region.base)
+        if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
             raise _failed(path, "memory of this process", "freed memory")
         return Mapped(region.base, region.length, device, pid)
     if region.namespace != pid_namespace():
@@ -215,13 +244,13 @@ def connect(region: Region, path: str, device: int) -> Mapped:
         raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a process that lives", f"process {pid} has ended")
-    if kind != _LEGACY or offset + region.length > size:
+    if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
-    key = (device, ipc)
+    key = (device, msgpack.packb(body))
     try:
-        opened = _opened.get(key) or _open(device, ipc)
-    except KvprotoError as error:
-        raise _failed(path, "a handle that opens", error.yours) from error
+        opened = _opened.get(key) or (_open if kind == _LEGACY else _map)(device, body)
+    except (KvprotoError, OSError) as error:
+        raise _failed(path, "a handle that opens", getattr(error, "yours", str(error))) from error
     _opened[key] = opened
     opened.users += 1
     mapped = Mapped(opened.base + offset, region.length, device, pid, key)
@@ -238,19 +267,35 @@ def _open(device: int, ipc: bytes) -> _Opened:
     lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     address = int(call(driver.cuIpcOpenMemHandle(handle, lazy.value), "mapping"))
     base, size = call(driver.cuMemGetAddressRange(address), "range")
-    return _Opened(int(base), int(size))
+    return _Opened(int(base), int(size), lambda: _close(device, int(base)))
 
 
-def _read(data: bytes) -> tuple[int, int, int, bytes, bytes, int, int]:
-    kind, pid, began, nonce, ipc, offset, size = msgpack.unpackb(data)
-    numbers, strings = (kind, pid, began, offset, size), (nonce, ipc)
-    if (
-        not all(type(n) is int and n >= 0 for n in numbers)
-        or not all(type(s) is bytes for s in strings)
-        or len(ipc) != 64
-    ):
+def _close(device: int, base: int) -> None:
+    current(device)
+    call(driver.cuIpcCloseMemHandle(base), "unmap")
+
+
+def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
+    made = VirtualMap(device, *body)
+    return _Opened(made.base, made.size, made.close)
+
+
+def _read(data: bytes) -> tuple[int, int, int, bytes, int, int, Any]:
+    kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
+    numbers = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size))
+    if not numbers or type(nonce) is not bytes or kind not in (_LEGACY, _VIRTUAL):
         raise ValueError("not a handle")
-    return kind, pid, began, nonce, ipc, offset, size
+    if kind == _LEGACY:
+        if type(body) is not bytes or len(body) != 64:
+            raise ValueError("not a handle")
+        return kind, pid, began, nonce, offset, size, body
+    path, pieces = body
+    if type(path) is not str or not 0 < len(pieces) <= MOST_PIECES:
+        raise ValueError("not a handle")
+    for token, length in pieces:
+        if type(token) is not bytes or len(token) != 16 or type(length) is not int or not 0 < length < 1 << 48:
+            raise ValueError("not a handle")
+    return kind, pid, began, nonce, offset, size, body
 
 
 def _no(path: str, mine: str, yours: str, advice: str) -> RemoteError:

@@ -1,0 +1,88 @@
+"""File descriptors for peers on this host: virtual device memory is shared as descriptors, which no message can carry.
+
+A process that shares such memory listens on a socket in a private directory. A peer names the 16 random bytes that the
+Register gave it, and gets the descriptor that goes with them. Others, and other
+users, get none.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from functools import cache
+
+__all__ = ["fetch", "offer", "withdraw"]
+
+_PATIENCE = 5.0
+"""Seconds that one exchange may take."""
+
+
+class _Server:
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="kvproto-")  # mode 0700
+        self.path = os.path.join(self._folder, "descriptors")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self._socket.listen(64)
+        self.held: dict[bytes, int] = {}
+        atexit.register(shutil.rmtree, self._folder, True)
+        threading.Thread(target=self._serve, name="kvproto descriptors", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._socket.accept()
+            # a thread each: one that says nothing holds up no other
+            threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
+
+    def _answer(self, peer: socket.socket) -> None:
+        with peer:
+            peer.settimeout(_PATIENCE)
+            try:
+                _, user, _ = struct.unpack("iii", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                token = peer.recv(16, socket.MSG_WAITALL)
+                held = self.held.get(token)
+                if held is not None and user == os.getuid():
+                    socket.send_fds(peer, [b"1"], [held])
+            except OSError:
+                pass
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
+
+
+def offer(descriptor: int) -> tuple[str, bytes]:
+    """Where peers of this host can get the descriptor, which is ours from now on, and the bytes that name it."""
+    token = secrets.token_bytes(16)
+    _server().held[token] = descriptor
+    return _server().path, token
+
+
+def withdraw(token: bytes) -> None:
+    """Give it to no one any more."""
+    descriptor = _server().held.pop(token, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def fetch(path: str, token: bytes) -> int:
+    """A descriptor that a peer offers; raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(_PATIENCE)
+        peer.connect(path)
+        peer.sendall(token)
+        peer.shutdown(socket.SHUT_WR)
+        data, ancillary, _, _ = peer.recvmsg(1, socket.CMSG_SPACE(4))
+        for level, kind, body in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                return array.array("i", body[:4])[0]
+    raise OSError("no descriptor" if not data else "a byte without a descriptor")
