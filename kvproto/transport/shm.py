@@ -52,7 +52,7 @@ class SharedMemory:
             raise LocalError(
                 ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
             ) from e
-        weakref.finalize(self, os.close, self._fd)
+        self._let_go = weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, length)
         self.buffer = memoryview(self._map)
         self.id, self.length = id, length
@@ -74,7 +74,7 @@ class SharedMemory:
         """Give it up: peers that have mapped it keep it until they unmap; raises BufferError while views of it live."""
         self.buffer.release()
         self._map.close()
-        os.close(self._fd)
+        self._let_go()
 
 
 class Mapping:
