@@ -122,6 +122,8 @@ def _check_alias(
                 (a, a_end), (b, b_end) = held
                 if a.min() >= b_end.max() or b.min() >= a_end.max():
                     continue
+                if _rows_apart(ours, theirs, columns[grant.group], columns[other.group], region):
+                    continue
                 starts, ends = np.concatenate([a, b]), np.concatenate([a_end, b_end])
                 whose = np.repeat([0, 1], [a.size, b.size])
                 order = np.argsort(starts, kind="stable")
@@ -131,18 +133,36 @@ def _check_alias(
                     raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "items of disjoint memory", yours)
 
 
-def _extents(group: Group, share: Owns, own: Columns) -> tuple[IntArray, IntArray]:
-    """Region of each column, and the bytes that one item reaches over."""
+_Extents = tuple[IntArray, IntArray, IntArray]
+
+
+def _extents(group: Group, share: Owns, own: Columns) -> _Extents:
+    """Region of each column, and the bytes that one item reaches over, and one row."""
     lanes = np.array([sum(s.hi - s.lo for s in share.lanes if s.part == p) for p in range(len(group.parts))])
     size = np.array([p.lane_bytes for p in group.parts])
     part = np.arange(own.region.size) % len(group.parts)
     rows, lane = own.row_stride.astype(np.int64), own.lane_stride.astype(np.int64)
-    return own.region.astype(np.int64), (group.rows - 1) * rows + (lanes[part] - 1) * lane + size[part]
+    width = (lanes[part] - 1) * lane + size[part]
+    return own.region.astype(np.int64), (group.rows - 1) * rows + width, width
 
 
-def _intervals(
-    extents: tuple[IntArray, IntArray], own: Columns, grant: Grants, region: int
-) -> tuple[IntArray, IntArray]:
+def _rows_apart(ours: _Extents, theirs: _Extents, mine: Columns, yours: Columns, region: int) -> bool:
+    """Whether the groups share records, a row of each in every one, at places of their own."""
+    strides, begins, ends = set(), [], []
+    for (regions, _, width), own in ((ours, mine), (theirs, yours)):
+        some = np.flatnonzero(regions == region)
+        strides |= set(own.row_stride[some].tolist())
+        record = max(int(own.row_stride[some[0]]), 1)
+        if len(strides) > 1 or (own.item_stride[some] % record).any():
+            return False
+        begins.append(own.offset[some].astype(np.int64) % record)
+        ends.append(begins[-1] + width[some])
+        if ends[-1].max() > record:
+            return False
+    return not ((begins[0][:, None] < ends[1]) & (begins[1] < ends[0][:, None])).any()
+
+
+def _intervals(extents: _Extents, own: Columns, grant: Grants, region: int) -> tuple[IntArray, IntArray]:
     """Where the granted items begin and end in a region, column by column."""
     some = np.flatnonzero(extents[0] == region)
     items = np.empty(0) if grant.items is None else grant.items

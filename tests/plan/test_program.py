@@ -227,7 +227,10 @@ def test_grants(case: str) -> None:
         (PAGES, Window(0, 8, np.array([1]))),  # an item too few
         (PAGES, Window(4, 8, np.array([1, 2, 3]))),  # begins after the rows that are asked for
         (attrs.evolve(RING, tokens_per_row=1, rows=7), Window(0, 8, np.array([0]))),  # the ring has forgotten row 0
-        (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 9, np.array([0]))),  # row 8 has taken the place of row 0
+        (
+            attrs.evolve(RING, tokens_per_row=1, rows=8),
+            Window(0, 9, np.array([0])),
+        ),  # row 8 has taken the place of row 0
         (attrs.evolve(RING, tokens_per_row=1, rows=8), Window(0, 8, np.array([], np.int64))),
     ],
 )
@@ -251,6 +254,20 @@ def test_rows_before_the_source_deals_are_refused() -> None:
     with pytest.raises(KvprotoError) as caught:
         lower(plan(source, sink).between(0, 0), Side(source, 0, theirs), Side(sink, 0, ours), window, window)
     assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+@pytest.mark.parametrize(("offset", "alias"), [(16, False), (15, True), (17, True), (40, False), (0, True)])
+def test_groups_may_share_records_row_by_row(offset: int, alias: bool) -> None:
+    """A record of 24 bytes a row: 16 of the target, then 8 of the draft; the same items of both groups."""
+    geometry, columns = unified(offset, 96)
+    columns = {g: attrs.evolve(c, item_stride=np.array([96]), row_stride=np.array([24])) for g, c in columns.items()}
+    given_ = (grant(0, 8, [2, 1]), grant(0, 8, [1, 2], group=1))
+    if alias:
+        with pytest.raises(RemoteError) as caught:
+            check_grants(geometry, 0, columns, (0, 1), given_)
+        assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
+    else:
+        check_grants(geometry, 0, columns, (0, 1), given_)
 
 
 def test_an_empty_window_copies_nothing() -> None:
@@ -311,7 +328,9 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
     assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
-@pytest.mark.parametrize(("parts", "moved"), [(((0, 4), (4, 8)), [0, 40]), (((0, 8),), [40]), (((0, 7), (7, 8), (8, 12)), [0, 40, 0])])
+@pytest.mark.parametrize(
+    ("parts", "moved"), [(((0, 4), (4, 8)), [0, 40]), (((0, 8),), [40]), (((0, 7), (7, 8), (8, 12)), [0, 40, 0])]
+)
 def test_state_goes_with_the_tokens_that_it_is_after(parts: tuple[tuple[int, int], ...], moved: list[int]) -> None:
     slots = attrs.evolve(PAGES, kind=ItemKind.SLOT, rows=5, live_rows=5)
     geometry, columns = pool(slots)
