@@ -1,0 +1,42 @@
+"""Order between a framework's work and copies, by events of the device: the host waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproto.transport.base import Memory
+from kvproto.transport.cuda.copier import Copier, Copy
+from kvproto.transport.cuda.driver import call, driver
+
+__all__ = ["After", "follow"]
+
+_NONE_NEEDED = -1
+"""DLPack's word for a consumer that orders by itself."""
+
+
+class After:
+    """Memory as a framework may see it when a copy is complete: `from_dlpack(After(memory, copy))`.
+
+    The framework's stream waits for the copy. Where it names no stream, the host does.
+    """
+
+    def __init__(self, memory: Memory, copy: Copy) -> None:
+        self._memory, self._copy = memory, copy
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        if stream is None:
+            self._copy.wait()
+        elif int(stream) != _NONE_NEEDED:
+            call(driver.cuStreamWaitEvent(int(stream), self._copy.event.handle, 0), "copy's event")
+        return self._memory.__dlpack__(stream=_NONE_NEEDED, **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._memory.__dlpack_device__()
+
+
+def follow(copier: Copier, array: Any) -> None:
+    """Let what is submitted from now on wait for the work that makes an array, of torch or JAX.
+
+    The array's own `__dlpack__` orders the two streams; its capsule is dropped at once, so that nothing stays shared.
+    """
+    array.__dlpack__(stream=int(copier.stream.handle))
