@@ -171,7 +171,9 @@ class Prefill:
 
 
 @contextlib.contextmanager
-def pairs(folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1) -> Iterator[Pair]:
+def pairs(
+    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1
+) -> Iterator[Pair]:
     folder.chmod(0o700)
     made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part=part)
     try:
