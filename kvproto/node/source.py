@@ -174,7 +174,7 @@ class SourceNode:
     def computed(self, key: bytes, computed: Computed) -> None:
         """Some rows are there: `poll` copies them to whoever asks, in parts, each once; over NIXL all go at the end.
 
-        They stay as they are until Released or Expired.
+        Items stay as they are until Released or Expired, or after `refuse` until nothing `reads` them.
         """
         request = self._requests.setdefault(key, _Request())
         request.items = computed.items
@@ -190,7 +190,7 @@ class SourceNode:
         self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
-        """This request cannot be produced; items of a Computed are free once it is not `read`."""
+        """This request cannot be produced; items of a Computed are free once nothing `reads` them."""
         self.endpoint.refuse(key, error, time.monotonic())
 
     def poll(self) -> list[Event | Sent]:
@@ -223,7 +223,7 @@ class SourceNode:
         """Whether copies are under way, so that `poll` has something to find out soon."""
         return bool(self._running) or any(self._due(attempt) for attempt in self._attempts.values())
 
-    def read(self, key: bytes) -> bool:
+    def reads(self, key: bytes) -> bool:
         """Whether a copy still reads the items of this request."""
         return any(attempt.serve.key == key for running in self._running for attempt in running.served)
 
@@ -313,7 +313,7 @@ class SourceNode:
             if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
                 attempt.program = self._program(attempt, request)
         except KvprotoError as error:
-            # before the end an error may be that of an item which is not there yet
+            # before the end, an error may be that of an item which is not there yet
             attempt.error = error if finished is not None else None
             return []
         program = attempt.program
@@ -385,7 +385,7 @@ class SourceNode:
 
     def _over(self) -> list[Event | Sent]:
         """Tell of requests that are over, once no copy reads their items."""
-        return [self._late.pop(key) for key in list(self._late) if not self.read(key)]
+        return [self._late.pop(key) for key in list(self._late) if not self.reads(key)]
 
     def _answer(self, attempt: _Attempt) -> list[Event | Sent]:
         """Done or Failed, now that no part is under way."""

@@ -22,6 +22,7 @@ from kvproto.node.sink import Received
 from kvproto.node.source import Sent
 from kvproto.session.events import Expired, Lost, Ready, Released
 from kvproto.transport.base import Move
+from kvproto.transport.cuda import table as tables
 from kvproto.transport.shm import HostCopy, HostMover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from tests.node.test_node import CONTENT, TOKENS, Pair, check
@@ -44,6 +45,7 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
         regions = {i: memoryview(p) for i, p in got.items()}
         execute(program, here, {i: memoryview(p) for i, p in want.items()})
         handed, there, written = Handed(program), dict[tuple[int, int], There](), 0
+        table = tables.table(program, dict.fromkeys(here, 0), dict.fromkeys(regions, 0))
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
         for _ in range(rng.randint(0, 8) if layers else 0):
             tokens = rng.randint(1, 30)
@@ -51,15 +53,17 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
                 if tokens > there.get(layer, There(0)).tokens:
                     there[layer] = There(tokens)
             if rng.random() < 0.7:
-                written += sum(run(part, there, here, regions) for part in handed.next(program, there))
+                written += sum(run(table, part, there, here, regions) for part in handed.next(program, there))
                 handed.advance(there)
-        written += sum(run(part, None, here, regions) for part in handed.last(program, ()))
+        written += sum(run(table, part, None, here, regions) for part in handed.last(program, ()))
         assert written == program.bytes
         assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
-def run(part: Part, there: dict[tuple[int, int], There] | None, here: Any, regions: Any) -> int:
-    """Execute a part; none of its rows may need a token that is not there."""
+def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | None, here: Any, regions: Any) -> int:
+    """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
+    work = tables.Work(table, 0, part.program.maps, part.layers)
+    assert tables.launch([work], np.zeros(tables.sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
     program = part.program if part.layers is None else part.program.select(layers=range(*part.layers))
     for op in program.ops:
         rows = program.maps[op["map"]]
@@ -312,7 +316,7 @@ def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_
         for _ in range(20):
             made.until(lambda: True)
         assert not made.count(Released)
-        assert made.sources[0].read(prefill.key)
+        assert made.sources[0].reads(prefill.key)
         device.launches[0].end()  # would fault if the pages were not mapped
         made.until(lambda: made.count(Released) == 1)
         assert len(device.launches) == 1
@@ -329,13 +333,13 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         node.refuse(prefill.key, RemoteError(ErrorCode.INTERNAL, "", "out of pages", ""))
         for _ in range(10):
             made.until(lambda: True)
-        assert node.read(prefill.key)
+        assert node.reads(prefill.key)
         assert not made.count(Lost)
         device.launches[0].end()
         made.until(lambda: made.count(Lost) == 1)
         (lost,) = [e for e in made.told if isinstance(e, Lost)]
         assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
-        assert not node.read(prefill.key)
+        assert not node.reads(prefill.key)
 
 
 def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: Path) -> None:

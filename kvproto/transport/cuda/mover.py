@@ -34,7 +34,7 @@ class DeviceMover:
     in_parts = True
 
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
-        self.copier = Copier(device, blocks)
+        self.copier = Copier(device, blocks, _LAUNCHES)
         self._known: dict[int, _Known] = {}
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
@@ -66,6 +66,8 @@ class DeviceMover:
         return known.prepared
 
 
+_LAUNCHES = 32
+"""At once: an engine that runs ahead of its GPU hands over the layers of a chunk before the first is computed."""
 _MOST = 4096
 """Tables kept: rank pairs that a rank may have at once."""
 
