@@ -216,3 +216,25 @@ class CopyProgram:
                 for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
             )
         return CopyProgram(maps, ops, self.tokens_per_row, self.state_after)
+
+    def since(self, model: int, first: int, end: int | None) -> CopyProgram:
+        """Rows of a model that are complete with `end` tokens and were not with `first`; None: all that are left.
+
+        Rows of several tokens go when their last token is there; opaque items and state go with the end. Operations
+        stay the same array, so that a table of them stays known.
+        """
+        of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
+        ends = self.state_after or (None,) * len(self.maps)
+        maps = []
+        for i, (m, step, state) in enumerate(zip(self.maps, self.tokens_per_row, ends, strict=True)):
+            late = m.whole or state is not None
+            if i not in of_model or (late and end is not None):
+                m = _EMPTY_MAP
+            elif not late and (first or end is not None):
+                m = m.between(first // step, _ALL if end is None else end // step)
+            maps.append(m)
+        return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after)
+
+
+_ALL = 1 << 62
+"""Above any row."""

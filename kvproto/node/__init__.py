@@ -2,6 +2,6 @@
 
 from kvproto.node.pool import Pool, pack
 from kvproto.node.sink import SinkNode
-from kvproto.node.source import Finished, SourceNode
+from kvproto.node.source import Computed, Finished, SourceNode
 
-__all__ = ["Finished", "Pool", "SinkNode", "SourceNode", "pack"]
+__all__ = ["Computed", "Finished", "Pool", "SinkNode", "SourceNode", "pack"]

@@ -13,19 +13,22 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
+from kvproto.node.parts import Handed, Layer, Part, There
 from kvproto.node.pool import Pool
 from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, Expired, RegisterAsked, Serve
+from kvproto.session.events import Event, Expired, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Mapped, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome
-from kvproto.wire.messages import Checksum, HandOff, Register, Ticket
+from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
+from kvproto.wire.messages import Checksum, Grants, HandOff, Register, Ticket
 
-__all__ = ["Finished", "Sent", "SourceNode"]
+__all__ = ["PART", "Computed", "Finished", "Sent", "SourceNode"]
 
+PART = 16 << 20
+"""Bytes from which on a part of a request is worth a launch of its own."""
 _GONE = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
@@ -46,6 +49,22 @@ class Finished:
 
 
 @attrs.frozen
+class Computed:
+    """Rows that are there while others of the request still compute."""
+
+    items: Mapping[int, list[int]]
+    """Item ids by this side's group id, from the one that holds token 0; those of the rows that are there suffice."""
+    tokens: int
+    """Positions [0, tokens) hold real rows ..."""
+    layers: tuple[int, int]
+    """... in layers [lo, hi) ..."""
+    model: int = 0
+    """... of this model."""
+    after: int | None = None
+    """Handle of the device event that these rows wait for; None: they are there."""
+
+
+@attrs.frozen
 class Sent:
     """A copy that this rank made."""
 
@@ -54,30 +73,66 @@ class Sent:
     bytes: dict[int, int]
     """By the sink's group id."""
     seconds: float
+    """Of what was left when prefill was over."""
+    left: int
+    """Bytes of that."""
 
 
 @attrs.define(eq=False)
-class _Running:
-    """A launch, and the transfers that it serves with their programs."""
+class _Request:
+    """How far a request is."""
 
-    served: list[tuple[Serve, CopyProgram]]
-    mover: Mover
-    copying: Copying
-    began: float
-    error: KvprotoError | None = None
-    """Why it is being stopped."""
+    items: Mapping[int, list[int]] = attrs.Factory(dict)
+    there: dict[Layer, There] = attrs.Factory(dict)
+    tokens: dict[int, int] = attrs.Factory(dict)
+    """By model: the most of any layer."""
+    finished: Finished | None = None
+    news: int = 0
+    """Rises with every Computed."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Way:
     """How one session's memory is reached."""
 
     mover: Mover
     mapped: dict[int, Mapped]
+    pair: Pair | None = None
 
     def close(self) -> None:
         for mapping in self.mapped.values():
             mapping.close()
+
+
+@attrs.define(eq=False)
+class _Attempt:
+    """One attempt of a transfer, from its first part to its answer."""
+
+    serve: Serve
+    way: _Way
+    program: CopyProgram | None = None
+    handed: Handed | None = None
+    seen: tuple[int, dict[int, int]] = (0, {})
+    """The news, and the tokens of each model in the program."""
+    under_way: int = 0
+    last: bool = False
+    """Whether all of it was handed over."""
+    began: float = 0.0
+    """With the last part, of ..."""
+    left: int = 0
+    """... so many bytes."""
+    error: KvprotoError | None = None
+    proof: Proof = Proof.PROVEN
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A launch, and the attempts that it serves."""
+
+    served: list[_Attempt]
+    copying: Copying
+    error: KvprotoError | None = None
+    """Why it is being stopped."""
 
 
 class SourceNode:
@@ -92,33 +147,50 @@ class SourceNode:
         endpoints: dict[int, str],
         verify: bool = True,
         movers: Sequence[Mover] = (),
+        part: int = PART,
     ) -> None:
-        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory."""
+        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
+
+        What is computed is copied in parts of at least `part` bytes to each sink, but for the last.
+        """
         self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
         features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
-        self._verify = verify
-        self._asked: list[Serve] = []
-        self._late: dict[bytes, Expired] = {}
-        """Expired while a copy still reads their items."""
+        self._verify, self._part = verify, part
+        self._late: dict[bytes, Expired | Released] = {}
+        """Over while a copy still reads their items."""
+        self._requests: dict[bytes, _Request] = {}
+        self._attempts: dict[tuple[int, int, int], _Attempt] = {}
+        """By session, sequence and attempt."""
         self._running: list[_Running] = []
         self._ways: dict[int, _Way] = {}
-        self._pairs: dict[int, Pair] = {}
-        self._finished: dict[bytes, Finished] = {}
 
     def expect(self, ticket: Ticket, content: bytes) -> None:
         """The request of this ticket is here."""
         self.endpoint.expect(ticket, content, time.monotonic())
 
+    def computed(self, key: bytes, computed: Computed) -> None:
+        """Some rows are there: `poll` copies them to whoever asks, in parts, each once; over NIXL all go at the end.
+
+        Items stay as they are until Released or Expired, or after `refuse` until nothing `reads` them.
+        """
+        request = self._requests.setdefault(key, _Request())
+        request.items = computed.items
+        request.news += 1
+        request.tokens[computed.model] = max(request.tokens.get(computed.model, 0), computed.tokens)
+        there = There(computed.tokens, () if computed.after is None else (computed.after,))
+        for layer in range(*computed.layers):
+            request.there[computed.model, layer] = there
+
     def finish(self, key: bytes, finished: Finished) -> None:
         """Serve whoever asks for this request; its items stay as they are until Released or Expired."""
-        self._finished[key] = finished
+        self._requests.setdefault(key, _Request()).finished = finished
         self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
-        """This request cannot be produced."""
+        """This request cannot be produced; items of a Computed are free once nothing `reads` them."""
         self.endpoint.refuse(key, error, time.monotonic())
 
     def poll(self) -> list[Event | Sent]:
@@ -133,12 +205,13 @@ class SourceNode:
                 if isinstance(event, RegisterAsked):
                     self._map(event)
                 elif isinstance(event, Serve):
-                    self._asked.append(event)
-                elif isinstance(event, Expired):
+                    self._join(event)
+                elif isinstance(event, Expired | Released):
                     self._late[event.key] = event
                 else:
                     told.append(event)
-            moved = self._move() + self._complete() + self._expired()
+            self._move()
+            moved = self._complete() + self._over()
             self._unmap()
             self._flush()
             if not moved:
@@ -148,13 +221,16 @@ class SourceNode:
     @property
     def busy(self) -> bool:
         """Whether copies are under way, so that `poll` has something to find out soon."""
-        return bool(self._running or self._asked)
+        return bool(self._running) or any(self._due(attempt) for attempt in self._attempts.values())
+
+    def reads(self, key: bytes) -> bool:
+        """Whether a copy still reads the items of this request."""
+        return any(attempt.serve.key == key for running in self._running for attempt in running.served)
 
     def _unmap(self) -> None:
         """Let go of the memory of sessions that are over, once no copy uses it."""
-        used = {serve.session for running in self._running for serve, _ in running.served}
+        used = {number for number, _, _ in self._attempts}
         for number in [n for n in self._ways if n not in self.endpoint.sessions and n not in used]:
-            self._pairs.pop(number, None)
             self._ways.pop(number).close()
 
     def _flush(self) -> None:
@@ -182,7 +258,6 @@ class SourceNode:
                 way.close()
                 continue
             self._ways[event.session] = way
-            self._pairs.pop(event.session, None)
             session.accept_register(mover.transport, link)
             return
         session.refuse_register(error)
@@ -197,60 +272,106 @@ class SourceNode:
     def _wanted(self, serve: Serve) -> bool:
         return self.endpoint.active(serve) and serve.key not in self._late
 
-    def _move(self) -> list[Event | Sent]:
-        """Start copies for all sinks that have asked and can be served: one launch where that is better."""
-        asked, self._asked = self._asked, []
-        batches: dict[int, tuple[Mover, list[tuple[Serve, CopyProgram, Move]]]] = {}
-        for serve in asked:
-            if not self._wanted(serve):
-                self.endpoint.failed(serve, _LATE, time.monotonic())
-                continue
-            finished, way = self._finished[serve.key], self._ways[serve.session]
-            try:
-                program = self._program(self.endpoint.sessions[serve.session], serve, finished)
-            except KvprotoError as error:
-                self.endpoint.failed(serve, error, time.monotonic())
-                continue
-            move = Move(program, {0: self.pool.memory}, way.mapped, finished.after)
-            batch = id(way.mover) if way.mover.together else id(move)
-            batches.setdefault(batch, (way.mover, []))[1].append((serve, program, move))
-        for mover, batch_ in batches.values():
-            self._start(mover, batch_)
-        return []
+    def _join(self, serve: Serve) -> None:
+        """Somebody asks."""
+        key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
+        if key not in self._attempts:
+            self._attempts[key] = _Attempt(serve, self._ways[serve.session])
 
-    def _start(self, mover: Mover, batch: list[tuple[Serve, CopyProgram, Move]]) -> None:
-        served = [(serve, program) for serve, program, _ in batch]
+    def _due(self, attempt: _Attempt) -> bool:
+        """Whether its last part waits to be handed over."""
+        request = self._requests.get(attempt.serve.key)
+        return request is not None and request.finished is not None and not attempt.last
+
+    def _move(self) -> None:
+        """Start copies for all sinks that have asked and can be served: one launch where that is better."""
+        for key, request in self._requests.items():
+            if request.finished is None:
+                for serve in self.endpoint.asking(key):
+                    self._join(serve)
+        batches: dict[int, list[tuple[_Attempt, list[Part]]]] = {}
+        for attempt in self._attempts.values():
+            if attempt.last or attempt.error is not None or not self._wanted(attempt.serve):
+                continue
+            parts = self._parts(attempt)
+            if parts:
+                mover = attempt.way.mover
+                batches.setdefault(id(mover if mover.together else attempt), []).append((attempt, parts))
+        for batch in batches.values():
+            self._start(batch)
+
+    def _parts(self, attempt: _Attempt) -> list[Part]:
+        """What to hand over now, if anything."""
+        request = self._requests.get(attempt.serve.key)
+        if request is None:
+            attempt.error = _GONE
+            return []
+        finished = request.finished
+        if finished is None and (attempt.seen[0] == request.news or not attempt.way.mover.in_parts):
+            return []
         try:
-            copying = mover.start([move for *_, move in batch])
+            if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
+                attempt.program = self._program(attempt, request)
         except KvprotoError as error:
-            if error.code == ErrorCode.BUSY:
-                self._asked += [serve for serve, _ in served]
-            else:
-                for serve, _ in served:
-                    self.endpoint.failed(serve, error, time.monotonic())
+            # before the end, an error may be that of an item which is not there yet
+            attempt.error = error if finished is not None else None
+            return []
+        program = attempt.program
+        if finished is not None:
+            after = () if finished.after is None else (finished.after,)
+            whole = [Part(program, None, after, program.bytes)]
+            return attempt.handed.last(program, after) if attempt.handed is not None else whole
+        attempt.handed = attempt.handed or Handed(program)
+        attempt.seen = request.news, dict(request.tokens)
+        parts = attempt.handed.next(program, request.there)
+        return parts if sum(p.bytes for p in parts) >= self._part else []
+
+    def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
+        here = {0: self.pool.memory}
+        moves = [Move(p.program, here, a.way.mapped, p.after, p.layers) for a, parts in batch for p in parts]
+        try:
+            copying = batch[0][0].way.mover.start(moves)
+        except KvprotoError as error:
+            for attempt, _ in batch:
+                attempt.error = None if error.code == ErrorCode.BUSY else error
+                attempt.seen = 0, attempt.seen[1]
             return
-        for serve, _ in served:
-            self.endpoint.copying(serve)
-        self._running.append(_Running(served, mover, copying, time.monotonic()))
+        now = time.monotonic()
+        for attempt, parts in batch:
+            request = self._requests[attempt.serve.key]
+            self.endpoint.copying(attempt.serve)
+            attempt.under_way += 1
+            if request.finished is not None:
+                attempt.last, attempt.began, attempt.left = True, now, sum(p.bytes for p in parts)
+            elif attempt.handed is not None:
+                attempt.handed.advance(request.there)
+        self._running.append(_Running([attempt for attempt, _ in batch], copying))
 
     def _complete(self) -> list[Event | Sent]:
         """Answer transfers whose bytes are at their destination; stop what nobody wants."""
-        told: list[Event | Sent] = []
         for running in list(self._running):
-            if running.error is None and self._go_on(running):
+            proof = Proof.PROVEN if running.error is None and self._go_on(running) else None
+            if running.error is not None:
+                proof = running.copying.stop()
+            if proof is not None:
                 self._running.remove(running)
-                for serve, program in running.served:
-                    told += self._answer(running, serve, program)
-            elif running.error is not None and (proof := running.copying.stop()) is not None:
-                self._running.remove(running)
-                for serve, _ in running.served:
-                    self.endpoint.failed(serve, running.error, time.monotonic(), proof)
+                for attempt in running.served:
+                    attempt.under_way -= 1
+                    attempt.error = attempt.error or running.error
+                    attempt.proof = attempt.proof if proof == Proof.PROVEN else proof
+        told: list[Event | Sent] = []
+        for key, attempt in list(self._attempts.items()):
+            wanted = self._wanted(attempt.serve)
+            if not attempt.under_way and (attempt.last or attempt.error is not None or not wanted):
+                del self._attempts[key]
+                told += self._answer(attempt)
         return told
 
     def _go_on(self, running: _Running) -> bool:
         """Whether every byte is there."""
-        if not any(self._wanted(serve) for serve, _ in running.served):
-            running.error = _LATE if any(self.endpoint.active(serve) for serve, _ in running.served) else _GONE
+        serves = [attempt.serve for attempt in running.served]
+        if not any(self._wanted(serve) for serve in serves):
+            running.error = _LATE if any(self.endpoint.active(serve) for serve in serves) else _GONE
             return False
         done = False
         try:
@@ -259,34 +380,41 @@ class SourceNode:
             running.error = error
         if isinstance(running.copying, Streaming):
             for piece in running.copying.take():
-                self.endpoint.chunk(running.served[0][0], piece)
+                self.endpoint.chunk(serves[0], piece)
         return done
 
-    def _expired(self) -> list[Event | Sent]:
-        """Tell of requests whose time is over, once no copy reads their items."""
-        read = {serve.key for running in self._running for serve, _ in running.served}
-        return [self._late.pop(key) for key in list(self._late) if key not in read]
+    def _over(self) -> list[Event | Sent]:
+        """Tell of requests that are over, once no copy reads their items."""
+        return [self._late.pop(key) for key in list(self._late) if not self.reads(key)]
 
-    def _answer(self, running: _Running, serve: Serve, program: CopyProgram) -> list[Event | Sent]:
+    def _answer(self, attempt: _Attempt) -> list[Event | Sent]:
+        """Done or Failed, now that no part is under way."""
+        serve, program = attempt.serve, attempt.program
         session, now = self.endpoint.sessions.get(serve.session), time.monotonic()
-        finished = self._finished.get(serve.key)
-        if session is None or session.peer is None or finished is None or not self._wanted(serve):
-            self.endpoint.failed(serve, _LATE if serve.key in self._late else _GONE, now)
+        request = self._requests.get(serve.key)
+        finished = request.finished if request is not None else None
+        error = attempt.error
+        if error is None and not (attempt.last and self._wanted(serve)):
+            error = _LATE if serve.key in self._late else _GONE
+        if error is not None or session is None or session.peer is None or finished is None or program is None:
+            self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []
         sums = None
         if self._verify:
-            found = running.mover.checksums(program, {0: self.pool.memory}, sink=False)
+            found = attempt.way.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
-        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - running.began)]
+        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - attempt.began, attempt.left)]
 
-    def _program(self, session: SourceSession, serve: Serve, finished: Finished) -> CopyProgram:
+    def _program(self, attempt: _Attempt, request: _Request) -> CopyProgram:
+        """All rows that go to this sink; before prefill is over, those that any layer has."""
+        session, finished = self.endpoint.sessions[attempt.serve.session], request.finished
         assert session.plan is not None
         assert session.sink is not None
         assert session.peer is not None
         routes = session.plan.between(self.pool.side.rank, session.peer.rank)
-        grants = {g.group: g for g in serve.transfer.grants}
-        sinks = windows(serve.transfer.grants)
+        grants = {g.group: g for g in attempt.serve.transfer.grants}
+        sinks = windows(attempt.serve.transfer.grants)
         sources = {}
         for route in routes:
             grant = grants[route.group]
@@ -294,23 +422,20 @@ class SourceNode:
                 group = self.pool.side.group(box.source_group)
                 if group.kind == ItemKind.HANDOFF:
                     continue
-                if grant.valid > finished.tokens:
-                    raise RemoteError(
-                        ErrorCode.BAD_GRANT, f"grants[{route.group}].valid", str(finished.tokens), str(grant.valid)
-                    )
-                if grant.state_after not in (None, finished.tokens):
-                    raise RemoteError(
-                        ErrorCode.STATE_POSITION,
-                        f"grants[{route.group}].state_after",
-                        str(finished.tokens),
-                        str(grant.state_after),
-                    )
-                sources[group.id] = Window(0, finished.tokens, np.array(finished.items[group.id], np.int64))
-        pair = self._pairs.get(serve.session)
-        if pair is None:
+                if finished is not None:
+                    _check(grant, finished.tokens)
+                items, tokens = request.items, request.tokens.get(group.model, 0)
+                if finished is not None:
+                    items, tokens = finished.items, finished.tokens
+                elif group.kind != ItemKind.SLOT:
+                    window = sinks[route.group]
+                    count = max(min(window.count, tokens - window.first), 0)
+                    sinks[route.group] = attrs.evolve(window, count=count)
+                sources[group.id] = Window(0, tokens, np.array(items.get(group.id, []), np.int64))
+        if attempt.way.pair is None:
             sink = Side(session.sink, session.peer.rank, session.columns)
-            pair = self._pairs[serve.session] = Pair(routes, self.pool.side, sink)
-        return pair.lower(sources, sinks)
+            attempt.way.pair = Pair(routes, self.pool.side, sink)
+        return attempt.way.pair.lower(sources, sinks)
 
     def _handoff(self, session: SourceSession, finished: Finished) -> tuple[HandOff, ...]:
         assert session.plan is not None
@@ -327,7 +452,7 @@ class SourceNode:
 
     def forget(self, key: bytes) -> None:
         """The engine has freed the request."""
-        self._finished.pop(key, None)
+        self._requests.pop(key, None)
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then close."""
@@ -336,3 +461,12 @@ class SourceNode:
         self._listener.close()
         for mover in self.movers.values():
             mover.close()
+
+
+def _check(grant: Grants, tokens: int) -> None:
+    """Raise where a grant wants what a finished request does not have."""
+    if grant.valid > tokens:
+        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid))
+    if grant.state_after not in (None, tokens):
+        path = f"grants[{grant.group}].state_after"
+        raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

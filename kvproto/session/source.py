@@ -61,8 +61,11 @@ class SourceSession(Peer):
         self._asked: Register | None = None
         self._sink_version = 0
         self._copying: set[tuple[int, int]] = set()
-        self._drains: dict[tuple[int, int], int] = {}
-        """Aborts of attempts whose copy is under way: they are answered when no write can arrive any more."""
+        self._drains: dict[tuple[int, int], tuple[Attempt, int]] = {}
+        """Aborts of attempts whose copy is under way: they are answered when no write can arrive any more.
+
+        An attempt may have failed, and be forgotten, while parts of it are still under way.
+        """
         self._unprovable: set[tuple[int, int]] = set()
         self._granted: Granted | None = None
         self.step("Hello")
@@ -291,7 +294,7 @@ class SourceSession(Peer):
             attempt = self.attempts.setdefault(key, Attempt(*key))
         self.move(attempt, "Abort")
         if key in self._copying:
-            self._drains[key] = message.request
+            self._drains[key] = attempt, message.request
         else:
             self._drained(attempt, message.request)
 
@@ -315,6 +318,6 @@ class SourceSession(Peer):
         if proof != Proof.PROVEN:
             self._unprovable.add(key)
         self._copying.discard(key)
-        request = self._drains.pop(key, None)
-        if request is not None:
-            self._drained(self.attempts[key], request)
+        waiting = self._drains.pop(key, None)
+        if waiting is not None:
+            self._drained(*waiting)

@@ -194,6 +194,14 @@ class SourceEndpoint(Endpoint):
         if claim.finished and claim.content is not None:
             self._events += [Serve(key, number, transfer) for number, transfer in self._waiting(claim)]
 
+    def asking(self, key: bytes) -> list[Serve]:
+        """Who waits for this request while its prefill runs; its first rows may be copied to them."""
+        claim = self._claims.get(key)
+        if claim is None or claim.content is None:
+            return []
+        claim.waiting = self._waiting(claim)
+        return [Serve(key, number, transfer) for number, transfer in claim.waiting]
+
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
         claim = self._claims.get(key)

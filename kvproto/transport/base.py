@@ -60,8 +60,10 @@ class Move:
     program: CopyProgram
     sources: Mapping[int, Memory | Mapped]
     sinks: Mapping[int, Memory | Mapped]
-    after: int | None = None
-    """Handle of the device event after which the source's rows are there."""
+    after: tuple[int, ...] = ()
+    """Handles of the device events after which the source's rows are there."""
+    layers: tuple[int, int] | None = None
+    """Only layers [lo, hi), where given; apart from the program, so that its table of operations stays known."""
 
 
 class Mover(Protocol):
@@ -70,6 +72,8 @@ class Mover(Protocol):
     transport: Transport
     together: bool
     """Whether several moves are better started at once: then they end at once."""
+    in_parts: bool
+    """Whether a program may be moved in several parts, the first of them while others still compute."""
 
     def connect(self, region: Region, path: str) -> Mapped:
         """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""

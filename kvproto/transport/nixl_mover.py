@@ -97,6 +97,7 @@ class NixlMover:
 
     transport = Transport.NIXL
     together = False
+    in_parts = False  # a transfer is one stream, or one set of writes, whose end is its completion
 
     def __init__(self, way: Way | Costs = Way.PACKED, slots: int = 8, slot_bytes: int = 1 << 20) -> None:
         self.way, self.slots, self.slot_bytes = way, slots, slot_bytes

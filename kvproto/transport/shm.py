@@ -135,6 +135,7 @@ class HostMover:
 
     transport = Transport.SHM
     together = True
+    in_parts = True
 
     def connect(self, region: Region, path: str) -> Mapping:
         """As `connect`."""
@@ -142,7 +143,7 @@ class HostMover:
 
     def start(self, moves: collections.abc.Sequence[Move]) -> HostCopy:
         """Run them; every byte is there on return."""
-        return HostCopy(sum(execute(m.program, _buffers(m.sources), _buffers(m.sinks)) for m in moves))
+        return HostCopy(sum(execute(_program(m), _buffers(m.sources), _buffers(m.sinks)) for m in moves))
 
     def checksums(
         self, program: CopyProgram, memory: collections.abc.Mapping[int, Memory], sink: bool
@@ -152,6 +153,10 @@ class HostMover:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _program(move: Move) -> CopyProgram:
+    return move.program if move.layers is None else move.program.select(layers=range(*move.layers))
 
 
 def _buffers(side: collections.abc.Mapping[int, Memory | Mapped]) -> dict[int, memoryview]:

@@ -85,6 +85,23 @@ def test_over_nixl(prompts: Path) -> None:
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(p, 0, g) for p in (0, 1) for g in "01"}
 
 
+@pytest.mark.parametrize("tp", [("1", "2"), ("2", "1")])
+def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
+    args = ["--prefill-tp", tp[0], "--decode-tp", tp[1], "--json", "--max-new", "8"]
+    told = []
+    for part in ([], ["--part", "1"]):
+        result = demo(*args, *part)
+        assert result.returncode == 0, result.stderr
+        told.append(report(result))
+    at_once, parts = told
+    assert parts["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    assert parts["matrix"] == at_once["matrix"]
+    assert [r["tokens"] for r in parts["requests"]] == [r["tokens"] for r in at_once["requests"]]
+    total = sum(m["bytes"] for m in parts["matrix"])
+    assert at_once["left"] == total
+    assert parts["left"] < total
+
+
 def test_first_token_that_ends_the_text() -> None:
     result = demo("--json", "--target", "gqa", "--prefill-tp", "1", "--max-new", "8")
     assert result.returncode == 0, result.stderr

@@ -14,6 +14,7 @@ from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
+from kvproto.node.source import PART
 from kvproto.session import Party
 from kvproto.session.events import Arrived, Lost, Ready, Released
 from kvproto.transport.base import Mover
@@ -39,8 +40,9 @@ class Pair:
     def __init__(
         self, folder: Path, source: Geometry, sink: Geometry, node: type[SinkNode] = SinkNode, verify: bool = True,
         give: Callable[[], Sequence[Mover]] = list, take: Callable[[], Sequence[Mover]] = list,
+        part: int = PART,
     ) -> None:  # fmt: skip
-        self._give = give
+        self._give, self._part = give, part
         self.sent: tuple[dict[int, Any], dict[int, list[int]]] = {}, {}
         addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in source.ranks}
         self.sources = [self._source(source, r, addresses, verify) for r in addresses]
@@ -62,7 +64,7 @@ class Pair:
     def _source(self, source: Geometry, rank: int, addresses: dict[int, str], verify: bool) -> SourceNode:
         pool = allocate(source, rank, ITEMS)
         party = Party("p", 0, rank, secrets.randbits(60))
-        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give())
+        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give(), self._part)
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):

@@ -19,6 +19,7 @@ from kvproto_reference.engine import (
     sample,
 )
 from kvproto_reference.engine import Sequence as Request
+from kvproto_reference.engine.pool import PagedCache
 from kvproto_reference.engine.sampling import pick, probabilities, uniform
 from kvproto_reference.engine.speculative import verify
 from kvproto_reference.errors import EngineError
@@ -69,6 +70,27 @@ def started(target: ModelRunner, draft: ModelRunner, sampling: SamplingParams, m
     assert [(step.start, step.stop) for step in steps] == [(0, 16), (16, 32), (32, len(PROMPT))]
     assert [step.first for step in steps] == [None, None, sequence.generated[0]]
     return sequence
+
+
+def test_rows_are_final_when_their_layer_is_told(folders: dict[str, Path]) -> None:
+    models = runner(folders["target-mla"]), runner(folders["draft-gqa"])
+    pages = [5, 1, 3, 0, 7]
+    request = Request(prompt=list(PROMPT), max_new=1, target_pages=pages, draft_pages=pages)
+    told = []
+
+    def rows(model: int, stop: int, layer: int) -> list[torch.Tensor]:
+        pool = models[model].pool
+        return [PagedCache(pool, pages, 0, stop).read(layer, part).clone() for part in pool.config.parts]
+
+    def on_layer(model: int, stop: int, layer: int) -> None:
+        told.append(((model, stop, layer), rows(model, stop, layer)))
+
+    assert len(list(prefill_steps(request, *models, 20, on_layer))) == 2
+    layers = [m.model.config.layers for m in models]
+    wanted = [(m, stop, layer) for stop in (20, len(PROMPT)) for m in (0, 1) for layer in range(layers[m])]
+    assert [place for place, _ in told] == wanted
+    for place, then in told:
+        assert all(torch.equal(a, b) for a, b in zip(then, rows(*place), strict=True))
 
 
 @pytest.mark.parametrize("draft_name", ["target-gqa", "draft-gqa", "draft-mla"])

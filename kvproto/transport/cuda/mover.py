@@ -31,9 +31,10 @@ class DeviceMover:
 
     transport = Transport.CUDA
     together = True
+    in_parts = True
 
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
-        self.copier = Copier(device, blocks)
+        self.copier = Copier(device, blocks, _LAUNCHES)
         self._known: dict[int, _Known] = {}
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
@@ -42,8 +43,8 @@ class DeviceMover:
 
     def start(self, moves: Sequence[Move]) -> Copy:
         """One launch for all; raises LocalError, POOL_MOVED, OUT_OF_REGION or BUSY, before any byte moves."""
-        jobs = [Job(self._prepared(m), m.program.maps) for m in moves]
-        return self.copier.submit(jobs, [m.after for m in moves if m.after is not None])
+        jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
+        return self.copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, on the GPU."""
@@ -65,6 +66,8 @@ class DeviceMover:
         return known.prepared
 
 
+_LAUNCHES = 32
+"""At once: an engine that runs ahead of its GPU hands over the layers of a chunk before the first is computed."""
 _MOST = 4096
 """Tables kept: rank pairs that a rank may have at once."""
 

@@ -47,6 +47,7 @@ class DemoOptions:
     verify: bool = True
     max_new: int = 48
     page_size: int = 16
+    part: int | None = None
     pages: int = 160
     attach: Path | None = None
     decode_command: tuple[str, ...] | None = None
@@ -72,6 +73,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
+    add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
     add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
     return DemoOptions(**vars(parser.parse_args(argv)))
 
@@ -130,6 +132,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
               "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
     here, there = (["--devices", d] for d in _devices(options))
+    here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))
     decode_options = [*shared, *there, "--tp", str(options.decode_tp)]
     if options.decode_command is not None:

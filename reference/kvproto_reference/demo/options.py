@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from kvproto.errors import LocalError
+from kvproto.node.source import PART
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode
 
@@ -39,6 +40,7 @@ class EngineOptions:
     pages: int
     page_size: int
     chunk: int
+    part: int
     speculate: int
     verify: bool
     insecure: bool
@@ -90,20 +92,22 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
+    part = "bytes from which on computed rows are sent while others compute (default 16 MiB)"
+    add("--part", type=int, default=PART, help=part)
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
     add("--devices", type=numbers, default=(0,), metavar="N,N,...", help="GPUs of the ranks, with --transport cuda")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
-    for name in ("tp", "pages", "page_size", "chunk", "speculate"):
+    for name in ("tp", "pages", "page_size", "chunk", "part", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     return EngineOptions(
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
-        transport=args.transport, devices=args.devices,
+        transport=args.transport, devices=args.devices, part=args.part,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from kvproto.errors import KvprotoError, LocalError
 from kvproto.geometry import validate
 from kvproto.net import Listener
 from kvproto.net.sockets import wait
-from kvproto.node import Finished, SourceNode
+from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.source import Sent
 from kvproto.session import Party
@@ -48,8 +49,8 @@ class Job:
     sequence: Sequence
     steps: Iterator[PrefillStep] | None = None
     released: set[int] = attrs.Factory(set)
-    computed: torch.cuda.Event | None = None
-    """After the last row, on a GPU."""
+    events: list[torch.cuda.Event] = attrs.Factory(list)
+    """After each layer, on a GPU; kept while a copy may wait for them."""
 
 
 class PrefillRank:
@@ -78,10 +79,14 @@ class PrefillRank:
         self._listener = Listener(rank_address(options.address, tp.rank), options.insecure)
         party = Party(options.name, 0, tp.rank, incarnation())
         endpoints = {r: rank_address(options.address, r) for r in range(tp.size)}
-        self.node = SourceNode(party, self._geometry, pool, self._listener, endpoints, options.verify, options.movers())
+        self.node = SourceNode(
+            party, self._geometry, pool, self._listener, endpoints, options.verify, options.movers(), options.part
+        )
         self._lockstep = Lockstep(tp.size, tp.group)
         self._queue: deque[Job] = deque()
         self._jobs: dict[bytes, Job] = {}
+        self._said: Said = []
+        """What this rank has to say to the others."""
 
     def serve(self) -> int:
         """Until told to stop."""
@@ -100,12 +105,18 @@ class PrefillRank:
             self._advance()
 
     def _hear(self) -> Said:
-        said: Said = self.control.receive() if self.control is not None else []
+        self._poll()
+        said, self._said = self._said, []
+        return said + (self.control.receive() if self.control is not None else [])
+
+    def _poll(self) -> None:
+        """Let the node work; without any word to the other ranks."""
+        said = self._said
         for event in self.node.poll():
             match event:
                 case Sent():
                     said.append({"op": "sent", "key": event.key.hex(), "sink": event.sink, "seconds": event.seconds,
-                                 "bytes": {str(g): n for g, n in event.bytes.items()}})  # fmt: skip
+                                 "left": event.left, "bytes": {str(g): n for g, n in event.bytes.items()}})  # fmt: skip
                 case Released():
                     said.append({"op": "released", "key": event.key.hex(), "routed": list(event.routed)})
                 case Expired():
@@ -119,7 +130,6 @@ class PrefillRank:
                     print(f"{mine} from {event.peer}: {event.error}", file=sys.stderr, flush=True)
                 case _:
                     pass
-        return said
 
     def _tell(self, op: str, **fields: Any) -> None:
         if self.control is not None:
@@ -168,13 +178,25 @@ class PrefillRank:
         outcome = Outcome.FINISHED if step.first in self._eos else Outcome.CONTINUE
         items = {TARGET: job.sequence.target_pages, DRAFT: job.sequence.draft_pages}
         first = {(FIRST, "token"): step.first.to_bytes(4, "little")}
-        if self._device is not None:
-            job.computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            job.computed.record(torch.cuda.current_stream(self._device))
-        after = None if job.computed is None else job.computed.cuda_event
-        finished = Finished(items, len(job.sequence.prompt), outcome, first, after)
+        finished = Finished(items, len(job.sequence.prompt), outcome, first, self._event(job))
         self.node.finish(bytes(job.ticket.key), finished)
         self._tell("prefilled", key=bytes(job.ticket.key).hex())
+
+    def _on_layer(self, job: Job, model: int, stop: int, layer: int) -> None:
+        """Hand over what is there, while the next layer computes."""
+        items = {TARGET: job.sequence.target_pages, DRAFT: job.sequence.draft_pages}
+        computed = Computed(items, stop, (layer, layer + 1), model, self._event(job))
+        self.node.computed(bytes(job.ticket.key), computed)
+        self._poll()
+
+    def _event(self, job: Job) -> int | None:
+        """Of the device, after all that was launched till now."""
+        if self._device is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        job.events.append(event)
+        return int(event.cuda_event)
 
     def _admit(self, job: Job) -> bool:
         need = pages_for(len(job.sequence.prompt), self.options.page_size)
@@ -182,7 +204,9 @@ class PrefillRank:
             return False
         job.sequence.target_pages = self._pages[TARGET].allocate(need)
         job.sequence.draft_pages = self._pages[DRAFT].allocate(need)
-        job.steps = prefill_steps(job.sequence, self.target, self.draft, self.options.chunk)
+        job.steps = prefill_steps(
+            job.sequence, self.target, self.draft, self.options.chunk, partial(self._on_layer, job)
+        )
         return True
 
     def on_sent(self, rank: int, word: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def as_json(
     return {
         "plan": router.plan,
         "matrix": matrix,
+        "left": _left(router),
         "requests": rows,
         "verdicts": verdicts,
         "identical": all(verdicts.values()),
@@ -88,7 +89,8 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
     copies = [s["seconds"] for s in router.sent]
     total = sum(sum(s["bytes"].values()) for s in router.sent)
     if copies:
-        console.print(f"copied {total:,} bytes in {len(copies)} programs, {1000 * sum(copies):.1f} ms in all\n")
+        console.print(f"copied {total:,} bytes in {len(copies)} programs, {1000 * sum(copies):.1f} ms in all")
+        console.print(f"of them {_left(router):,} bytes were left when prefill was over\n")
     console.print(_requests(router, compared))
     sums = [pair for c in compared for pair in c.checksums]
     console.print(f"verify checksums: {sum(a == b for a, b in sums)} of {len(sums)} equal" if verify else "verify: off")
@@ -97,6 +99,11 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
             console.print(f"  {name:<11} {_WORDS[name == 'requests'][good]}")
     good = all(verdicts.values())
     console.print("[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine: see above")
+
+
+def _left(router: Router) -> int:
+    """Bytes that were copied after the last layer."""
+    return sum(word["left"] for word in router.sent)
 
 
 def _matrix(router: Router) -> dict[tuple[int, int, str], int]:

@@ -1,6 +1,8 @@
 """Prefill of a sequence into the target's and the draft's cache, up to the first token."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
 
 import attrs
 from torch import Tensor
@@ -19,12 +21,26 @@ class PrefillStep:
     first: int | None
 
 
+class OnLayer(Protocol):
+    """Hears that a layer of a model, 0 the target and 1 the draft, has its rows of positions [0, stop) written."""
+
+    def __call__(self, model: int, stop: int, layer: int) -> None:
+        """On a GPU the rows are there in stream order."""
+
+
+def _nobody(model: int, stop: int, layer: int) -> None:
+    pass
+
+
 def prefill_steps(
-    sequence: Sequence, target: ModelRunner, draft: ModelRunner | None, chunk: int
+    sequence: Sequence, target: ModelRunner, draft: ModelRunner | None, chunk: int, on_layer: OnLayer = _nobody
 ) -> Iterator[PrefillStep]:
     """Prefill a prompt chunk by chunk; before the last step is yielded the sequence gets its first token."""
-    pieces = target.prefill_chunks(sequence.prompt, sequence.target_pages, chunk)
-    drafts = draft.prefill_chunks(sequence.prompt, sequence.draft_pages, chunk) if draft else None
+    pieces, drafts = (
+        runner.prefill_chunks(sequence.prompt, pages, chunk, computed=partial(on_layer, model)) if runner else None
+        for model, (runner, pages) in enumerate(((target, sequence.target_pages), (draft, sequence.draft_pages)))
+    )
+    assert pieces is not None
     for piece in pieces:
         if drafts is not None:
             next(drafts)

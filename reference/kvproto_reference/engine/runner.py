@@ -1,6 +1,7 @@
 """Runs one model over one paged pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from ..errors import EngineError
 from ..models import Model
 from .pool import KVPool, PagedCache
+
+Computed = Callable[[int, int], None]
+"""Told (stop, layer): the layer's rows of positions [0, stop) are written, on a GPU in stream order."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,18 +34,23 @@ class ModelRunner:
             raise EngineError("the pool was made for another model config")
         self.model, self.pool, self.page_size = model, pool, page_size
 
-    def run(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Tensor:
-        """Logits [n, vocab] of n tokens from position `start` on; their rows are written to the page table's slots."""
+    def run(
+        self, tokens: Sequence[int], start: int, pages: Sequence[int], computed: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Logits [n, vocab] of n tokens from position `start` on; their rows are written to the page table's slots.
+
+        `computed` is called with each layer once its rows are written, on a GPU in stream order.
+        """
         if not tokens:
             raise EngineError("no tokens to run")
         stop = start + len(tokens)
         cache = PagedCache(self.pool, pages, start, stop)
         with torch.no_grad():
             ids = torch.tensor(tokens, dtype=torch.int64, device=self.pool.device)
-            return self.model.forward(ids, torch.arange(start, stop, device=self.pool.device), cache)
+            return self.model.forward(ids, torch.arange(start, stop, device=self.pool.device), cache, computed)
 
     def prefill_chunks(
-        self, tokens: Sequence[int], pages: Sequence[int], chunk: int, start: int = 0
+        self, tokens: Sequence[int], pages: Sequence[int], chunk: int, start: int = 0, computed: Computed | None = None
     ) -> Iterator[PrefillChunk]:
         """Run a prompt from position `start` (rows before it are valid), yielding after every `chunk` tokens."""
         if chunk < 1:
@@ -50,7 +59,7 @@ class ModelRunner:
             raise EngineError(f"prefill from position {start} of {len(tokens)} tokens leaves nothing to run")
         for lo in range(start, len(tokens), chunk):
             piece = tokens[lo : lo + chunk]
-            logits = self.run(piece, lo, pages)
+            logits = self.run(piece, lo, pages, partial(computed, lo + len(piece)) if computed else None)
             yield PrefillChunk(start=lo, stop=lo + len(piece), logits=logits[-1])
 
     def prefill(self, tokens: Sequence[int], pages: Sequence[int], chunk: int) -> Tensor:

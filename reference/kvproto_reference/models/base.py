@@ -1,5 +1,6 @@
 """What the engine asks of a model, and what a model asks of its cache."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -32,8 +33,13 @@ class Model(Protocol):
         """Place of this model in its TP group."""
         ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: LayerCaches) -> Tensor:
-        """Float32 logits [n, vocab] of consecutive tokens [n] int64 at positions [n] int64."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: LayerCaches, computed: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Float32 logits [n, vocab] of consecutive tokens [n] int64 at positions [n] int64.
+
+        `computed` is called with each layer once its rows are written, on a GPU in stream order.
+        """
         ...
 
 

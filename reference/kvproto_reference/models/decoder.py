@@ -1,5 +1,7 @@
 """The decoder stack around either attention kind."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,11 +54,18 @@ class Decoder(nn.Module):
         self.head = None if config.tied else weight(config.vocab, config.hidden)
         self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: LayerCaches) -> Tensor:
-        """Float32 logits [..., n, vocab] of consecutive tokens [..., n] int64 at positions [n] int64."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: LayerCaches, computed: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Float32 logits [..., n, vocab] of consecutive tokens [..., n] int64 at positions [n] int64.
+
+        `computed` is called with each layer once its rows are written, on a GPU in stream order.
+        """
         table = rope_table(positions, self.rates, self.config.rope_gain)
         x = F.embedding(tokens, self.embed)
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             x = block.forward(x, positions, table, cache)
+            if computed is not None:
+                computed(layer)
         head = self.embed if self.head is None else self.head
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), head).float()

@@ -1,0 +1,86 @@
+"""Which rows of a request go to a sink next: every row of every layer once, as soon as it is there.
+
+Prefill computes each layer from the first token on, so what is there of a layer, and what was handed to a mover, is one
+number of tokens each. A part is what lies between the two, for layers next to each other that are alike in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from kvproto.program import CopyProgram
+
+__all__ = ["Handed", "Layer", "Part", "There"]
+
+Layer = tuple[int, int]
+"""Model, and layer of it."""
+_NONE = -1
+"""No model."""
+
+
+@attrs.frozen
+class There:
+    """What is there of a layer: positions [0, tokens), after the device events."""
+
+    tokens: int
+    after: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class Part:
+    """Rows of some layers."""
+
+    program: CopyProgram
+    """With the rows of this part alone, of all layers."""
+    layers: tuple[int, int] | None
+    """Those that are meant: [lo, hi)."""
+    after: tuple[int, ...]
+    bytes: int
+
+
+class Handed:
+    """What was handed to a mover for one sink."""
+
+    def __init__(self, program: CopyProgram) -> None:
+        ops = program.ops
+        self._layers: list[Layer] = sorted(set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True)))
+        self._tokens = dict.fromkeys(self._layers, 0)
+
+    def next(self, program: CopyProgram, there: Mapping[Layer, There]) -> list[Part]:
+        """What is there and was not handed over; `program` may grow from call to call, by rows alone."""
+        return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
+
+    def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[Part]:
+        """All that was not handed over, once everything is there; at least one part, be it empty."""
+        found = self._parts(program, dict.fromkeys(self._layers, (None, after)))
+        return found or [Part(program.since(_NONE, 0, None), None, after, 0)]
+
+    def advance(self, there: Mapping[Layer, There]) -> None:
+        """The parts of `next` are handed over."""
+        for layer in self._layers:
+            if layer in there:
+                self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)
+
+    def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[Part]:
+        runs: list[tuple[tuple[int, int, int | None], list[int], set[int]]] = []
+        adjacent = False
+        for model, layer in self._layers:
+            handed, (tokens, after) = self._tokens[model, layer], there.get((model, layer), (0, ()))
+            if tokens is not None and tokens <= handed:
+                adjacent = False
+                continue
+            key = (model, handed, tokens)
+            if not adjacent or runs[-1][0] != key:
+                runs.append((key, [], set()))
+            runs[-1][1].append(layer)
+            runs[-1][2].update(after)
+            adjacent = True
+        found = []
+        for (model, handed, tokens), layers, events in runs:
+            rows, span = program.since(model, handed, tokens), (layers[0], layers[-1] + 1)
+            bytes_ = rows.select(layers=range(*span)).bytes
+            if bytes_:
+                found.append(Part(rows, span, tuple(sorted(events)), bytes_))
+        return found

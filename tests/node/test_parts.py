@@ -1,0 +1,448 @@
+"""Requests that are handed over while they compute: every row once, none before it is there, nothing freed too early."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvproto.node.source
+from kvproto.errors import LocalError, RemoteError
+from kvproto.execute import execute
+from kvproto.lowering import lower
+from kvproto.net import Dialer, Listener, private_address
+from kvproto.net.sockets import wait
+from kvproto.node import Computed, Finished, SinkNode, SourceNode
+from kvproto.node.parts import Handed, Part, There
+from kvproto.node.pool import allocate
+from kvproto.node.sink import Received
+from kvproto.node.source import Sent
+from kvproto.plan import plan
+from kvproto.program import Window
+from kvproto.session import Party
+from kvproto.session.events import Expired, Lost, Ready, Released
+from kvproto.transport.base import Move
+from kvproto.transport.cuda import table as tables
+from kvproto.transport.shm import HostCopy, HostMover
+from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
+from tests.node.test_node import CONTENT, TOKENS, Pair, check
+from tests.plan import oracle
+from tests.plan.programs import random_pairs
+from tests.session.driver import geometry, ticket
+
+FIRST = {(2, "token"): b"\7\0\0\0"}
+LAYERS = {0: 3, 1: 1}
+"""Of target and draft; their models and groups have the same numbers."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
+    rng = random.Random(seed)
+    for program, from_lengths, to_lengths in random_pairs(rng):
+        here = {i: memoryview(p) for i, p in oracle.noise(from_lengths, 1).items()}
+        got, want = (oracle.noise(to_lengths, 2) for _ in range(2))
+        regions = {i: memoryview(p) for i, p in got.items()}
+        execute(program, here, {i: memoryview(p) for i, p in want.items()})
+        handed, there, written = Handed(program), dict[tuple[int, int], There](), 0
+        table = tables.table(program, dict.fromkeys(here, 0), dict.fromkeys(regions, 0))
+        layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
+        for _ in range(rng.randint(0, 8) if layers else 0):
+            tokens = rng.randint(1, 30)
+            for layer in rng.sample(layers, rng.randint(1, len(layers))):
+                if tokens > there.get(layer, There(0)).tokens:
+                    there[layer] = There(tokens)
+            if rng.random() < 0.7:
+                written += sum(run(table, part, there, here, regions) for part in handed.next(program, there))
+                handed.advance(there)
+        written += sum(run(table, part, None, here, regions) for part in handed.last(program, ()))
+        assert written == program.bytes
+        assert all(np.array_equal(got[i], want[i]) for i in got)
+
+
+def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | None, here: Any, regions: Any) -> int:
+    """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
+    work = tables.Work(table, 0, part.program.maps, part.layers)
+    assert tables.launch([work], np.zeros(tables.sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
+    program = part.program if part.layers is None else part.program.select(layers=range(*part.layers))
+    for op in program.ops:
+        rows = program.maps[op["map"]]
+        if there is not None and rows.size:
+            tokens = (int(rows.global_rows.max()) + 1) * program.tokens_per_row[op["map"]]
+            assert tokens <= there[int(op["model"]), int(op["layer"])].tokens
+    assert execute(program, here, regions) == part.bytes
+    return part.bytes
+
+
+class Counting(HostMover):
+    """Tells what each launch wrote."""
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
+
+    def start(self, moves: Sequence[Move]) -> HostCopy:
+        copy = super().start(moves)
+        self.launches.append(copy.bytes)
+        return copy
+
+
+@attrs.define(eq=False)
+class Launch:
+    """A copy that runs when the test says so."""
+
+    bytes: int
+    run: Callable[[], HostCopy]
+    over: bool = False
+    error: LocalError | None = None
+
+    @property
+    def done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+    def stop(self) -> Proof | None:
+        if self.error is not None:
+            return Proof.UNPROVABLE
+        return Proof.PROVEN if self.over else None
+
+    def end(self) -> None:
+        self.run()
+        self.over = True
+
+
+class Device(HostMover):
+    """Launches that take their time, and at most `room` of them at once."""
+
+    def __init__(self, room: int = 4) -> None:
+        self.launches: list[Launch] = []
+        self.room = room
+
+    def start(self, moves: Sequence[Move]) -> Any:
+        if sum(not launch.over for launch in self.launches) >= self.room:
+            raise LocalError(ErrorCode.BUSY, "", f"{self.room} launches", "one more")
+        sizes = [m.program if m.layers is None else m.program.select(layers=range(*m.layers)) for m in moves]
+        self.launches.append(Launch(sum(p.bytes for p in sizes), lambda: HostMover.start(self, moves)))
+        return self.launches[-1]
+
+
+class Prefill:
+    """The engine of all source ranks: it writes rows of a layer when it has computed them, not before."""
+
+    def __init__(self, pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> None:
+        self.pair, self.ticket = pair, ticket(deadline)
+        self.data = {g: rng.integers(0, 256, (12, 3, 4, 2, 40), np.uint8) for g in (0, 1)}
+        self.items = {g: rng.permutation(12)[:3].tolist() for g in (0, 1)}
+        self.key, self.rng = bytes(self.ticket.key), rng
+        pair.sent = self.data, self.items
+        for node in pair.sources:
+            np.frombuffer(node.pool.memory.buffer, np.uint8)[:] = 0xAA  # type: ignore[attr-defined]
+            node.expect(self.ticket, CONTENT)
+        pair.until(lambda: pair.count(Ready) == len(pair.sinks))
+
+    def compute(self, model: int, layers: tuple[int, int], first: int, end: int) -> None:
+        for node in self.pair.sources:
+            self._write(node, model, layers, first, end)
+            # pages are allocated as the prompt goes on
+            items = {g: i[: -(-end // 4)] if g == model else i for g, i in self.items.items()}
+            node.computed(self.key, Computed(items, end, layers, model))
+
+    def _write(self, node: SourceNode, model: int, layers: tuple[int, int], first: int, end: int) -> None:
+        group, share = node.pool.side.group(model), node.pool.side.owns(model)
+        for layer in range(*layers):
+            for p, part in enumerate(group.parts):
+                span = next(s for s in share.lanes if s.part == p)
+                view = node.pool.array(model, layer, part.name)
+                for token in range(first, end):
+                    item, row = self.items[model][token // 4], token % 4
+                    lanes = self.data[model][item, layer, row, span.lo : span.hi, : part.lane_bytes]
+                    view[item, row] = lanes + np.uint8(100 * p)
+
+    def finish(self) -> None:
+        for node in self.pair.sources:
+            node.finish(self.key, Finished(self.items, TOKENS, Outcome.CONTINUE, FIRST))
+
+    def ask(self, sink: int) -> dict[int, list[int]]:
+        items = {g: self.rng.permutation(12)[:3].tolist() for g in (0, 1)}
+        self.pair.sinks[sink].transfer(self.ticket, CONTENT, 0, TOKENS, items)
+        return items
+
+    def asked(self, sink: int) -> dict[int, list[int]]:
+        """Ask, until every source has heard it."""
+        items = self.ask(sink)
+        self.pair.until(lambda: all(node.endpoint.asking(self.key) for node in self.pair.sources))
+        return items
+
+
+@contextlib.contextmanager
+def pairs(
+    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1
+) -> Iterator[Pair]:
+    folder.chmod(0o700)
+    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part=part)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("part", [1, 700, 1 << 20])
+def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp: int, sink_tp: int, part: int) -> None:
+    rng = random.Random()
+    movers: list[Counting] = []
+
+    def give() -> list[Counting]:
+        movers.append(Counting())
+        return [movers[-1]]
+
+    with pairs(tmp_path, source_tp, sink_tp, give, part) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        ends = [0, *sorted(rng.sample(range(1, TOKENS), rng.randint(0, 3))), TOKENS]
+        steps = []
+        for first, end in zip(ends, ends[1:], strict=False):
+            for model, number in LAYERS.items():
+                cuts = [0, *sorted(rng.sample(range(1, number), rng.randint(0, number - 1))), number]
+                steps += [(model, layers, first, end) for layers in zip(cuts, cuts[1:], strict=False)]
+        comes = [rng.randint(0, len(steps)) for _ in made.sinks]
+        items: dict[int, dict[int, list[int]]] = {}
+        for at, step in enumerate([*steps, None]):
+            items |= {sink: prefill.ask(sink) for sink, when in enumerate(comes) if when == at}
+            if step is not None:
+                prefill.compute(*step)
+            for _ in range(rng.randint(0, 3)):
+                made.until(lambda: True)
+        prefill.finish()
+        made.until(lambda: made.count(Received) == len(made.sinks) and made.count(Released) == len(made.sources))
+        check(made, [items[sink] for sink in range(len(made.sinks))])
+        total = sum(sum(e.bytes.values()) for e in made.told if isinstance(e, Received))
+        assert sum(sum(mover.launches) for mover in movers) == total
+
+
+@pytest.mark.parametrize("seed", small_worlds(12))
+def test_any_two_engines(tmp_path: Path, seed: int) -> None:
+    """Rings, state, deals and rows of several tokens: as if all were copied at the end."""
+    tmp_path.chmod(0o700)
+    from_, to = world(seed)
+    routes, rng, made, dice = plan(from_, to), np.random.default_rng(seed), ticket(), random.Random()
+    number = next(r.rank for r in to.ranks if routes.required(r.rank))
+    addresses = {r.rank: private_address(tmp_path, f"kv-{r.rank}") for r in from_.ranks}
+    theirs, mine = ({g.id: rng.permutation(ROOM).tolist() for g in geometry.groups} for geometry in (from_, to))
+    mine = window(to, number, mine)
+    pools = {rank: allocate(from_, rank, dict.fromkeys(theirs, ROOM)) for rank in addresses}
+    pool = allocate(to, number, dict.fromkeys(mine, ROOM))
+    wanted = {0: memoryview(bytearray(pool.memory.length))}
+    told: list[Any] = []
+    movers = {rank: Counting() for rank in addresses}
+    with contextlib.ExitStack() as stack:
+        nodes: list[Any] = []
+        for rank, there in pools.items():
+            memory = np.from_dlpack(there.memory)
+            memory[:] = rng.integers(1, 256, memory.size, np.uint8)
+            sides = (
+                {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
+                for items in (window(from_, rank, theirs), mine)
+            )
+            execute(lower(routes.between(rank, number), there.side, pool.side, *sides), {0: memoryview(memory)}, wanted)
+            party, listener = Party("p", 0, rank, rank + 1), Listener(addresses[rank])
+            nodes.append(SourceNode(party, from_, there, listener, addresses, movers=[movers[rank]], part=1))
+            stack.callback(nodes[-1].close, "over")
+            nodes[-1].expect(made, CONTENT)
+        dialer = Dialer()
+        sink = SinkNode(Party("d", 0, number, 99), to, pool, dialer, addresses[routes.required(number)[0]])
+        stack.callback(sink.close, "over")
+
+        def until(condition: Callable[[], bool]) -> None:
+            for _ in range(2000):
+                for node in (sink, *nodes):
+                    told.extend(node.poll())
+                if condition():
+                    return
+                wait(dialer.sockets, 0.002)
+            raise AssertionError(told)
+
+        until(lambda: any(isinstance(e, Ready) for e in told))
+        sink.transfer(made, CONTENT, 0, FEW, mine)
+        key, waits = bytes(made.key), [nodes[list(pools).index(r)] for r in routes.required(number)]
+        until(lambda: all(node.endpoint.asking(key) for node in waits))
+        for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
+            for model in {g.model for g in from_.groups}:
+                for rank, node in zip(pools, nodes, strict=True):
+                    node.computed(key, Computed(window(from_, rank, theirs), tokens, (0, dice.randint(1, 6)), model))
+                until(lambda: True)
+        early = sum(sum(mover.launches) for mover in movers.values())
+        for rank, node in zip(pools, nodes, strict=True):
+            node.finish(key, Finished(window(from_, rank, theirs), FEW, Outcome.CONTINUE, {}))
+        until(lambda: any(isinstance(e, Received) for e in told))
+        assert bytes(pool.memory.buffer) == bytes(wanted[0])  # type: ignore[attr-defined]
+        (received,) = [e for e in told if isinstance(e, Received)]
+        assert all(a == b for a, b in received.checksums.values())
+        assert early <= sum(sum(mover.launches) for mover in movers.values()) == sum(received.bytes.values())
+
+
+def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
+    mover = Counting()
+    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        items = prefill.asked(0)
+        for first, end in ((0, 6), (6, TOKENS)):
+            for layers in ((0, 2), (2, 3)):
+                prefill.compute(0, layers, first, end)
+                made.until(lambda: True)
+        prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
+        prefill.finish()
+        made.until(lambda: made.count(Received) == 1 and made.count(Sent) == 1)
+        check(made, [items])
+        target, draft = 40 * TOKENS, 2 * 2 * 16 * TOKENS
+        assert mover.launches == [2 * 40 * 6, 40 * 6, 2 * 40 * 5, 40 * 5, draft]
+        (sent,) = [e for e in made.told if isinstance(e, Sent)]
+        assert (sent.left, sent.bytes) == (draft, {0: 3 * target, 1: draft})
+
+
+def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:
+    mover = Counting()
+    with pairs(tmp_path, 1, 1, lambda: [mover], part=800) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        for first in range(TOKENS):
+            prefill.compute(0, (0, 3), first, first + 1)
+            made.until(lambda: True)
+        prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
+        prefill.finish()
+        made.until(lambda: made.count(Received) == 1)
+        assert mover.launches == [7 * 120, 4 * 120 + 64 * TOKENS]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: bool) -> None:
+    device = Device()
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        for layer in range(2):
+            prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+            made.until(lambda: True)
+        if finished:
+            prefill.finish()
+            made.until(lambda: len(device.launches) == 3)
+        number = len(device.launches)
+        made.sinks[0].abort(1, "changed our mind")
+        made.until(lambda: not made.sources[0].endpoint.asking(prefill.key))
+        prefill.compute(0, (2, 3), 0, TOKENS)
+        for launch in device.launches[::-1]:
+            for _ in range(5):
+                made.until(lambda: True)
+            assert not made.count(Lost)
+            launch.end()
+        made.until(lambda: made.count(Lost) == 1)
+        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+        assert len(device.launches) == number
+        prefill.finish()
+        made.until(lambda: made.count(Released) == 1)
+        assert not made.sources[0].busy
+
+
+def test_a_busy_device_gets_every_part_later(tmp_path: Path) -> None:
+    device = Device(room=1)
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        items = prefill.asked(0)
+        for model, number in LAYERS.items():
+            for layer in range(number):
+                prefill.compute(model, (layer, layer + 1), 0, TOKENS)
+                made.until(lambda: True)
+        assert len(device.launches) == 1
+        device.launches[0].end()
+        made.until(lambda: len(device.launches) == 2)
+        prefill.finish()
+        made.until(lambda: made.sources[0].busy)
+        device.launches[1].end()
+        made.until(lambda: len(device.launches) == 3)
+        device.launches[2].end()
+        made.until(lambda: made.count(Received) == 1)
+        check(made, [items])
+        assert [launch.bytes for launch in device.launches] == [40 * TOKENS, (2 * 40 + 64) * TOKENS, 0]
+
+
+def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_path: Path) -> None:
+    device = Device()
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        prefill.compute(0, (0, 3), 0, TOKENS)
+        made.until(lambda: len(device.launches) == 1)
+        made.sinks.pop().close("over")
+        prefill.finish()
+        for _ in range(20):
+            made.until(lambda: True)
+        assert not made.count(Released)
+        assert made.sources[0].reads(prefill.key)
+        device.launches[0].end()  # would fault if the pages were not mapped
+        made.until(lambda: made.count(Released) == 1)
+        assert len(device.launches) == 1
+
+
+def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path: Path) -> None:
+    device = Device()
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        prefill.compute(0, (0, 3), 0, 5)
+        made.until(lambda: len(device.launches) == 1)
+        node = made.sources[0]
+        node.refuse(prefill.key, RemoteError(ErrorCode.INTERNAL, "", "out of pages", ""))
+        for _ in range(10):
+            made.until(lambda: True)
+        assert node.reads(prefill.key)
+        assert not made.count(Lost)
+        device.launches[0].end()
+        made.until(lambda: made.count(Lost) == 1)
+        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
+        assert not node.reads(prefill.key)
+
+
+def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: Path) -> None:
+    device = Device()
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        for layer in range(2):
+            prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+            made.until(lambda: True)
+        device.launches[0].error = LocalError(ErrorCode.TRANSPORT_FAILED, "", "a device", "a fault")
+        for _ in range(10):
+            made.until(lambda: True)
+        assert not made.count(Lost)
+        device.launches[1].end()
+        made.until(lambda: made.count(Lost) == 1)
+        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
+
+
+def test_an_expired_request_is_told_when_no_part_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
+        prefill = Prefill(made, np.random.default_rng(), deadline=5)
+        prefill.asked(0)
+        prefill.compute(0, (0, 3), 0, 5)
+        made.until(lambda: len(device.launches) == 1)
+        time = kvproto.node.source.time
+        monkeypatch.setattr(kvproto.node.source, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 6))
+        for _ in range(10):
+            made.until(lambda: True)
+        assert not made.count(Expired)
+        assert not made.count(Lost)
+        device.launches[0].end()
+        made.until(lambda: made.count(Expired) == 1 and made.count(Lost) == 1)
+        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
