@@ -10,19 +10,20 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.geometry import Geometry
+from kvproto.geometry import Geometry, Group, owned_before
+from kvproto.grants import items_needed, rows_of
 from kvproto.lowering import Pair
 from kvproto.net import Listener
 from kvproto.node.pool import Pool
-from kvproto.program import CopyProgram, Side, Window, windows
+from kvproto.program import OP, CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, Expired, RegisterAsked, Serve
+from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Mapped, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome
-from kvproto.wire.messages import Checksum, HandOff, Register, Ticket
+from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Transport
+from kvproto.wire.messages import Checksum, Grants, HandOff, Register, Ticket
 
 __all__ = ["Finished", "Sent", "SourceNode"]
 
@@ -68,6 +69,26 @@ class _Running:
     """Why it is being stopped."""
 
 
+LEASE = 10.0
+"""Seconds that a sink may read before it must ask for more."""
+NOTHING = CopyProgram((), np.empty(0, OP), (), ())
+
+
+def offer(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence[int]) -> Grants:
+    """A rank's items of the tokens that some sink groups ask for; `items` begin with that of the first owned row."""
+    first = min(g.first for g in asked)
+    end = max(g.first + g.count for g in asked)
+    if group.cp_size > 1:
+        first = min(max(first, group.origin), end)
+    if group.kind == ItemKind.RING:  # it remembers no more
+        first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
+    skip = 0
+    if group.kind == ItemKind.PAGE:
+        skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
+    held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
+    return Grants(group=group.id, first=first, count=end - first, valid=end, items=np.array(held, np.uint32))
+
+
 @attrs.frozen
 class _Way:
     """How one session's memory is reached."""
@@ -92,11 +113,20 @@ class SourceNode:
         endpoints: dict[int, str],
         verify: bool = True,
         movers: Sequence[Mover] = (),
+        pull: bool = False,
+        lease: float = LEASE,
     ) -> None:
-        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory."""
+        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
+
+        With `pull` sinks that offer that too read, each for `lease` seconds, or longer if they ask (feature PULL).
+        """
         self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
         features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
+        features += (Feature.PULL,) if pull else ()
+        self._lease = lease
+        self._offers: list[tuple[Serve, CopyProgram, float]] = []
+        """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
         self._verify = verify
@@ -136,6 +166,8 @@ class SourceNode:
                     self._asked.append(event)
                 elif isinstance(event, Expired):
                     self._late[event.key] = event
+                elif isinstance(event, Fetched):
+                    told += self._fetched(event)
                 else:
                     told.append(event)
             moved = self._move() + self._complete() + self._expired()
@@ -164,6 +196,14 @@ class SourceNode:
     def _map(self, event: RegisterAsked) -> None:
         """Take the first transport of the sink's that works here."""
         session = self.endpoint.sessions[event.session]
+        if session.pulls:
+            region = self.pool.memory.region
+            session.accept_register(Transport(region.handles[0].transport))
+            session.expose((region,), tuple(self.pool.side.columns.values()), time.monotonic())
+            # nothing is mapped here; a launch of nothing waits for the rows
+            mover = next((m for m in self.movers.values() if not isinstance(m, NixlMover)), None)
+            self._ways[event.session] = _Way(mover or mover_of(self.pool.memory), {})
+            return
         error: KvprotoError = RemoteError(
             ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self.movers]), "none of them",
             "use a common transport",
@@ -211,7 +251,8 @@ class SourceNode:
             except KvprotoError as error:
                 self.endpoint.failed(serve, error, time.monotonic())
                 continue
-            move = Move(program, {0: self.pool.memory}, way.mapped, finished.after)
+            moved = NOTHING if self.endpoint.sessions[serve.session].pulls else program
+            move = Move(moved, {0: self.pool.memory}, way.mapped, finished.after)
             batch = id(way.mover) if way.mover.together else id(move)
             batches.setdefault(batch, (way.mover, []))[1].append((serve, program, move))
         for mover, batch_ in batches.values():
@@ -277,8 +318,43 @@ class SourceNode:
         if self._verify:
             found = running.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
+        if session.pulls:
+            sums = sums if Feature.VERIFY in session.features else None
+            grants, handoff = self._offered(session, serve, finished), self._handoff(session, finished)
+            self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, handoff, sums)
+            self._offers = [each for each in self._offers if self.endpoint.offered(each[0])]
+            self._offers.append((serve, program, now))
+            return []
         self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
         return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - running.began)]
+
+    def _fetched(self, event: Fetched) -> list[Event | Sent]:
+        """A sink rank has read what it was offered."""
+        found: list[Event | Sent] = []
+        session = self.endpoint.sessions.get(event.session)
+        for each in list(self._offers):
+            serve, program, since = each
+            key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
+            if key == (event.session, event.sequence, event.attempt):
+                self._offers.remove(each)
+                if session is not None and session.peer is not None and event.bytes == program.bytes:
+                    seconds = time.monotonic() - since
+                    found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds))
+        return found
+
+    def _offered(self, session: SourceSession, serve: Serve, finished: Finished) -> tuple[Grants, ...]:
+        """This rank's items of the tokens that a sink asks for, by this side's groups."""
+        assert session.plan is not None
+        assert session.peer is not None
+        asked = {g.group: g for g in serve.transfer.grants}
+        drawn: dict[int, list[Grants]] = {}
+        for route in session.plan.between(self.pool.side.rank, session.peer.rank):
+            for id in {box.source_group for box in route.boxes}:
+                drawn.setdefault(id, []).append(asked[route.group])
+        return tuple(
+            offer(self.pool.side.group(id), self.pool.side.owns(id).cp_rank, grants, finished.items.get(id, []))
+            for id, grants in sorted(drawn.items())
+        )
 
     def _program(self, session: SourceSession, serve: Serve, finished: Finished) -> CopyProgram:
         assert session.plan is not None

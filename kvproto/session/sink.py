@@ -267,7 +267,7 @@ class SinkSession(Peer):
         return self.staging is None or self.staging.close(*key)
 
     def proven(self, key: tuple[int, int]) -> bool:
-        """Whether no write of the transfer can arrive any more: where it pulls or unpacks, only this side writes pages."""
+        """Whether no write of the transfer can arrive any more: only this side writes what it pulls or unpacks."""
         if self.pulls:
             return key not in self._unproven
         return self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN

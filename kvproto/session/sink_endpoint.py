@@ -171,6 +171,11 @@ class SinkEndpoint(Endpoint):
             session.leases[key].reading = True
         return begins
 
+    def postpone(self, offered: Offered) -> None:
+        """The copy could not begin yet."""
+        _, session, key = self._part(offered)
+        session.unread(key, Proof.PROVEN)
+
     def read(self, offered: Offered, count: int, now: float) -> None:
         """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
         self._late(now)

@@ -227,7 +227,7 @@ class Grants:
     """Tokens and items of one group."""
 
     group: int
-    """The sink's group id. Since 1.0."""
+    """Group id of the side whose items they are. Since 1.0."""
     first: int
     """First token, absolute. [token] Since 1.0."""
     count: int
