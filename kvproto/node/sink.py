@@ -72,7 +72,9 @@ class SinkNode:
         )
         self._grants: dict[int, dict[int, Grants]] = {}
         self._failed: list[Event] = []
-        readers = [m for m in self.movers if not isinstance(m, NixlMover)]
+        readers = [m for m in self.movers if not isinstance(m, NixlMover)] if pull else []
+        if pull and not readers:
+            readers = [mover_of(pool.memory)]
         self._puller = Puller(self.endpoint, pool, readers, lambda: time.monotonic())
         self.endpoint.dial(time.monotonic())
 

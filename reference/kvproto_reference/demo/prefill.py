@@ -78,7 +78,9 @@ class PrefillRank:
         self._listener = Listener(rank_address(options.address, tp.rank), options.insecure)
         party = Party(options.name, 0, tp.rank, incarnation())
         endpoints = {r: rank_address(options.address, r) for r in range(tp.size)}
-        self.node = SourceNode(party, self._geometry, pool, self._listener, endpoints, options.verify, options.movers())
+        self.node = SourceNode(
+            party, self._geometry, pool, self._listener, endpoints, options.verify, options.movers(), options.pull
+        )
         self._lockstep = Lockstep(tp.size, tp.group)
         self._queue: deque[Job] = deque()
         self._jobs: dict[bytes, Job] = {}
