@@ -1,8 +1,11 @@
 """Two nodes of which the sink reads: leases, aborts, late sinks, sources that are gone."""
 
 import contextlib
+import multiprocessing
+import secrets
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +30,12 @@ from kvproto.program import Window
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released
 from kvproto.transport.shm import HostCopy, HostMover
-from kvproto.wire import decode
+from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
-from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Renew, Renewed
+from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Renew, Renewed, Ticket
 from kvproto.wire.messages import Released as ReleasedNotice
 from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
-from tests.node.test_node import CONTENT, TOKENS, Flipping, Pair, ask, check, hand_over
+from tests.node.test_node import CONTENT, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.session.driver import geometry, ticket
 
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
@@ -345,6 +348,112 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
         wait([source._listener.socket], 0.005)
     assert told(45) == []
     assert [type(e) for e in told(61)] == [Expired]
+
+
+def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -> None:
+    movers = [SlowMover(), SlowMover(finished=True)]
+    taken = iter(movers)
+    made = pair(1, 2, take=lambda: [next(taken)])
+    (first, second), sink_items = made.sinks, ask(made, np.random.default_rng())
+    made.until(lambda: movers[0].started == 1 and made.count(Received) == 1)
+    first.abort(1, "changed our mind")
+    movers[0].finished = True
+    assert ends(made, Lost, 1)[0].proof == Proof.PROVEN
+    ends(made, Released, 1)
+    made.sinks = [second]
+    check(made, sink_items[1:])
+    made.sinks = [first, second]
+    serves_another(made)
+
+
+def test_an_offer_of_fewer_tokens_than_were_asked_for_is_not_read(pair: Callable[..., Pair]) -> None:
+    mover = SlowMover(finished=True)
+    made = pair(1, 1, take=lambda: [mover])
+    send, lies = made.sources[0]._listener.send, [True]
+
+    def lying(conn: Any, frame: bytes) -> bool:
+        message = decode(frame)
+        if isinstance(message, Offer) and lies:
+            short = attrs.evolve(message.grants[1], count=4, valid=4, items=message.grants[1].items[:1])  # type: ignore[index]
+            message = attrs.evolve(message, grants=(message.grants[0], short, message.grants[2]))
+            return send(conn, encode(message))
+        return send(conn, frame)
+
+    made.sources[0]._listener.send = lying  # type: ignore[method-assign]
+    ask(made, np.random.default_rng())
+    (lost,) = ends(made, Lost, 1)
+    assert (lost.error.code, lost.proof, mover.started) == (ErrorCode.BAD_GRANT, Proof.PROVEN, 0)
+    ends(made, Released, 1)
+    lies.clear()
+    serves_another(made)
+
+
+def source(conn: Connection, address: str, made: Ticket) -> None:
+    """A prefill rank that offers, and then stands still."""
+    pool = allocate(geometry(1), 0, ITEMS)
+    np.frombuffer(pool.memory.buffer, np.uint8)[:] = 7  # type: ignore[attr-defined]
+    node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, pull=True)
+    node.expect(made, CONTENT)
+    items = {g: [1, 2, 3] for g in (0, 1)}
+    node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
+    conn.send("listening")
+    while not conn.poll(0.002):
+        node.poll()
+        if node._offers:
+            conn.send("offered")
+            conn.recv()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool) -> None:
+    """Its memory stays what it was; the lease decides whether it may be used."""
+    tmp_path.chmod(0o700)
+    address, made = private_address(tmp_path, "kv"), ticket()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(
+        target=source, args=(theirs, address, made), daemon=True
+    )
+    process.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.join)
+        stack.callback(process.kill)
+        assert ours.poll(60)
+        assert ours.recv() == "listening"
+        dialer, pool, mover = Dialer(), allocate(geometry(1), 0, ITEMS), SlowMover()
+        party = Party("d", 0, 0, secrets.randbits(60))
+        sink = SinkNode(party, geometry(1), pool, dialer, address, movers=[mover], pull=True)
+        stack.callback(sink.close, "over")
+        told: list[Any] = []
+
+        def until(condition: Callable[[], Any]) -> Any:
+            for _ in range(2000):
+                told.extend(sink.poll())
+                if found := condition():
+                    return found
+                wait(dialer.sockets, 0.01)
+            raise AssertionError(told)
+
+        def first(*kinds: type) -> Any:
+            return until(lambda: [e for e in told if isinstance(e, kinds)])[0]
+
+        first(Ready)
+        sink.transfer(made, CONTENT, 0, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
+        until(lambda: mover.started)
+        assert ours.poll(60)
+        assert ours.recv() == "offered"
+        process.kill()
+        process.join()
+        mover.finished = True
+        if not in_time:
+            monkeypatch.setattr(kvproto.node.sink, "time", later(11))
+            until(lambda: not sink.busy)  # the copy is stopped; Drained will never come
+            monkeypatch.setattr(kvproto.node.sink, "time", later(50))
+        over = first(Received, Lost)
+    if in_time:
+        assert isinstance(over, Received)
+        assert (pool.array(0, 0, "latent")[[4, 5]] == 7).all()
+    else:
+        assert (over.error.code, over.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
 
 
 @pytest.mark.parametrize("seed", small_worlds(12))
