@@ -10,20 +10,21 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.geometry import Geometry, Group, owned_before
-from kvproto.grants import items_needed, rows_of
+from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
+from kvproto.node.offering import LEASE, NOTHING, offered
 from kvproto.node.pool import Pool
-from kvproto.program import OP, CopyProgram, Side, Window, windows
+from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Serve
 from kvproto.session.source import SourceSession
+from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Mapped, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Transport
-from kvproto.wire.messages import Checksum, Grants, HandOff, Register, Ticket
+from kvproto.wire.messages import Checksum, HandOff, Register, Ticket
 
 __all__ = ["Finished", "Sent", "SourceNode"]
 
@@ -48,7 +49,7 @@ class Finished:
 
 @attrs.frozen
 class Sent:
-    """A copy that this rank made."""
+    """A copy that this rank made, or a sink rank of what this one offered."""
 
     key: bytes = attrs.field(repr=False)
     sink: int
@@ -67,26 +68,6 @@ class _Running:
     began: float
     error: KvprotoError | None = None
     """Why it is being stopped."""
-
-
-LEASE = 10.0
-"""Seconds that a sink may read before it must ask for more."""
-NOTHING = CopyProgram((), np.empty(0, OP), (), ())
-
-
-def offer(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence[int]) -> Grants:
-    """A rank's items of the tokens that some sink groups ask for; `items` begin with that of the first owned row."""
-    first = min(g.first for g in asked)
-    end = max(g.first + g.count for g in asked)
-    if group.cp_size > 1:
-        first = min(max(first, group.origin), end)
-    if group.kind == ItemKind.RING:  # it remembers no more
-        first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
-    skip = 0
-    if group.kind == ItemKind.PAGE:
-        skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
-    held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
-    return Grants(group=group.id, first=first, count=end - first, valid=end, items=np.array(held, np.uint32))
 
 
 @attrs.frozen
@@ -195,7 +176,9 @@ class SourceNode:
 
     def _map(self, event: RegisterAsked) -> None:
         """Take the first transport of the sink's that works here."""
-        session = self.endpoint.sessions[event.session]
+        session = self.endpoint.sessions.get(event.session)
+        if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
+            return
         if session.pulls:
             region = self.pool.memory.region
             session.accept_register(Transport(region.handles[0].transport))
@@ -320,7 +303,10 @@ class SourceNode:
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
             sums = sums if Feature.VERIFY in session.features else None
-            grants, handoff = self._offered(session, serve, finished), self._handoff(session, finished)
+            assert session.plan is not None
+            routes = session.plan.between(self.pool.side.rank, session.peer.rank)
+            grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)
+            handoff = self._handoff(session, finished)
             self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, handoff, sums)
             self._offers = [each for each in self._offers if self.endpoint.offered(each[0])]
             self._offers.append((serve, program, now))
@@ -341,20 +327,6 @@ class SourceNode:
                     seconds = time.monotonic() - since
                     found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds))
         return found
-
-    def _offered(self, session: SourceSession, serve: Serve, finished: Finished) -> tuple[Grants, ...]:
-        """This rank's items of the tokens that a sink asks for, by this side's groups."""
-        assert session.plan is not None
-        assert session.peer is not None
-        asked = {g.group: g for g in serve.transfer.grants}
-        drawn: dict[int, list[Grants]] = {}
-        for route in session.plan.between(self.pool.side.rank, session.peer.rank):
-            for id in {box.source_group for box in route.boxes}:
-                drawn.setdefault(id, []).append(asked[route.group])
-        return tuple(
-            offer(self.pool.side.group(id), self.pool.side.owns(id).cp_rank, grants, finished.items.get(id, []))
-            for id, grants in sorted(drawn.items())
-        )
 
     def _program(self, session: SourceSession, serve: Serve, finished: Finished) -> CopyProgram:
         assert session.plan is not None

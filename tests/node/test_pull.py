@@ -28,7 +28,7 @@ from kvproto.node.source import Sent
 from kvproto.plan import plan
 from kvproto.program import Window
 from kvproto.session import Party
-from kvproto.session.events import Expired, Lost, Ready, Released
+from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
 from kvproto.transport.shm import HostCopy, HostMover
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
@@ -348,6 +348,21 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
         wait([source._listener.socket], 0.005)
     assert told(45) == []
     assert [type(e) for e in told(61)] == [Expired]
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_sink_that_registers_and_leaves_at_once(pair: Callable[..., Pair], pull: bool) -> None:
+    made = pair(1, 1, pull=pull)
+    wire, (source,) = Wire(made), made.sources
+    sink = made.sinks.pop()
+    for _ in range(2000):
+        sink.poll()
+        if wire.of(Register):
+            break
+        source.poll()
+    sink.close("changed our mind")
+    ends(made, SessionClosed, 1)
+    assert not source.endpoint.sessions
 
 
 def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -> None:
