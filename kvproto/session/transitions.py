@@ -61,10 +61,10 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Goodbye"): SessionState.CLOSED,
     (SessionState.REGISTERING, "Goodbye"): SessionState.CLOSED,
     (SessionState.READY, "Goodbye"): SessionState.CLOSED,
-    (SessionState.READY, "Credit"): SessionState.READY,
     (SessionState.READY, "Register"): SessionState.READY,
     (SessionState.READY, "Registered"): SessionState.READY,
     (SessionState.READY, "Refused"): SessionState.READY,
+    (SessionState.READY, "Credit"): SessionState.READY,
 }
 
 TRANSFER: dict[tuple[TransferState, str], TransferState] = {
