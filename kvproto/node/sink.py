@@ -14,9 +14,10 @@ from kvproto.grants import items_needed
 from kvproto.lowering import lower
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
+from kvproto.node.pulling import Puller
 from kvproto.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
-from kvproto.session.events import Arrived, Event, Lost, SessionRefused
+from kvproto.session.events import Arrived, Event, Lost, Offered, RegisterAsked, SessionRefused
 from kvproto.transport import mover_of
 from kvproto.transport.base import Mover
 from kvproto.transport.nixl_mover import NixlMover
@@ -54,11 +55,16 @@ class SinkNode:
         seed: str,
         verify: bool = True,
         movers: Sequence[Mover] = (),
+        pull: bool = False,
     ) -> None:
-        """`movers` are offered in order of preference; without any, the one of the pool's memory is."""
+        """`movers` are offered in order of preference; without any, the one of the pool's memory is.
+
+        With `pull` this side reads, where the source offers that too (feature PULL).
+        """
         self.movers = tuple(movers) or (mover_of(pool.memory),)
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
         features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
+        features += (Feature.PULL,) if pull else ()
         self.pool, self._dialer = pool, dialer
         columns = tuple(pool.side.columns.values())
         self.endpoint = SinkEndpoint(
@@ -66,6 +72,10 @@ class SinkNode:
         )
         self._grants: dict[int, dict[int, Grants]] = {}
         self._failed: list[Event] = []
+        readers = [m for m in self.movers if not isinstance(m, NixlMover)] if pull else []
+        if pull and not readers:
+            readers = [mover_of(pool.memory)]
+        self._puller = Puller(self.endpoint, pool, readers, lambda: time.monotonic())
         self.endpoint.dial(time.monotonic())
 
     def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
@@ -132,14 +142,27 @@ class SinkNode:
         self._flush()
         told: list[Event | Received] = [*self._failed]
         self._failed.clear()
-        for event in self.endpoint.take_events():
-            if isinstance(event, Arrived):
-                told.append(self._received(event))
-            else:
-                if isinstance(event, Lost):
-                    self._grants.pop(event.transfer, None)
-                told.append(event)
+        more = True
+        while more:
+            for event in self.endpoint.take_events():
+                if isinstance(event, Arrived):
+                    told.append(self._received(event))
+                elif isinstance(event, RegisterAsked):
+                    self._puller.map(event)
+                elif isinstance(event, Offered):
+                    self._puller.offered(event, windows(self._grants[event.transfer].values()))
+                else:
+                    if isinstance(event, Lost):
+                        self._grants.pop(event.transfer, None)
+                    told.append(event)
+            more = self._puller.advance()
+        self._flush()
         return told
+
+    @property
+    def busy(self) -> bool:
+        """Whether this side reads, so that `poll` has something to find out soon."""
+        return self._puller.busy
 
     def _flush(self) -> None:
         for address, frame in self.endpoint.to_send(time.monotonic()):
@@ -228,6 +251,7 @@ class SinkNode:
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then close."""
+        self._puller.close()
         self.endpoint.goodbye(reason)
         self._flush()
         self._dialer.close()

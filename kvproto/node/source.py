@@ -13,16 +13,18 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
+from kvproto.node.offering import LEASE, NOTHING, offered
 from kvproto.node.parts import Handed, Layer, Part, There
 from kvproto.node.pool import Pool
 from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, Expired, RegisterAsked, Released, Serve
+from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
+from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Mapped, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
+from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
 from kvproto.wire.messages import Checksum, Grants, HandOff, Register, Ticket
 
 __all__ = ["PART", "Computed", "Finished", "Sent", "SourceNode"]
@@ -66,7 +68,7 @@ class Computed:
 
 @attrs.frozen
 class Sent:
-    """A copy that this rank made."""
+    """A copy that this rank made, or a sink rank of what this one offered."""
 
     key: bytes = attrs.field(repr=False)
     sink: int
@@ -148,14 +150,21 @@ class SourceNode:
         verify: bool = True,
         movers: Sequence[Mover] = (),
         part: int = PART,
+        pull: bool = False,
+        lease: float = LEASE,
     ) -> None:
         """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
 
-        What is computed is copied in parts of at least `part` bytes to each sink, but for the last.
+        What is computed is copied in parts of at least `part` bytes to each sink, but for the last. With `pull` sinks
+        that offer that too read, each for `lease` seconds, or longer if they ask (feature PULL).
         """
         self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
         features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
+        features += (Feature.PULL,) if pull else ()
+        self._lease = lease
+        self._offers: list[tuple[Serve, CopyProgram, float]] = []
+        """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
         self._verify, self._part = verify, part
@@ -208,6 +217,8 @@ class SourceNode:
                     self._join(event)
                 elif isinstance(event, Expired | Released):
                     self._late[event.key] = event
+                elif isinstance(event, Fetched):
+                    told += self._fetched(event)
                 else:
                     told.append(event)
             self._move()
@@ -239,7 +250,17 @@ class SourceNode:
 
     def _map(self, event: RegisterAsked) -> None:
         """Take the first transport of the sink's that works here."""
-        session = self.endpoint.sessions[event.session]
+        session = self.endpoint.sessions.get(event.session)
+        if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
+            return
+        if session.pulls:
+            region = self.pool.memory.region
+            session.accept_register(Transport(region.handles[0].transport))
+            session.expose((region,), tuple(self.pool.side.columns.values()), time.monotonic())
+            # nothing is mapped here; a launch of nothing waits for the rows
+            mover = next((m for m in self.movers.values() if not isinstance(m, NixlMover)), None)
+            self._ways[event.session] = _Way(mover or mover_of(self.pool.memory), {})
+            return
         error: KvprotoError = RemoteError(
             ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self.movers]), "none of them",
             "use a common transport",
@@ -306,8 +327,8 @@ class SourceNode:
         if request is None:
             attempt.error = _GONE
             return []
-        finished = request.finished
-        if finished is None and (attempt.seen[0] == request.news or not attempt.way.mover.in_parts):
+        finished, pulls = request.finished, self.endpoint.sessions[attempt.serve.session].pulls
+        if finished is None and (attempt.seen[0] == request.news or pulls or not attempt.way.mover.in_parts):
             return []
         try:
             if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
@@ -319,7 +340,7 @@ class SourceNode:
         program = attempt.program
         if finished is not None:
             after = () if finished.after is None else (finished.after,)
-            whole = [Part(program, None, after, program.bytes)]
+            whole = [Part(NOTHING, None, after, 0) if pulls else Part(program, None, after, program.bytes)]
             return attempt.handed.last(program, after) if attempt.handed is not None else whole
         attempt.handed = attempt.handed or Handed(program)
         attempt.seen = request.news, dict(request.tokens)
@@ -403,8 +424,32 @@ class SourceNode:
         if self._verify:
             found = attempt.way.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
+        if session.pulls:
+            sums = sums if Feature.VERIFY in session.features else None
+            assert session.plan is not None
+            routes = session.plan.between(self.pool.side.rank, session.peer.rank)
+            grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)
+            handoff = self._handoff(session, finished)
+            self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, handoff, sums)
+            self._offers = [each for each in self._offers if self.endpoint.offered(each[0])]
+            self._offers.append((serve, program, now))
+            return []
         self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
         return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - attempt.began, attempt.left)]
+
+    def _fetched(self, event: Fetched) -> list[Event | Sent]:
+        """A sink rank has read what it was offered."""
+        found: list[Event | Sent] = []
+        session = self.endpoint.sessions.get(event.session)
+        for each in list(self._offers):
+            serve, program, since = each
+            key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
+            if key == (event.session, event.sequence, event.attempt):
+                self._offers.remove(each)
+                if session is not None and session.peer is not None and event.bytes == program.bytes:
+                    seconds = time.monotonic() - since
+                    found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds, program.bytes))
+        return found
 
     def _program(self, attempt: _Attempt, request: _Request) -> CopyProgram:
         """All rows that go to this sink; before prefill is over, those that any layer has."""

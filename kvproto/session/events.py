@@ -7,13 +7,15 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.plan import Plan
 from kvproto.wire.enums import Proof
-from kvproto.wire.messages import Done, Register, Transfer
+from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
     "Arrived",
     "Event",
     "Expired",
+    "Fetched",
     "Lost",
+    "Offered",
     "Planned",
     "Ready",
     "RegisterAsked",
@@ -37,7 +39,7 @@ class Planned:
 
 @attrs.frozen
 class RegisterAsked:
-    """Source: map the memory, then `accept_register` or `refuse_register`."""
+    """Map the memory, then `accept_register` or `refuse_register`; at the sink it is a source's, to be read."""
 
     session: int
     register: Register = attrs.field(repr=False)
@@ -60,6 +62,16 @@ class Serve:
 
 
 @attrs.frozen
+class Fetched:
+    """Source: a sink rank has read an offer, or reads nothing of it any more."""
+
+    session: int
+    sequence: int
+    attempt: int
+    bytes: int
+
+
+@attrs.frozen
 class Released:
     """Source: no sink rank needs the request of this ticket any more."""
 
@@ -76,8 +88,16 @@ class Expired:
 
 
 @attrs.frozen
+class Offered:
+    """Sink: a source rank's items may be read once `may_read` says so, then `read` or `unread`."""
+
+    transfer: int
+    offer: Offer
+
+
+@attrs.frozen
 class Arrived:
-    """Sink: every required rank is Done."""
+    """Sink: every required rank is Done, or read; then `done` is what its Offer said."""
 
     transfer: int
     done: tuple[Done, ...]
@@ -125,8 +145,10 @@ Event = (
     | RegisterAsked
     | Ready
     | Serve
+    | Fetched
     | Released
     | Expired
+    | Offered
     | Arrived
     | Lost
     | SessionRefused

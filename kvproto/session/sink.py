@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
+from kvproto.grants import check_grants
 from kvproto.plan import Plan, differences, plan
-from kvproto.session.events import Planned, SessionClosed, SessionRefused
+from kvproto.session.events import Planned, RegisterAsked, SessionClosed, SessionRefused
+from kvproto.session.leases import Lease
 from kvproto.session.negotiation import Terms, check_welcome, greased
-from kvproto.session.peer import Attempt, Party, Peer, refused
+from kvproto.session.peer import Attempt, Party, Peer, refusal, refused
+from kvproto.session.registering import agrees, check_register
 from kvproto.session.staging import Slots
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role, Transport
@@ -31,15 +35,26 @@ from kvproto.wire.messages import (
     Grants,
     Hello,
     Limits,
+    Offer,
+    Pulled,
     Refused,
     Region,
     Register,
     Registered,
+    Released,
+    Renew,
+    Renewed,
     Transfer,
     Welcome,
 )
 
 __all__ = ["SinkSession"]
+
+
+def _closed(region: Region) -> Region:
+    """The same, for a peer that may not write it."""
+    return attrs.evolve(region, handles=tuple(attrs.evolve(h, data=b"") for h in region.handles))
+
 
 LIMITS = Limits(max_body=1 << 24, max_transfers=1024)
 
@@ -63,6 +78,14 @@ class SinkSession(Peer):
         self.done: dict[tuple[int, int], Done] = {}
         self.failures: dict[tuple[int, int], KvprotoError] = {}
         self.proofs: dict[tuple[int, int], Proof] = {}
+        self.readable = False
+        """Whether the source's memory is mapped here."""
+        self.source_columns: dict[int, Columns] = {}
+        self.leases: dict[tuple[int, int], Lease] = {}
+        self._exposed: Register | None = None
+        self._source_epoch = 0
+        self._asked_at: dict[tuple[int, int], float] = {}
+        self._unproven: set[tuple[int, int]] = set()
         self._source_encoded = b""
         self._source_version = 0
         self._sequence = 0
@@ -77,9 +100,28 @@ class SinkSession(Peer):
             limits=LIMITS,
         )  # fmt: skip
 
+    @property
+    def pulls(self) -> bool:
+        """Whether this side reads."""
+        return Feature.PULL in self.features
+
     def receive(self, message: Any, now: float) -> None:
         """Take one message."""
         match message:
+            case Register() | Offer() | Renewed() | Released() if not self.pulls:
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", "a session without PULL", type(message).__name__)
+            case Register():
+                if message != self._exposed and not self.repeated(message.request):
+                    self._expose(message)
+            case Offer():
+                if not self.repeated(message.request):
+                    self._offer(message)
+            case Renewed():
+                self._renewed(message)
+            case Released():
+                attempt = self.attempts.get((message.sequence, message.attempt))
+                if attempt is not None:
+                    self.move(attempt, "Released")
             case Welcome() | Description() | Registered() | Refused():
                 if self.answered(message.request):
                     self._reply(message, now)
@@ -100,7 +142,7 @@ class SinkSession(Peer):
             case Error():
                 # the request that it is about will not be answered otherwise
                 about = message.request
-                if about is not None and self.answered(about):
+                if about is not None and self.answered(about) and not self._not_renewed(about, message):
                     self.events.append(SessionRefused(self.name, refused(message), by_us=False))
             case Goodbye():
                 self.step("Goodbye")
@@ -131,11 +173,10 @@ class SinkSession(Peer):
             case Registered():
                 assert self.plan is not None
                 assert self.peer is not None
-                ours = tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank))
-                if message.routes != ours or message.plan != self.plan.digest:
-                    self._give_up(
-                        RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
-                    )
+                try:
+                    agrees(message, self.plan, (self.peer.rank, self.me.rank))
+                except RemoteError as error:
+                    self._give_up(error)
                 else:
                     self._took(message.transport)
 
@@ -173,14 +214,15 @@ class SinkSession(Peer):
         self.goodbye(str(error))
 
     def register(self, now: float) -> None:
-        """Grant the source access to this rank's memory."""
+        """Grant the source access to this rank's memory; in pull it has no use for handles, and gets none."""
         assert self.plan is not None
         assert self.peer is not None
         self.step("Register")
+        regions = tuple(map(_closed, self.regions)) if self.pulls else self.regions
         self.request(
             Register, now, source=digest(self._source_encoded), sink=digest(self._encoded), epoch=1,
             access=Access.WRITE,
-            regions=self.regions, columns=self._columns, plan=self.plan.digest,
+            regions=regions, columns=self._columns, plan=self.plan.digest,
             routes=tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank)),
         )  # fmt: skip
 
@@ -194,6 +236,7 @@ class SinkSession(Peer):
         attempt = Attempt(self._sequence, 1)
         self.attempts[attempt.key] = attempt
         self.move(attempt, "Transfer")
+        self._asked_at[attempt.key] = now
         if self.staging is not None:
             self.staging.open(*attempt.key, packer)
         self.request(
@@ -210,6 +253,9 @@ class SinkSession(Peer):
         if attempt.state != TransferState.ABORTING:
             self.move(attempt, "Abort")
             self.let_go(key)
+            lease = self.leases.pop(key, None)
+            if lease is not None and lease.renewal is not None:
+                self.answered(lease.renewal)
             self.request(Abort, now, sequence=attempt.sequence, attempt=attempt.attempt, reason=reason[:1000])
 
     def unpacked(self, key: tuple[int, int]) -> bool:
@@ -221,14 +267,152 @@ class SinkSession(Peer):
         return self.staging is None or self.staging.close(*key)
 
     def proven(self, key: tuple[int, int]) -> bool:
-        """Whether no write of the transfer can arrive any more: in a staged pair only this side writes pages."""
+        """Whether no write of the transfer can arrive any more: only this side writes what it pulls or unpacks."""
+        if self.pulls:
+            return key not in self._unproven
         return self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN
 
     def settle(self, key: tuple[int, int]) -> None:
         """The endpoint has taken the outcome of this attempt."""
-        for kept in (self.done, self.failures, self.proofs):
+        for kept in (self.done, self.failures, self.proofs, self.leases, self._asked_at):
             kept.pop(key, None)
+        self._unproven.discard(key)
         self.forget()
+
+    def _expose(self, message: Register) -> None:
+        """A source's memory, to be read."""
+        before = self.state
+        self.step("Register")  # one that overtook Registered comes again
+        assert self.plan is not None
+        assert self.source is not None
+        assert self.peer is not None
+        try:
+            if self.readable or self._exposed is not None:
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", str(self._source_epoch), str(message.epoch))
+            digests = digest(self._source_encoded), digest(self._encoded)
+            pair = (self.peer.rank, self.me.rank)
+            check_register(message, Access.READ, digests, self.plan, pair, self.source)
+        except KvprotoError as error:
+            self.state = before
+            self._refuse(message.request, error)
+            return
+        self._exposed = message
+        self.events.append(RegisterAsked(self.session, message))
+
+    def _refuse(self, request: int, error: KvprotoError) -> None:
+        self.reply(Refused(session=self.session, request=request, **refusal(error)), request)
+        self.events.append(SessionRefused(self.name, error, by_us=True))
+
+    def accept_register(self, transport: Transport) -> None:
+        """The source's memory is mapped here."""
+        asked, self._exposed = self._exposed, None
+        if asked is None or self.plan is None or self.peer is None or self.state != SessionState.READY:
+            return
+        self.step("Registered")
+        self.readable, self._source_epoch = True, asked.epoch
+        self.source_columns = {c.group: c for c in asked.columns}
+        routes = tuple(r.ref for r in self.plan.between(self.peer.rank, self.me.rank))
+        self.reply(
+            Registered(
+                session=self.session, request=asked.request, epoch=asked.epoch, transport=transport, routes=routes,
+                plan=self.plan.digest,
+            ),
+            asked.request,
+        )  # fmt: skip
+
+    def refuse_register(self, error: KvprotoError) -> None:
+        """The source's memory cannot be mapped here."""
+        asked, self._exposed = self._exposed, None
+        if asked is not None and self.state == SessionState.READY:
+            self.step("Refused")
+            self._refuse(asked.request, error)
+
+    def _offer(self, message: Offer) -> None:
+        key = (message.sequence, message.attempt)
+        attempt = self.attempts.get(key)
+        if attempt is None and message.sequence > self.low_water:
+            self._attempt(message)
+        if attempt is None or attempt.state == TransferState.ENDED:
+            self._say_pulled(message, 0)
+            return
+        if key in self.leases and self.leases[key].offer == message:
+            return
+        if attempt.state == TransferState.ASKED:
+            self.move(attempt, "Accepted")  # the reply was overtaken
+        self.move(attempt, "Offer")
+        if attempt.state == TransferState.OFFERED:
+            self._check_offer(message)
+            self.leases[key] = Lease.of(message, self._asked_at[key])
+
+    def _check_offer(self, message: Offer) -> None:
+        assert self.plan is not None
+        assert self.source is not None
+        assert self.peer is not None
+        if message.writer != self.peer.rank:
+            raise RemoteError(ErrorCode.WRONG_PEER, "writer", f"rank {self.peer.rank}", f"rank {message.writer}")
+        if message.epoch != self._source_epoch:
+            raise RemoteError(ErrorCode.BAD_GRANT, "epoch", str(self._source_epoch), str(message.epoch))
+        routes = self.plan.between(self.peer.rank, self.me.rank)
+        drawn = tuple(sorted({box.source_group for route in routes for box in route.boxes}))
+        check_grants(self.source, self.peer.rank, self.source_columns, drawn, message.grants)
+        routed = {r.group for r in routes}
+        if not {h.group for h in message.handoff} <= routed:
+            came = [h.group for h in message.handoff]
+            raise RemoteError(ErrorCode.WRONG_PEER, "handoff", f"of groups {sorted(routed)}", f"of groups {came}")
+
+    def _say_pulled(self, offer: Offer, count: int) -> None:
+        self.reply(
+            Pulled(
+                session=self.session, request=offer.request, sequence=offer.sequence, attempt=offer.attempt, bytes=count
+            ),
+            offer.request,
+        )
+
+    def pulled(self, key: tuple[int, int], count: int) -> None:
+        """Every byte of the offer is here; from now on it stands as Done."""
+        assert self.plan is not None
+        assert self.peer is not None
+        offer = self.leases.pop(key).offer
+        self.move(self.attempts[key], "Pulled")
+        self._say_pulled(offer, count)
+        groups = np.array(self.plan.send_flags(self.peer.rank, self.me.rank), np.uint32)
+        self.done[key] = Done(
+            session=self.session, request=offer.request, sequence=offer.sequence, attempt=offer.attempt,
+            writer=offer.writer, groups=groups, bytes=count, outcome=offer.outcome, handoff=offer.handoff,
+            checksums=offer.checksums,
+        )  # fmt: skip
+
+    def reading(self, key: tuple[int, int]) -> bool:
+        """Whether a copy of the offer is under way."""
+        return key in self.leases and self.leases[key].reading
+
+    def unread(self, key: tuple[int, int], proof: Proof) -> None:
+        """A copy of the offer is over, and of no use; UNPROVABLE: its writes may still arrive."""
+        if key in self.leases:
+            self.leases[key].reading = False
+        if proof != Proof.PROVEN:
+            self._unproven.add(key)
+
+    def renew(self, now: float) -> None:
+        """Ask for more time where a lease is close to its end."""
+        for (sequence, attempt), lease in self.leases.items():
+            if self.state == SessionState.READY and lease.due(now):
+                self.move(self.attempts[sequence, attempt], "Renew")
+                lease.sent = now
+                lease.renewal = self.request(Renew, now, sequence=sequence, attempt=attempt, lease=lease.offer.lease)
+
+    def _renewed(self, message: Renewed) -> None:
+        lease = self.leases.get((message.sequence, message.attempt))
+        if self.answered(message.request) and lease is not None and lease.renewal == message.request:
+            self.move(self._attempt(message), "Renewed")
+            lease.renewed(message.lease)
+
+    def _not_renewed(self, request: int, message: Error) -> bool:
+        """Whether it was a Renew that this Error is about: then the lease is over."""
+        key = next((k for k, lease in self.leases.items() if lease.renewal == request), None)
+        if key is not None:
+            self.failures[key] = refused(message)
+        return key is not None
 
     def _chunk(self, message: Chunk) -> None:
         attempt = self._attempt(message)
@@ -256,6 +440,8 @@ class SinkSession(Peer):
             )
         first = attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED)
         if attempt is not None and first:
+            if isinstance(message, Done) and self.pulls:
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", "Offer", "Done", "in this session the sink reads")
             if attempt.state == TransferState.ASKED and name == "Done":
                 self.move(attempt, "Accepted")  # the reply was overtaken
             self.move(attempt, name)

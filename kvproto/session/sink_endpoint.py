@@ -11,16 +11,20 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, WireError
 from kvproto.geometry import Geometry, encode_geometry, validate
 from kvproto.plan import Plan
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Arrived, Lost, Planned, Ready, SessionClosed, SessionRefused, Troubled
+from kvproto.session.events import Arrived, Lost, Offered, Planned, Ready, SessionClosed, SessionRefused, Troubled
 from kvproto.session.peer import PATIENCE, Party, refusal
 from kvproto.session.sink import SinkSession
 from kvproto.session.staging import Slots
 from kvproto.session.table import SessionState
 from kvproto.wire import decode
-from kvproto.wire.enums import ErrorCode, Feature, Proof
-from kvproto.wire.messages import Chunk, Columns, Error, Grants, Region
+from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
+from kvproto.wire.messages import Chunk, Columns, Done, Error, Grants, Offer, Region, Released
 
 __all__ = ["SinkEndpoint"]
+
+
+_PARTS = (Chunk, Offer, Released, Done)
+"""What a transfer does not survive where it is refused; Done where the sink should have been offered something."""
 
 
 @attrs.define
@@ -74,14 +78,16 @@ class SinkEndpoint(Endpoint):
                 session.receive(message, now)
         except (WireError, RemoteError) as error:
             self._events.append(Troubled(session.name if session else str(conn), error))
-            if session is not None and isinstance(message, Chunk):
-                self._refuse_chunk(session, message, error, now)
+            if session is not None and isinstance(message, _PARTS) and (session.pulls or isinstance(message, Chunk)):
+                self._refuse_part(session, message, error, now)
         self._after(now)
 
-    def _refuse_chunk(self, session: SinkSession, chunk: Chunk, error: KvprotoError, now: float) -> None:
+    def _refuse_part(
+        self, session: SinkSession, message: Chunk | Offer | Released | Done, error: KvprotoError, now: float
+    ) -> None:
         """Say so, and stop the transfer: what it lacks now does not come again."""
-        session.notice(Error(session=session.session, about=Chunk.TYPE, **refusal(error)))
-        key = (chunk.sequence, chunk.attempt)
+        session.notice(Error(session=session.session, about=message.TYPE, **refusal(error)))
+        key = (message.sequence, message.attempt)
         for want in self._wants.values():
             if want.error is None and any(self._session(r) is session and k == key for r, k in want.parts.items()):
                 self._fail(want, error, now)
@@ -128,8 +134,74 @@ class SinkEndpoint(Endpoint):
         want.error = error
         for rank, key in want.parts.items():
             session = self._session(rank)
-            if key not in session.done:
+            # an Abort says that nothing is read any more
+            if key not in session.done and session.state != SessionState.CLOSED and not session.reading(key):
                 session.abort(key, now, str(error))
+
+    def accept_register(self, number: int, transport: Transport) -> None:
+        """The memory of a RegisterAsked is mapped."""
+        self._numbered(number).accept_register(transport)
+
+    def refuse_register(self, number: int, error: KvprotoError) -> None:
+        """The memory of a RegisterAsked cannot be mapped."""
+        self._numbered(number).refuse_register(error)
+
+    def _numbered(self, number: int) -> SinkSession:
+        return next(s for s in self._sessions.values() if s.session == number)
+
+    def rank_of(self, number: int) -> int | None:
+        """The source rank of a session; None: it is not there, or over."""
+        found = (s for s in self._sessions.values() if s.session == number and s.state != SessionState.CLOSED)
+        return next((s.peer.rank for s in found if s.peer is not None), None)
+
+    def _part(self, offered: Offered) -> tuple[_Want | None, SinkSession, tuple[int, int]]:
+        offer = offered.offer
+        return self._wants.get(offered.transfer), self._session(offer.writer), (offer.sequence, offer.attempt)
+
+    def wanted(self, offered: Offered) -> bool:
+        """Whether an offer is still of use; if not, a copy of it should stop."""
+        want, session, key = self._part(offered)
+        return want is not None and want.error is None and key in session.leases
+
+    def may_read(self, offered: Offered, now: float) -> bool:
+        """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
+        _, session, key = self._part(offered)
+        begins = self.wanted(offered) and session.leases[key].fresh(now)
+        if begins:
+            session.leases[key].reading = True
+        return begins
+
+    def postpone(self, offered: Offered) -> None:
+        """The copy could not begin yet."""
+        _, session, key = self._part(offered)
+        session.unread(key, Proof.PROVEN)
+
+    def read(self, offered: Offered, count: int, now: float) -> None:
+        """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
+        self._late(now)
+        want, session, key = self._part(offered)
+        if want is None or want.error is not None or session.state == SessionState.CLOSED:
+            self.unread(offered, None, now)
+            return
+        session.pulled(key, count)
+        self._after(now)
+
+    def unread(self, offered: Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
+        """Nothing reads an offer any more, and not all of it was; `error`: why, where it is still wanted."""
+        want, session, key = self._part(offered)
+        session.unread(key, proof)
+        if want is not None:
+            self._fail(want, want.error or error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
+        self._after(now)
+
+    def _late(self, now: float) -> None:
+        """Stop what is read beyond its lease."""
+        for want in self._wants.values():
+            for rank, key in want.parts.items():
+                session = self._session(rank)
+                if want.error is None and session.reading(key) and session.leases[key].over(now):
+                    error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
+                    self._fail(want, error, now)
 
     def _session(self, rank: int) -> SinkSession:
         return self._sessions[self._ranks[rank]]
@@ -139,6 +211,7 @@ class SinkEndpoint(Endpoint):
         for session in self._sessions.values():
             for name in session.on_time(now):
                 self._gone(session, f"no answer to {name} in {PATIENCE:.0f} s", now)
+        self._late(now)
         self._after(now)
 
     def _gone(self, session: SinkSession, reason: str, now: float) -> None:
@@ -168,6 +241,7 @@ class SinkEndpoint(Endpoint):
             self._progress(number, want, now)
         for session in self._sessions.values():
             session.credit()
+            session.renew(now)
         for address, session in self._sessions.items():
             self._out += [(address, frame) for frame in session.to_send()]
 
@@ -177,7 +251,7 @@ class SinkEndpoint(Endpoint):
         self._ranks[session.peer.rank] = address
         required = plan.required(self.me.rank)
         if session.peer.rank in required:
-            if self._staging is not None:
+            if self._staging is not None and not session.pulls:
                 session.regions, session.staging = self._staging(session.peer.rank)
             session.register(now)
         for rank in required:
@@ -196,7 +270,9 @@ class SinkEndpoint(Endpoint):
     def _all_ready(self) -> bool:
         assert self.plan is not None
         required = self.plan.required(self.me.rank)
-        return all(r in self._ranks and self._session(r).state == SessionState.READY for r in required)
+        sessions = [self._session(r) for r in required if r in self._ranks]
+        ready = [s for s in sessions if s.state == SessionState.READY and (s.readable or not s.pulls)]
+        return len(ready) == len(required)
 
     def _progress(self, number: int, want: _Want, now: float) -> None:
         for rank, key in want.parts.items():
@@ -204,9 +280,11 @@ class SinkEndpoint(Endpoint):
             if want.error is None and key in session.failures:
                 self._fail(want, session.failures[key], now)
             if want.error is None and session.state == SessionState.CLOSED and key not in session.done:
-                want.error = RemoteError(
-                    ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket"
-                )
+                error = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
+                self._fail(want, error, now)
+            if want.error is None and key in session.leases and not session.leases[key].told:
+                session.leases[key].told = True
+                self._events.append(Offered(number, session.leases[key].offer))
         over = {r for r, k in want.parts.items() if self._over(r, k)}
         if len(over) < len(want.parts):
             return
@@ -229,7 +307,7 @@ class SinkEndpoint(Endpoint):
 
     def _over(self, rank: int, key: tuple[int, int]) -> bool:
         session = self._session(rank)
-        return session.ended(key) or session.state == SessionState.CLOSED
+        return (session.ended(key) or session.state == SessionState.CLOSED) and not session.reading(key)
 
     def _settle(self, want: _Want) -> None:
         for rank, key in want.parts.items():

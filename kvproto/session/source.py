@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
 from kvproto.geometry import Geometry, decode_geometry, digest
-from kvproto.grants import check_columns, check_grants
+from kvproto.grants import check_grants
 from kvproto.plan import Plan, differences, plan
-from kvproto.session.events import Planned, RegisterAsked, SessionClosed, SessionRefused
-from kvproto.session.peer import Attempt, Party, Peer, refusal
+from kvproto.session.events import Fetched, Planned, RegisterAsked, SessionClosed, SessionRefused
+from kvproto.session.peer import PATIENCE, Attempt, Party, Peer, refusal, refused
+from kvproto.session.registering import agrees, check_register
 from kvproto.session.staging import Granted, Piece
 from kvproto.session.table import SessionState, TransferState
-from kvproto.wire.enums import Access, CreditKind, ErrorCode, Outcome, Proof, RequestState, Transport
+from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Outcome, Proof, RequestState, Transport
 from kvproto.wire.messages import (
     Abort,
     Accepted,
@@ -28,10 +30,17 @@ from kvproto.wire.messages import (
     Drained,
     Failed,
     Goodbye,
+    Grants,
     HandOff,
+    Offer,
+    Pulled,
     Refused,
+    Region,
     Register,
     Registered,
+    Released,
+    Renew,
+    Renewed,
     Transfer,
 )
 
@@ -40,6 +49,20 @@ __all__ = ["SourceSession"]
 
 _MOST_TRANSFERS = 1024
 """Sequences above the low-water mark that a session may use."""
+
+
+_EPOCH = 1
+
+
+@attrs.define
+class _Lent:
+    """An offer that the sink may read."""
+
+    request: int
+    end: float
+    """Of the lease."""
+    latest: float
+    """The ticket's deadline: no lease goes on after it."""
 
 
 class SourceSession(Peer):
@@ -68,6 +91,9 @@ class SourceSession(Peer):
         """
         self._unprovable: set[tuple[int, int]] = set()
         self._granted: Granted | None = None
+        self._exposing = 0
+        self._offers: dict[tuple[int, int], _Lent] = {}
+        self._read: set[tuple[int, int]] = set()
         self.step("Hello")
         self.step("Welcome")
 
@@ -84,12 +110,20 @@ class SourceSession(Peer):
                     return self._transfer(message)
             case DoneAck():
                 self._ended(message)
+            case Registered() | Refused():
+                self._exposed(message)
+            case Pulled():
+                self._pulled(message)
+            case Renew():
+                if not self.repeated(message.request):
+                    self._renew(message, now)
             case Credit():
                 self._credit(message)
             case Abort():
                 self._abort(message)
             case Goodbye():
                 self.step("Goodbye")
+                self._offers.clear()  # it reads nothing any more
                 self.events.append(SessionClosed(self.session, self.name, message.reason))
             case _:
                 raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", "source", type(message).__name__)
@@ -132,36 +166,23 @@ class SourceSession(Peer):
         self.reply(mine, message.request)
         self.events.append(Planned(self.session, self.name, self.plan, tuple(differences(self.geometry, sink))))
 
+    @property
+    def pulls(self) -> bool:
+        """Whether the sink reads."""
+        return Feature.PULL in self.features
+
+    @property
+    def _digests(self) -> tuple[bytes, bytes]:
+        return digest(self._encoded), digest(self._sink_encoded)
+
     def _register(self, message: Register) -> None:
-        for field, ours, theirs in (
-            ("source", digest(self._encoded), message.source),
-            ("sink", digest(self._sink_encoded), message.sink),
-        ):
-            if ours != theirs:
-                raise RemoteError(
-                    ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again"
-                )
-        if message.access != Access.WRITE:
-            raise RemoteError(ErrorCode.NO_TRANSPORT, "access", "WRITE", Access(message.access).name)
+        if self.epoch:
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", str(self.epoch), str(message.epoch))
         assert self.plan is not None
         assert self.sink is not None
         assert self.peer is not None
-        ours_refs = tuple(r.ref for r in self.plan.between(self.me.rank, self.peer.rank))
-        for i, ref in enumerate(ours_refs):
-            theirs_ref = message.routes[i] if i < len(message.routes) else None
-            if theirs_ref != ref:
-                got = f"group {theirs_ref.group} {bytes(theirs_ref.digest).hex()}" if theirs_ref else "(absent)"
-                raise RemoteError(
-                    ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", f"group {ref.group} {ref.digest.hex()}", got
-                )
-        if len(message.routes) != len(ours_refs) or message.plan != self.plan.digest:
-            raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", self.plan.digest.hex(), bytes(message.plan).hex())
-        regions = {r.id: r for r in message.regions}
-        if len(regions) != len(message.regions):
-            raise RemoteError(
-                ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8])
-            )
-        check_columns(self.sink, self.peer.rank, regions, message.columns)
+        pair = (self.me.rank, self.peer.rank)
+        check_register(message, Access.WRITE, self._digests, self.plan, pair, self.sink)
         self._asked = message
         self.events.append(RegisterAsked(self.session, message))
 
@@ -181,6 +202,33 @@ class SourceSession(Peer):
             ),
             asked.request,
         )  # fmt: skip
+
+    def expose(self, regions: tuple[Region, ...], columns: tuple[Columns, ...], now: float) -> None:
+        """Grant the sink access to this rank's memory, to read it."""
+        assert self.plan is not None
+        assert self.peer is not None
+        self.step("Register")
+        source, sink = self._digests
+        self._exposing = self.request(
+            Register, now, source=source, sink=sink, epoch=_EPOCH, access=Access.READ, regions=regions,
+            columns=columns, plan=self.plan.digest,
+            routes=tuple(r.ref for r in self.plan.between(self.me.rank, self.peer.rank)),
+        )  # fmt: skip
+
+    def _exposed(self, message: Registered | Refused) -> None:
+        if message.request != self._exposing or not self.answered(message.request):
+            return
+        assert self.plan is not None
+        assert self.peer is not None
+        self.step(type(message).__name__)
+        try:
+            if isinstance(message, Refused):
+                self.events.append(SessionRefused(self.name, refused(message), by_us=False))
+            else:
+                agrees(message, self.plan, (self.me.rank, self.peer.rank))
+        except RemoteError as error:
+            self.events.append(SessionRefused(self.name, error, by_us=True))
+            self.goodbye(str(error))
 
     def refuse_register(self, error: KvprotoError) -> None:
         """The memory cannot be mapped."""
@@ -230,7 +278,7 @@ class SourceSession(Peer):
         wanted = self.plan.send_flags(self.me.rank, self.peer.rank)
         check_grants(self.sink, self.peer.rank, self.columns, wanted, message.grants)
 
-    def _head(self, message: Transfer) -> dict[str, Any]:
+    def _head(self, message: Transfer | Renew) -> dict[str, Any]:
         return {
             "session": self.session,
             "request": message.request,
@@ -267,6 +315,50 @@ class SourceSession(Peer):
             bytes=written, outcome=outcome, handoff=handoff, checksums=checksums,
         )  # fmt: skip
 
+    def offer(
+        self, message: Transfer, now: float, end: float, latest: float, grants: tuple[Grants, ...], outcome: Outcome,
+        handoff: tuple[HandOff, ...], checksums: tuple[Checksum, ...] | None,
+    ) -> None:  # fmt: skip
+        """The sink may read these items until `end`; Renew prolongs that up to `latest` (KVP-PUL-OFFER)."""
+        attempt = self.attempts[message.sequence, message.attempt]
+        self.move(attempt, "Offer")
+        request = self.request(
+            Offer, now, max(PATIENCE, latest - now), sequence=attempt.sequence, attempt=attempt.attempt,
+            writer=self.me.rank, epoch=_EPOCH, grants=grants, lease=int((end - now) * 1000), outcome=outcome,
+            handoff=handoff, checksums=checksums,
+        )  # fmt: skip
+        self._offers[attempt.key] = _Lent(request, end, latest)
+
+    def lent(self, key: tuple[int, int], now: float) -> bool:
+        """Whether the sink may still read what this attempt was offered."""
+        return key in self._offers and now < self._offers[key].end
+
+    def released(self, key: tuple[int, int]) -> None:
+        """The engine is told to free the request; a sink that has read it hears of it."""
+        if key in self._read and self.state == SessionState.READY:
+            self.notice(Released(session=self.session, sequence=key[0], attempt=key[1]))
+        self._read.discard(key)
+
+    def _pulled(self, message: Pulled) -> None:
+        key = (message.sequence, message.attempt)
+        lent = self._offers.get(key)
+        if lent is not None and lent.request == message.request and self.answered(message.request):
+            self.move(self.attempts[key], "Pulled")
+            del self._offers[key]
+            self._read.add(key)
+            self.events.append(Fetched(self.session, *key, message.bytes))
+
+    def _renew(self, message: Renew, now: float) -> None:
+        key = (message.sequence, message.attempt)
+        lent = self._offers.get(key)
+        lease = min(message.lease, int(1000 * (lent.latest - now))) if lent else 0
+        if lent is None or now >= lent.end or lease < 1:
+            raise RemoteError(ErrorCode.DEADLINE, "lease", "over", f"{message.lease} ms more", "make a new ticket")
+        self.move(self.attempts[key], "Renew")
+        lent.end = max(lent.end, now + lease / 1000)
+        self.move(self.attempts[key], "Renewed")
+        self.reply(Renewed(**self._head(message), lease=lease), message.request)
+
     def _credit(self, message: Credit) -> None:
         self.step("Credit")
         if self._granted is None or message.kind != CreditKind.STAGING:
@@ -293,6 +385,9 @@ class SourceSession(Peer):
         else:
             attempt = self.attempts.setdefault(key, Attempt(*key))
         self.move(attempt, "Abort")
+        lent = self._offers.pop(key, None)
+        if lent is not None:
+            self.answered(lent.request)
         if key in self._copying:
             self._drains[key] = attempt, message.request
         else:

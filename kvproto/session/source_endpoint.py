@@ -19,7 +19,7 @@ from kvproto.session.staging import Piece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
-from kvproto.wire.messages import Checksum, Error, HandOff, Hello, Refused, Ticket, Transfer, Version, Welcome
+from kvproto.wire.messages import Checksum, Error, Grants, HandOff, Hello, Refused, Ticket, Transfer, Version, Welcome
 from kvproto.wire.messages import Endpoint as Address
 
 __all__ = ["SourceEndpoint"]
@@ -234,11 +234,29 @@ class SourceEndpoint(Endpoint):
         if self.active(serve):
             self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
 
+    def offer(
+        self, serve: Serve, now: float, lease: float, grants: tuple[Grants, ...], outcome: Outcome,
+        handoff: tuple[HandOff, ...], checksums: tuple[Checksum, ...] | None,
+    ) -> None:  # fmt: skip
+        """The sink of a Serve may read these items for `lease` seconds, and no longer than the ticket lives."""
+        self._copied(serve, now)
+        claim = self._claims.get(serve.key)
+        end = min(now + lease, claim.deadline if claim else now)
+        if claim is None or (end - now) * 1000 < 1:
+            self.failed(serve, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
+        elif self.active(serve):
+            session = self.sessions[serve.session]
+            session.offer(serve.transfer, now, end, claim.deadline, grants, outcome, handoff, checksums)
+
     def failed(self, serve: Serve, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
         """The copy of a Serve failed; PROVEN: no write of it can arrive any more."""
         self._copied(serve, now, proof)
         if self.active(serve):
             self.sessions[serve.session].fail(serve.transfer, error, now)
+
+    def offered(self, serve: Serve) -> bool:
+        """Whether the sink of a Serve may read what it was offered, and has not said Pulled."""
+        return self._state(serve.session, serve.transfer) == TransferState.OFFERED
 
     def active(self, serve: Serve) -> bool:
         """Whether the transfer of a Serve is still wanted."""
@@ -254,7 +272,7 @@ class SourceEndpoint(Endpoint):
                 session.state = SessionState.CLOSED
         for key, claim in list(self._claims.items()):
             if now >= claim.deadline:
-                del self._claims[key]
+                self._release(key)
                 known = claim.content is not None and claim.error is None
                 code = ErrorCode.DEADLINE if known else ErrorCode.UNKNOWN_TICKET
                 for number, transfer in self._waiting(claim):
@@ -271,23 +289,29 @@ class SourceEndpoint(Endpoint):
             self._out += [(self._of[number], frame) for frame in session.to_send()]
             self._events += session.take_events()
         for key, claim in list(self._claims.items()):
-            if claim.finished and claim.asked and not claim.waiting and self._all_ended(claim):
+            if claim.finished and claim.asked and not claim.waiting and self._all_ended(claim, now):
                 plan = self.sessions[claim.asked[0][0]].plan
                 routed = tuple(sorted({r.source for r in plan.routes})) if plan else ()
-                del self._claims[key]
+                self._release(key)
                 self._events.append(Released(key, routed))
-        for session in self.sessions.values():
+        for number, session in self.sessions.items():
+            self._out += [(self._of[number], frame) for frame in session.to_send()]
             session.forget()
         for number in [n for n, s in self.sessions.items() if s.state == SessionState.CLOSED]:
             if not any(n == number for claim in self._claims.values() for n, _ in claim.asked):
                 del self.sessions[number], self._of[number]
 
-    def _all_ended(self, claim: _Claim) -> bool:
+    def _release(self, key: bytes) -> None:
+        for number, attempt in self._claims.pop(key).asked:
+            if number in self.sessions:
+                self.sessions[number].released(attempt)
+
+    def _all_ended(self, claim: _Claim, now: float) -> bool:
         first = self.sessions[claim.asked[0][0]]
         needed = set(first.plan.served(self.me.rank)) if first.plan else set()
         for number, key in claim.asked:
             session = self.sessions[number]
-            if not session.ended(key) and session.state != SessionState.CLOSED:
+            if not session.ended(key) and (session.state != SessionState.CLOSED or session.lent(key, now)):
                 return False
             if session.peer is not None and (session.peer.engine, session.peer.replica) == claim.bound:
                 needed.discard(session.peer.rank)

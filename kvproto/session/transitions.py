@@ -33,6 +33,8 @@ class TransferState(Enum):
     """Transfer is on its way."""
     ACCEPTED = "accepted"
     """The source will say Done or Failed."""
+    OFFERED = "offered"
+    """The source's items may be read."""
     DONE = "done"
     """Done is on its way."""
     FAILED = "failed"
@@ -59,6 +61,9 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Goodbye"): SessionState.CLOSED,
     (SessionState.REGISTERING, "Goodbye"): SessionState.CLOSED,
     (SessionState.READY, "Goodbye"): SessionState.CLOSED,
+    (SessionState.READY, "Register"): SessionState.READY,
+    (SessionState.READY, "Registered"): SessionState.READY,
+    (SessionState.READY, "Refused"): SessionState.READY,
     (SessionState.READY, "Credit"): SessionState.READY,
 }
 
@@ -73,6 +78,7 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.NEW, "Abort"): TransferState.ABORTING,
     (TransferState.ASKED, "Abort"): TransferState.ABORTING,
     (TransferState.ACCEPTED, "Abort"): TransferState.ABORTING,
+    (TransferState.OFFERED, "Abort"): TransferState.ABORTING,
     (TransferState.DONE, "Abort"): TransferState.ABORTING,
     (TransferState.FAILED, "Abort"): TransferState.ABORTING,
     (TransferState.ENDED, "Abort"): TransferState.ABORTING,
@@ -84,4 +90,11 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.ABORTING, "Drained"): TransferState.ENDED,
     (TransferState.ACCEPTED, "Chunk"): TransferState.ACCEPTED,
     (TransferState.ABORTING, "Chunk"): TransferState.ABORTING,
+    (TransferState.ACCEPTED, "Offer"): TransferState.OFFERED,
+    (TransferState.ABORTING, "Offer"): TransferState.ABORTING,
+    (TransferState.ABORTING, "Renewed"): TransferState.ABORTING,
+    (TransferState.OFFERED, "Renew"): TransferState.OFFERED,
+    (TransferState.OFFERED, "Renewed"): TransferState.OFFERED,
+    (TransferState.OFFERED, "Pulled"): TransferState.ENDED,
+    (TransferState.ENDED, "Released"): TransferState.ENDED,
 }

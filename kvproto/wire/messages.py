@@ -227,7 +227,7 @@ class Grants:
     """Tokens and items of one group."""
 
     group: int
-    """The sink's group id. Since 1.0."""
+    """Group id of the side whose items they are. Since 1.0."""
     first: int
     """First token, absolute. [token] Since 1.0."""
     count: int
@@ -807,7 +807,7 @@ class Offer:
     epoch: int
     """Epoch of the source's registration. Since 1.0."""
     grants: tuple["Grants", ...]
-    """Tokens and items of the source, by the sink's groups. Since 1.0."""
+    """Tokens and items of each of the source's groups that the routes draw from. Since 1.0."""
     lease: int
     """Time that the items stay as they are. [ms] Since 1.0."""
     outcome: enums.Outcome

@@ -48,7 +48,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def demo(*args: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def demo(*args: str | int | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -100,6 +100,17 @@ def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
     total = sum(m["bytes"] for m in parts["matrix"])
     assert at_once["left"] == total
     assert parts["left"] < total
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
+    ranks = ["--prefill-tp", prefill, "--decode-tp", decode]
+    result = demo("--pull", *ranks, "--prompt-file", prompts, "--json", "--max-new", "24")
+    assert result.returncode == 0, result.stderr
+    told = report(result)
+    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in "01"}
+    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
 
 def test_first_token_that_ends_the_text() -> None:

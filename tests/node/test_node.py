@@ -41,8 +41,10 @@ class Pair:
         self, folder: Path, source: Geometry, sink: Geometry, node: type[SinkNode] = SinkNode, verify: bool = True,
         give: Callable[[], Sequence[Mover]] = list, take: Callable[[], Sequence[Mover]] = list,
         part: int = PART,
+        pull: bool = False, pull_source: bool = False, pull_sink: bool = False, lease: float = 10.0,
     ) -> None:  # fmt: skip
-        self._give, self._part = give, part
+        self._give = give
+        self._more: dict[str, Any] = {"part": part, "pull": pull or pull_source, "lease": lease}
         self.sent: tuple[dict[int, Any], dict[int, list[int]]] = {}, {}
         addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in source.ranks}
         self.sources = [self._source(source, r, addresses, verify) for r in addresses]
@@ -56,6 +58,7 @@ class Pair:
                 addresses[0],
                 verify,
                 take(),
+                pull or pull_sink,
             )
             for r, dialer in zip(sink.ranks, self._dialers, strict=True)
         ]
@@ -64,7 +67,7 @@ class Pair:
     def _source(self, source: Geometry, rank: int, addresses: dict[int, str], verify: bool) -> SourceNode:
         pool = allocate(source, rank, ITEMS)
         party = Party("p", 0, rank, secrets.randbits(60))
-        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give(), self._part)
+        return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give(), **self._more)
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):

@@ -13,6 +13,7 @@ from kvproto.errors import WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, tables
 from kvproto.wire.messages import Geometry
 from tests.session.driver import World, geometry, ticket
+from tests.session.test_pull import PullWorld
 
 CONTENT = b"c" * 32
 BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
@@ -62,10 +63,11 @@ def twisted(value: Any, rng: random.Random) -> Any:
     return attrs.evolve(value, **{row[1]: nonsense(getattr(value, row[1]), row, rng)})
 
 
+@pytest.mark.parametrize("pull", [False, True])
 @pytest.mark.parametrize("seed", range(250))
-def test_well_formed_nonsense_costs_nobody_else_anything(seed: int) -> None:
+def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) -> None:
     rng = random.Random(seed)
-    world = World(geometry(2))
+    world = PullWorld(geometry(2)) if pull else World(geometry(2))
     bad = world.sink("bad", geometry(1))
     original_sink, original_sources = bad.to_send, {a: s.to_send for a, s in world.sources.items()}
     rate = rng.choice([0.05, 0.3])
@@ -93,6 +95,8 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int) -> None:
             world.transfer("bad", made if step < 4 else ticket(), CONTENT)
         for address in world.sources:
             world.serve(address)
+        if isinstance(world, PullWorld):
+            world.read("bad")
         world.pass_time(3.0)
     world.sink("good", geometry(1))
     world.run()
@@ -105,4 +109,6 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int) -> None:
     world.run()
     for address in world.sources:
         world.serve(address)
+    if isinstance(world, PullWorld):
+        world.read("good")
     assert len(world.events("good", "Arrived")) == 1

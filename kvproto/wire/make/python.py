@@ -9,8 +9,11 @@ from kvproto.wire.make.registry import HEAD, Facts, moves
 __all__ = ["enums_module", "messages_module", "tables_module", "transitions_module"]
 
 _INTS = {"u8", "u16", "u32", "u64"}
-_SPOKEN = {"Chunk", "Credit"}
-"""Draft messages that the session layer speaks, behind their features."""
+_PULL = {"Offer", "Pulled", "Released", "Renew", "Renewed", "Register", "Registered", "Refused"}
+_SPOKEN = {"Chunk", "Credit", *_PULL, "Abort"}
+"""Messages that the session layer speaks in draft rows, behind their features."""
+_SPOKEN_STATES = {"offered"}
+"""Draft states of these rows."""
 
 
 def annotation(type_: str, facts: Facts) -> str:
@@ -133,12 +136,12 @@ def transitions_module(facts: Facts) -> str:
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
         for state in machine["state"]:
-            if state.get("status") != "draft":
+            if state.get("status") != "draft" or state["name"] in _SPOKEN_STATES:
                 out += [f'    {state["name"].upper()} = "{state["name"]}"', f'    """{state["doc"]}"""']
         out.append("")
     for name, machine in facts["machine"].items():
         cls = f"{name.title()}State"
-        drafts = {state["name"] for state in machine["state"] if state.get("status") == "draft"}
+        drafts = {s["name"] for s in machine["state"] if s.get("status") == "draft"} - _SPOKEN_STATES
         out += ["", f"{name.upper()}: dict[tuple[{cls}, str], {cls}] = {{"]
         for before, message, after, status in moves(machine):
             spoken = message in _SPOKEN and not drafts & {before, after}

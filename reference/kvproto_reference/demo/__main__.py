@@ -45,6 +45,7 @@ class DemoOptions:
     prompt_file: Path | None = None
     json: bool = False
     verify: bool = True
+    pull: bool = False
     max_new: int = 48
     page_size: int = 16
     part: int | None = None
@@ -70,6 +71,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
+    add("--pull", action="store_true", help="decode reads what prefill offers (draft feature PULL)")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
@@ -131,6 +133,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
               "--pages", str(options.pages), "--page-size", str(options.page_size),
               "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
+    shared += ["--pull"] if options.pull else []
     here, there = (["--devices", d] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))

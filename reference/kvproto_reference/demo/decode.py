@@ -76,7 +76,9 @@ class DecodeRank:
         self._dialer = Dialer(options.insecure)
         party = Party(options.name, 0, tp.rank, incarnation())
         seed = rank_address(options.address, 0)
-        self.node = node(party, self._geometry, pool, self._dialer, seed, options.verify, options.movers())
+        self.node = node(
+            party, self._geometry, pool, self._dialer, seed, options.verify, options.movers(), options.pull
+        )
         self._lockstep = Lockstep(tp.size, tp.group)
         self._ready: set[int] = set()
         self._asked = False
@@ -90,7 +92,8 @@ class DecodeRank:
         """Until told to stop, or refused."""
         while True:
             if self.control is not None:
-                wait([*self._dialer.sockets, self.control.listener.socket], 0 if self._running else IDLE)
+                busy = self._running or self.node.busy
+                wait([*self._dialer.sockets, self.control.listener.socket], 0 if busy else IDLE)
             for rank, said in enumerate(self._lockstep.exchange(self._hear())):
                 for word in said:
                     if word["op"] == "stop":

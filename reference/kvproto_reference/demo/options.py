@@ -48,6 +48,8 @@ class EngineOptions:
     transport: str
     devices: tuple[int, ...]
     """GPUs of the ranks, in turn, with transport cuda."""
+    pull: bool = False
+    """Whether decode reads, rather than prefill writes."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -98,16 +100,19 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
     add("--devices", type=numbers, default=(0,), metavar="N,N,...", help="GPUs of the ranks, with --transport cuda")
+    add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
     for name in ("tp", "pages", "page_size", "chunk", "part", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.pull and args.transport == "nixl":
+        raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
     return EngineOptions(
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
-        transport=args.transport, devices=args.devices, part=args.part,
+        transport=args.transport, devices=args.devices, part=args.part, pull=args.pull,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

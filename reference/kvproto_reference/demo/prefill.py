@@ -80,7 +80,15 @@ class PrefillRank:
         party = Party(options.name, 0, tp.rank, incarnation())
         endpoints = {r: rank_address(options.address, r) for r in range(tp.size)}
         self.node = SourceNode(
-            party, self._geometry, pool, self._listener, endpoints, options.verify, options.movers(), options.part
+            party,
+            self._geometry,
+            pool,
+            self._listener,
+            endpoints,
+            options.verify,
+            options.movers(),
+            options.part,
+            options.pull,
         )
         self._lockstep = Lockstep(tp.size, tp.group)
         self._queue: deque[Job] = deque()

@@ -1,0 +1,51 @@
+"""What a source offers in place of copying (feature PULL)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvproto.geometry import Group, owned_before
+from kvproto.grants import items_needed, rows_of
+from kvproto.plan import Route
+from kvproto.program import OP, CopyProgram, Side
+from kvproto.wire.enums import ItemKind
+from kvproto.wire.messages import Grants
+
+__all__ = ["LEASE", "NOTHING", "offered"]
+
+LEASE = 10.0
+"""Seconds that a sink may read before it must ask for more."""
+NOTHING = CopyProgram((), np.empty(0, OP), (), ())
+"""A launch of it waits for the rows and moves none."""
+
+
+def offered(
+    routes: Sequence[Route], side: Side, asked: Sequence[Grants], items: Mapping[int, Sequence[int]]
+) -> tuple[Grants, ...]:
+    """A rank's items of the tokens that a sink rank asks for, by the source's groups that their routes draw from.
+
+    `items` by group id, from the one that holds the first owned row of token 0.
+    """
+    by_group = {g.group: g for g in asked}
+    drawn: dict[int, list[Grants]] = {}
+    for route in routes:
+        for id in {box.source_group for box in route.boxes}:
+            drawn.setdefault(id, []).append(by_group[route.group])
+    return tuple(_window(side.group(id), side.owns(id).cp_rank, drawn[id], items.get(id, [])) for id in sorted(drawn))
+
+
+def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence[int]) -> Grants:
+    """One window over all that is asked of a group."""
+    first = min(g.first for g in asked)
+    end = max(g.first + g.count for g in asked)
+    if group.cp_size > 1:
+        first = min(max(first, group.origin), end)
+    if group.kind == ItemKind.RING:  # it remembers no more
+        first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
+    skip = 0
+    if group.kind == ItemKind.PAGE:
+        skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
+    held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
+    return Grants(group=group.id, first=first, count=end - first, valid=end, items=np.array(held, np.uint32))

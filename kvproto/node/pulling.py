@@ -1,0 +1,165 @@
+"""A sink that reads what sources offer, with its own movers (feature PULL)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.lowering import Pair
+from kvproto.node.pool import Pool
+from kvproto.program import CopyProgram, Side, Window, windows
+from kvproto.session import SinkEndpoint
+from kvproto.session.events import Offered, RegisterAsked
+from kvproto.transport.base import Copying, Mapped, Move, Mover
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Register
+
+__all__ = ["Puller"]
+
+
+@attrs.define(eq=False)
+class _Way:
+    """How one source rank's memory is read."""
+
+    session: int
+    mover: Mover
+    register: Register
+    mapped: dict[int, Mapped]
+    pair: Pair | None = None
+    """Of the plan, once the first offer asks for it."""
+
+    def close(self) -> None:
+        for mapping in self.mapped.values():
+            mapping.close()
+
+
+@attrs.define(eq=False)
+class _Pull:
+    """An offer that waits for its copy, or is being read."""
+
+    offered: Offered
+    sinks: dict[int, Window]
+    way: _Way | None = None
+    program: CopyProgram | None = None
+    copying: Copying | None = None
+    error: KvprotoError | None = None
+    """Why it is being stopped."""
+
+
+class Puller:
+    """Maps the memory of sources and reads their offers while they are leased."""
+
+    def __init__(self, endpoint: SinkEndpoint, pool: Pool, movers: Sequence[Mover], clock: Callable[[], float]) -> None:
+        self._endpoint, self._pool, self._clock = endpoint, pool, clock
+        self._movers = {m.transport: m for m in movers}
+        self._ways: dict[int, _Way] = {}
+        """By source rank."""
+        self._pulls: list[_Pull] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether offers wait or are being read."""
+        return bool(self._pulls)
+
+    def map(self, event: RegisterAsked) -> None:
+        """Map a source's memory by its first transport that works here."""
+        rank = self._endpoint.rank_of(event.session)
+        error: KvprotoError = RemoteError(
+            ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self._movers]), "none of them",
+            "use a common transport",
+        )  # fmt: skip
+        for handle in event.register.regions[0].handles if event.register.regions else ():
+            mover = next((m for t, m in self._movers.items() if t == handle.transport), None)
+            if mover is None or rank is None:
+                continue
+            way = _Way(event.session, mover, event.register, {})
+            try:
+                named = {i for columns in event.register.columns for i in columns.region.tolist()}
+                for i, region in enumerate(event.register.regions):
+                    if region.id in named:
+                        way.mapped[region.id] = mover.connect(region, f"regions[{i}]")
+            except KvprotoError as e:
+                error = e
+                way.close()
+                continue
+            self._ways[rank] = way
+            self._endpoint.accept_register(event.session, mover.transport)
+            return
+        self._endpoint.refuse_register(event.session, error)
+
+    def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
+        """Read this as soon as may be; windows by this side's group id."""
+        self._pulls.append(_Pull(event, sinks))
+
+    def advance(self) -> bool:
+        """Start, stop and finish copies; whether the endpoint may have something to tell."""
+        before = len(self._pulls)
+        self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
+        used = {p.way.session for p in self._pulls if p.way is not None}
+        for rank, way in list(self._ways.items()):
+            if way.session not in used and self._endpoint.rank_of(way.session) is None:
+                self._ways.pop(rank).close()
+        return len(self._pulls) < before
+
+    def _begin(self, pull: _Pull) -> bool:
+        """Start a copy if it may begin; whether it is over already."""
+        offered, now = pull.offered, self._clock()
+        if not self._endpoint.wanted(offered):
+            return True
+        try:
+            pull.way = self._ways[offered.offer.writer]
+            pull.program = pull.program or self._lower(pull, pull.way)
+        except KvprotoError as error:
+            self._endpoint.unread(offered, error, now)
+            return True
+        if not self._endpoint.may_read(offered, now):
+            return False
+        try:
+            pull.copying = pull.way.mover.start([Move(pull.program, pull.way.mapped, {0: self._pool.memory})])
+        except KvprotoError as error:
+            if error.code == ErrorCode.BUSY:
+                self._endpoint.postpone(offered)
+                return False
+            self._endpoint.unread(offered, error, now)
+            return True
+        return self._finish(pull)
+
+    def _finish(self, pull: _Pull) -> bool:
+        """Say Pulled of a copy that is complete, stop one that nobody wants; whether it is over."""
+        assert pull.copying is not None
+        assert pull.program is not None
+        if pull.error is None and self._endpoint.wanted(pull.offered):
+            try:
+                done = pull.copying.done
+            except KvprotoError as error:
+                pull.error, done = error, False
+            if done:
+                # the clock after the copy: what was read beyond the lease is of no use
+                self._endpoint.read(pull.offered, pull.program.bytes, self._clock())
+            if done or pull.error is None:
+                return done
+        proof = pull.copying.stop()
+        if proof is not None:
+            self._endpoint.unread(pull.offered, pull.error, self._clock(), proof)
+        return proof is not None
+
+    def _lower(self, pull: _Pull, way: _Way) -> CopyProgram:
+        plan, source, offer = self._endpoint.plan, self._endpoint.source, pull.offered.offer
+        assert plan is not None
+        assert source is not None
+        if way.pair is None:
+            there = Side(source, offer.writer, {c.group: c for c in way.register.columns})
+            way.pair = Pair(plan.between(offer.writer, self._pool.side.rank), there, self._pool.side)
+        return way.pair.lower(windows(offer.grants), pull.sinks)
+
+    def close(self) -> None:
+        """Stop reading, then unmap."""
+        for pull in self._pulls:
+            while pull.copying is not None and pull.copying.stop() is None:
+                pass
+        self._pulls.clear()
+        for way in self._ways.values():
+            way.close()
+        self._ways.clear()

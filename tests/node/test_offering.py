@@ -1,0 +1,65 @@
+"""An offer holds what a transfer asks for, and no more than that needs."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvproto.execute import execute
+from kvproto.grants import check_grants, items_needed
+from kvproto.lowering import lower
+from kvproto.node.offering import offered
+from kvproto.node.pool import allocate
+from kvproto.plan import plan
+from kvproto.program import Window, windows
+from kvproto.wire.messages import Grants
+from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
+from tests.session.driver import geometry
+
+
+@pytest.mark.parametrize("seed", small_worlds(60))
+def test_what_is_offered_suffices(seed: int) -> None:
+    rng = random.Random(seed)
+    from_, to = world(seed)
+    routes = plan(from_, to)
+    for source in (r.rank for r in from_.ranks):
+        for sink in (r.rank for r in to.ranks if routes.between(source, r.rank)):
+            here, there = (
+                allocate(g, rank, dict.fromkeys([x.id for x in g.groups], ROOM))
+                for g, rank in ((from_, source), (to, sink))
+            )
+            np.from_dlpack(here.memory)[:] = np.random.default_rng(seed).integers(1, 256, here.memory.length, np.uint8)
+            order = {g.id: rng.sample(range(ROOM), ROOM) for g in (*from_.groups, *to.groups)}
+            items, pair = window(from_, source, order), routes.between(source, sink)
+            asked = []
+            for route in pair:
+                group, first = there.side.group(route.group), rng.randrange(FEW)
+                need = items_needed(group, there.side.owns(group.id).cp_rank, first, FEW - first)
+                found = np.array(order[group.id][:need], np.uint32)
+                asked.append(Grants(group=group.id, first=first, count=FEW - first, valid=FEW, items=found))
+            made = offered(pair, here.side, asked, items)
+            drawn = tuple(sorted({box.source_group for route in pair for box in route.boxes}))
+            check_grants(from_, source, here.side.columns, drawn, made)
+            all_ = {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
+            results = []
+            for sources in (all_, windows(made)):
+                memory = memoryview(bytearray(there.memory.length))
+                program = lower(pair, here.side, there.side, sources, windows(asked))
+                execute(program, {0: here.memory.buffer}, {0: memory})  # type: ignore[attr-defined]
+                results.append(bytes(memory))
+            assert results[0] == results[1]
+
+
+def test_a_prefix_that_the_sink_has_is_not_offered() -> None:
+    source, sink = geometry(1), geometry(1)
+    here = allocate(source, 0, {0: 8, 1: 8})
+    routes = plan(source, sink).between(0, 0)
+    asked = [
+        Grants(group=g, first=6, count=5, valid=11, items=np.array([3, 4][: 2 if g < 2 else 0])) for g in (0, 1, 2)
+    ]
+    made = offered(routes, here.side, asked, {0: [5, 6, 7], 1: [1, 2, 3]})
+    assert [(g.group, g.first, g.count, list(g.items)) for g in made] == [
+        (0, 6, 5, [6, 7]),
+        (1, 6, 5, [2, 3]),
+        (2, 6, 5, []),
+    ]

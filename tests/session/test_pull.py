@@ -1,0 +1,516 @@
+"""Offers, leases and their ends, frame by frame (feature PULL)."""
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import RemoteError
+from kvproto.node.pool import Pool, allocate
+from kvproto.session.events import Offered, RegisterAsked, Serve
+from kvproto.session.table import TransferState
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
+from kvproto.wire.messages import Abort, Done, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
+from tests.session.driver import PAGES, World, geometry, grants, ticket
+
+CONTENT = b"c" * 32
+LEASE = 10.0
+
+
+class PullWorld(World):
+    """One in which sinks read; a copy takes no time and moves 1 byte."""
+
+    features = (Feature.VERIFY, Feature.PULL)
+
+    def __init__(self, source: Geometry) -> None:
+        super().__init__(source)
+        self.kept: dict[str, Pool] = {
+            f"s{r.rank}": allocate(source, r.rank, {g.id: PAGES for g in source.groups}) for r in source.ranks
+        }
+        self.heard: list[Any] = []
+        self.keep = self.hear
+
+    def hear(self, to: str, frame: bytes) -> int:
+        self.heard.append(decode(frame))
+        return 1
+
+    def of(self, kind: type) -> list[Any]:
+        return [m for m in self.heard if isinstance(m, kind)]
+
+    def accept(self, address: str, session: int) -> None:
+        pool, made = self.kept[address], self.sources[address].sessions[session]
+        made.accept_register(Transport.SHM)
+        made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
+
+    def run(self) -> None:
+        super().run()
+        for name, sink in self.sinks.items():
+            for event in self.events(name, "RegisterAsked"):
+                self.told[name].remove(event)
+                sink.accept_register(event.session, Transport.SHM)
+                super().run()
+
+    def serve(self, address: str = "s0", **changes: Any) -> None:
+        """Offer whatever was asked for."""
+        for event in self.events(address, "Serve"):
+            if self.sources[address].active(event):
+                self.offer(address, event, **changes)
+        self.run()
+
+    def offer(self, address: str, serve: Serve, lease: float = LEASE, items: Any = None) -> None:
+        made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
+        assert session.plan is not None
+        assert session.peer is not None
+        routes = session.plan.between(self.sources[address].me.rank, session.peer.rank)
+        drawn = sorted({box.source_group for route in routes for box in route.boxes})
+        offered = tuple(made[g] if items is None else attrs.evolve(made[g], **items(g)) for g in drawn)
+        self.sources[address].offer(serve, self.now, lease, offered, Outcome.CONTINUE, (), None)
+
+    def read(self, name: str, begin: bool = True) -> None:
+        """Read every offer that may be read."""
+        sink = self.sinks[name]
+        for event in self.events(name, "Offered"):
+            if not begin or sink.may_read(event, self.now):
+                sink.read(event, 1, self.now)
+        self.run()
+
+
+def ready(source_tp: int = 2, sink_tp: int = 1) -> PullWorld:
+    world = PullWorld(geometry(source_tp))
+    for rank in range(sink_tp):
+        world.sink(f"d{rank}", geometry(sink_tp), rank)
+    world.run()
+    assert all(s.ready for s in world.sinks.values())
+    return world
+
+
+def asked(world: PullWorld, deadline: float = 60.0) -> int:
+    """A request that is finished and asked for by every sink rank; the number of the last."""
+    made = ticket(deadline)
+    for source in world.sources.values():
+        source.expect(made, CONTENT, world.now)
+        source.finish(bytes(made.key))
+    numbers = [world.transfer(name, made, CONTENT) for name in world.sinks]
+    world.run()
+    return numbers[-1]
+
+
+def offered(world: PullWorld, **changes: Any) -> Offered:
+    """The offer that the first sink has."""
+    asked(world)
+    for address in world.sources:
+        world.serve(address, **changes)
+    event: Offered = world.events("d0", "Offered")[-1]
+    return event
+
+
+def serves_another(world: PullWorld) -> None:
+    before = len(world.events("d0", "Arrived"))
+    for name in world.told:
+        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | Serve)]
+    asked(world)
+    for address in world.sources:
+        world.serve(address)
+    for name in world.sinks:
+        world.read(name)
+    assert len(world.events("d0", "Arrived")) == before + 1
+
+
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_offer_pulled_released(source_tp: int, sink_tp: int) -> None:
+    world = ready(source_tp, sink_tp)
+    asked(world)
+    for address in world.sources:
+        world.serve(address)
+    for name in world.sinks:
+        assert not world.events("s0", "Released")
+        world.read(name)
+    assert [len(world.events(d, "Arrived")) for d in world.sinks] == [1] * sink_tp
+    assert [len(world.events(s, "Released")) for s in world.sources] == [1] * source_tp
+    assert [len(world.of(m)) for m in (Offer, Pulled, Released, Done)] == [source_tp * sink_tp] * 3 + [0]
+    done = [d for name in world.sinks for e in world.events(name, "Arrived") for d in e.done]
+    assert sorted(d.writer for d in done) == sorted(list(range(source_tp)) * sink_tp)
+    serves_another(world)
+
+
+def test_both_sides_register() -> None:
+    world = ready(1)
+    sink, source = sorted(world.of(Register), key=lambda m: int(m.access))
+    assert (sink.access, source.access) == (Access.WRITE, Access.READ)
+    assert [bytes(h.data) for r in sink.regions for h in r.handles] == [b""]
+    assert (sink.source, sink.sink, sink.plan, sink.routes) == (source.source, source.sink, source.plan, source.routes)
+
+
+LIES: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
+    "digest": ({"source": bytes(32)}, ErrorCode.DESCRIPTION_MISMATCH, "source"),
+    "access": ({"access": Access.WRITE}, ErrorCode.NO_TRANSPORT, "access"),
+    "routes": ({"routes": ()}, ErrorCode.ROUTE_MISMATCH, "routes[0]"),
+    "plan": ({"plan": bytes(32)}, ErrorCode.ROUTE_MISMATCH, "plan"),
+    "columns": ({"columns": ()}, ErrorCode.BAD_COLUMNS, "columns"),
+    "regions": ({"regions": ()}, ErrorCode.BAD_COLUMNS, "columns[0].region[0]"),
+}
+
+
+def twist(world: World, cls: type, **changes: Any) -> None:
+    """Change what sources say."""
+    for source in world.sources.values():
+        original = source.to_send
+
+        def to_send(now: float, original: Any = original) -> list[Any]:
+            out = []
+            for conn, frame in original(now):
+                message = decode(frame)
+                out.append((conn, encode(attrs.evolve(message, **changes)) if isinstance(message, cls) else frame))
+            return out
+
+        source.to_send = to_send  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
+    changes, code, path = LIES[lie]
+    world = PullWorld(geometry(1))
+    twist(world, Register, **changes)
+    world.sink("d0", geometry(1))
+    world.run()
+    for name, by_us in (("d0", True), ("s0", False)):
+        (event,) = world.events(name, "SessionRefused")
+        assert (event.error.code, event.error.path, event.by_us) == (code, path, by_us)
+    assert not world.sinks["d0"].ready
+
+
+def test_memory_that_cannot_be_mapped() -> None:
+    world = PullWorld(geometry(1))
+    sink = world.sink("d0", geometry(1))
+    error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles", "", "")
+    sink.accept_register = lambda number, transport: sink.refuse_register(number, error)  # type: ignore[method-assign]
+    world.run()
+    assert world.events("s0", "SessionRefused")[0].error.code == ErrorCode.TRANSPORT_FAILED
+    assert not sink.ready
+
+
+def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
+    world = World(geometry(1))
+    world.sink("d0", geometry(1))
+    world.run()
+    pool = allocate(geometry(1), 0, {g.id: PAGES for g in geometry(1).groups})
+    (session,) = world.sources["s0"].sessions.values()
+    session.expose((pool.memory.region,), tuple(pool.side.columns.values()), 0.0)
+    world.run()
+    assert world.events("d0", "Troubled")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
+    assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
+
+
+BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
+    "writer": ({"writer": 1}, ErrorCode.WRONG_PEER),
+    "epoch": ({"epoch": 2}, ErrorCode.BAD_GRANT),
+    "handoff": ({"handoff": (HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
+}
+BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
+    "beyond the pool": (np.array([0, PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
+    "twice": (np.array([3, 3], np.uint32), ErrorCode.ITEM_ALIAS),
+    "too few": (np.array([3], np.uint32), ErrorCode.BAD_GRANT),
+    "none": (None, ErrorCode.BAD_GRANT),
+}
+
+
+def nothing_was_read(world: PullWorld, code: ErrorCode) -> None:
+    assert not world.events("d0", "Offered")
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert not world.of(Pulled)
+    assert len(world.events("s0", "Released")) == 1
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_offer_that_lies_is_refused_and_nothing_is_read(case: str) -> None:
+    changes, code = BAD[case]
+    world = ready(1)
+    honest = world.sources["s0"].to_send
+    twist(world, Offer, **changes)
+    asked(world)
+    world.serve()
+    nothing_was_read(world, code)
+    world.sources["s0"].to_send = honest  # type: ignore[method-assign]
+    serves_another(world)
+
+
+@pytest.mark.parametrize("case", BAD_ITEMS)
+def test_offered_items_that_lie_are_refused_and_nothing_is_read(case: str) -> None:
+    items, code = BAD_ITEMS[case]
+    world = ready(1)
+    asked(world)
+    world.serve(items=lambda group: {"items": items} if group == 1 else {})
+    nothing_was_read(world, code)
+    serves_another(world)
+
+
+def test_an_offer_of_other_groups_is_refused() -> None:
+    world = ready(1)
+    honest = world.sources["s0"].to_send
+    twist(world, Offer, grants=tuple(grants(world.kept["s0"], 6)[g] for g in (0, 2)))
+    asked(world)
+    world.serve()
+    nothing_was_read(world, ErrorCode.BAD_GRANT)
+    world.sources["s0"].to_send = honest  # type: ignore[method-assign]
+    serves_another(world)
+
+
+def test_done_in_place_of_an_offer_is_refused() -> None:
+    world = ready(1)
+    asked(world)
+    (event,) = world.events("s0", "Serve")
+    world.sources["s0"].done(event, 0.0, 1, Outcome.CONTINUE, (), None)
+    world.run()
+    nothing_was_read(world, ErrorCode.UNEXPECTED_MESSAGE)
+
+
+def test_released_while_it_is_read_spoils_the_transfer() -> None:
+    world = ready(1)
+    event = offered(world)
+    sink = world.sinks["d0"]
+    assert sink.may_read(event, world.now)
+    offer = event.offer
+    notice = Released(session=offer.session, sequence=offer.sequence, attempt=offer.attempt)
+    sink.receive("s0", encode(notice), world.now)
+    assert not sink.wanted(event)
+    assert not world.events("d0", "Lost")  # its own copy writes on
+    sink.unread(event, None, world.now)
+    world.run()
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
+
+
+def test_the_lease_counts_from_what_it_answers() -> None:
+    """The source sends its Offer 8 s after the Transfer; of 10 s, 2 are left."""
+    world = ready(1)
+    asked(world)
+    world.pass_time(8.0)
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Renew)
+    world.serve()
+    (event,) = world.events("d0", "Offered")
+    assert not world.sinks["d0"].may_read(event, world.now)
+    world.keep = world.hear
+    world.pass_time(2.0)  # it comes again
+    assert len(world.of(Renew)) == 2
+    lease = next(iter(world.sinks["d0"]._session(0).leases.values()))
+    assert lease.end == 8.0 + LEASE  # from when the Renew was sent first
+    assert lease.offer == event.offer
+
+
+def test_renew_in_time_is_answered_by_what_the_ticket_leaves() -> None:
+    world = ready(1)
+    asked(world, deadline=12)
+    world.serve()
+    assert world.of(Offer)[0].lease == 10_000
+    world.pass_time(6.0)
+    (renewed,) = [m for m in world.heard if type(m).__name__ == "Renewed"]
+    assert renewed.lease == 6_000
+    world.read("d0")
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
+    world = ready(1)
+    event = offered(world)
+    world.now += 10.5
+    assert not world.sinks["d0"].may_read(event, world.now)
+    world.pass_time(0.0)
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.error.path, lost.proof) == (ErrorCode.DEADLINE, "lease", Proof.PROVEN)
+    assert not world.of(Pulled)
+    assert len(world.events("s0", "Released")) == 1
+    serves_another(world)
+
+
+def test_a_copy_that_outlives_its_lease_is_lost() -> None:
+    world = ready(1)
+    event = offered(world)
+    sink = world.sinks["d0"]
+    assert sink.may_read(event, world.now)
+    sink.read(event, 1, world.now + 10.0)
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+    assert not world.of(Pulled)
+    serves_another(world)
+
+
+@pytest.mark.parametrize("proof", list(Proof))
+def test_abort_waits_for_the_sinks_own_copy(proof: Proof) -> None:
+    world = ready(2)
+    number = asked(world)
+    for address in world.sources:
+        world.serve(address)
+    first, second = world.events("d0", "Offered")
+    sink = world.sinks["d0"]
+    assert sink.may_read(first, world.now)
+    sink.abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.run()
+    assert [m.session for m in world.of(Abort)] == [second.offer.session]
+    assert [len(world.events(s, "Released")) for s in world.sources] == [0, 1]
+    assert not world.events("d0", "Lost")
+    assert not sink.may_read(second, world.now)
+    sink.unread(first, None, world.now, proof)
+    world.run()
+    assert world.events("d0", "Lost")[0].proof == proof
+    assert [len(world.events(s, "Released")) for s in world.sources] == [1, 1]
+    serves_another(world)
+
+
+def test_the_failure_of_one_rank_ends_the_offer_of_another() -> None:
+    world = ready(2)
+    asked(world)
+    world.serve("s0")
+    (serve,) = world.events("s1", "Serve")
+    world.sources["s1"].failed(serve, RemoteError(ErrorCode.INTERNAL, "", "", ""), 0.0)
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
+    assert not world.sinks["d0"].wanted(world.events("d0", "Offered")[0])
+    serves_another(world)
+
+
+def test_goodbye_of_a_source_while_it_is_read() -> None:
+    world = ready(2)
+    asked(world)
+    for address in world.sources:
+        world.serve(address)
+    first, second = world.events("d0", "Offered")
+    sink = world.sinks["d0"]
+    assert sink.may_read(first, world.now)
+    world.sources["s0"].goodbye("over")
+    world.run()
+    assert not sink.wanted(first)
+    assert not sink.wanted(second)
+    assert not world.events("d0", "Lost")
+    sink.read(first, 1, world.now)
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.PROVEN)
+
+
+def test_goodbye_of_a_sink_gives_back_what_it_was_lent() -> None:
+    world = ready(1)
+    offered(world)
+    assert not world.events("s0", "Released")
+    world.sinks["d0"].goodbye("over")
+    world.run()
+    assert len(world.events("s0", "Released")) == 1
+
+
+def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
+    world = ready(1)
+    made = ticket(300.0)
+    source = world.sources["s0"]
+    source.expect(made, CONTENT, 0.0)
+    source.finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.serve(lease=200.0)
+    world.keep = lambda to, frame: 0
+    (session,) = source.sessions.values()
+    session.state = type(session.state).CLOSED  # given up
+    source.on_time(199.0)
+    assert not [e for e in source.take_events() if type(e).__name__ == "Released"]
+    source.on_time(200.0)
+    assert [e for e in source.take_events() if type(e).__name__ == "Released"]
+
+
+def test_an_offer_that_comes_again_is_answered_as_before() -> None:
+    world = ready(1)
+    asked(world)
+    world.serve()
+    (offer,) = world.of(Offer)
+    for _ in range(2):
+        world.sinks["d0"].receive("s0", encode(offer), world.now)
+    world.run()
+    assert len(world.events("d0", "Offered")) == 1
+    world.read("d0")
+    world.sinks["d0"].receive("s0", encode(offer), world.now)
+    world.run()
+    assert [m.bytes for m in world.of(Pulled)] == [1, 1]
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
+    world = ready(1)
+    number = asked(world)
+    (serve,) = world.events("s0", "Serve")
+    world.offer("s0", serve)
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    assert not world.events("d0", "Offered")
+    assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
+    world.pass_time(60.0)
+    assert len(world.of(Offer)) == 1  # it is not sent again
+    serves_another(world)
+
+
+def test_renew_of_what_was_never_offered() -> None:
+    world = ready(1)
+    asked(world)
+    (number,) = world.sources["s0"].sessions
+    world.sources["s0"].receive(
+        "d0", encode(Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
+    )
+    world.run()
+    assert world.events("s0", "Troubled")[0].error.code == ErrorCode.DEADLINE
+    (session,) = world.sources["s0"].sessions.values()
+    assert session.attempts[1, 1].state == TransferState.ACCEPTED
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.floats(0.0, 0.6))
+def test_lost_and_doubled_frames_change_nothing(random: Any, rate: float) -> None:
+    world = PullWorld(geometry(2))
+    lossy = lambda to, frame: 0 if (x := random.random()) < rate else 2 if x > 0.9 else 1  # noqa: E731
+    world.keep = lossy
+    world.sink("d0", geometry(1))
+    made = ticket(300.0)
+    for source in world.sources.values():
+        source.expect(made, CONTENT, 0.0)
+        source.finish(bytes(made.key))
+    sent = False
+    for step in range(120):
+        world.keep = lossy if step < 12 else lambda to, frame: 1
+        world.run()
+        if world.sinks["d0"].ready and not sent:
+            sent = True
+            world.transfer("d0", made, CONTENT)
+            world.run()
+        for address in world.sources:
+            for event in world.events(address, "Serve"):
+                if world.sources[address].active(event):
+                    world.offer(address, event, lease=100.0)
+        world.run()
+        world.read("d0")
+        if world.events("d0", "Arrived"):
+            break
+        world.pass_time(1.0)
+    assert len(world.events("d0", "Arrived")) == 1
+    world.keep = lambda to, frame: 1
+    for _ in range(4):
+        world.pass_time(2.5)
+    assert [len(world.events(a, "Released")) for a in world.sources] == [1, 1]
+
+
+def test_nothing_is_kept_of_what_is_over() -> None:
+    world = ready(1, 2)
+    for _ in range(70):
+        for name in world.told:
+            world.told[name].clear()
+        asked(world)
+        world.serve()
+        for name in world.sinks:
+            world.read(name)
+    source = world.sources["s0"]
+    assert not source._claims
+    for session in source.sessions.values():
+        assert (session.attempts, session._offers, session._read, session._pending) == ({}, {}, set(), {})
+    for sink in world.sinks.values():
+        for peer in sink._peers():
+            assert [peer.attempts, peer.done, peer.leases, peer._asked_at, peer._pending] == [{}] * 5
