@@ -25,7 +25,11 @@ _MOST_COPIES = 256
 
 def count() -> int:
     """GPUs that this process sees; 0 without a driver."""
-    if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+    try:
+        found = driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS
+    except RuntimeError:  # cuda-core is installed, a driver is not
+        found = False
+    if not found:
         return 0
     return int(call(driver.cuDeviceGetCount(), "devices"))
 

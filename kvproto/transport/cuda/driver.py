@@ -26,9 +26,13 @@ def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
 
 
 def current(device: int) -> Device:
-    """Make the device's primary context, which frameworks use too, current in this thread."""
-    made = Device(device)
-    made.set_current()
+    """Make the device's primary context, which frameworks use too, current in this thread; raises NO_TRANSPORT."""
+    try:
+        made = Device(device)
+        made.set_current()
+    except (RuntimeError, ValueError) as error:  # no driver, no such device
+        mine = f"GPU {device} and its driver"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "", mine, str(error), "use transport SHM or NIXL") from error
     return made
 
 
