@@ -75,7 +75,8 @@ class Pair:
                 self.told += node.poll()
             if condition():
                 return
-            wait([s for d in self._dialers for s in d.sockets], 0.01)
+            # of those that are polled: the socket of another stays readable, and waiting for it would not wait
+            wait([s for sink in self.sinks for s in sink._dialer.sockets], 0.01)
         raise AssertionError(self.told)
 
     def count(self, kind: type) -> int:
