@@ -319,9 +319,7 @@ def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) 
     ask(made, np.random.default_rng())
     made.until(lambda: mover.started == 1)
     made.sources.pop().close("over")
-    for _ in range(20):
-        made.told += made.sinks[0].poll()
-        wait(made.sinks[0]._dialer.sockets, 0.01)
+    made.until(lambda: made.count(SessionClosed) == 1)
     assert made.count(Lost) == 0
     mover.finished = True
     (lost,) = ends(made, Lost, 1)
