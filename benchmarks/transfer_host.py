@@ -32,7 +32,8 @@ from kvproto.lowering import lower
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Side, Window
-from kvproto.transport.nixl import Agent, Costs, Direct, Registered, choose
+from kvproto.transport.nixl import Agent, Registered
+from kvproto.transport.nixl_direct import Costs, Direct, choose
 from kvproto.transport.packed import PackedStream
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.measure.line import HOST, Go, Job, Line, program
-from kvproto.transport.nixl import Agent, Direct, Memory, Peer, Registered
+from kvproto.transport.nixl import Agent, Memory, Peer, Registered
+from kvproto.transport.nixl_direct import Direct
 from kvproto.transport.packed import PackedStream
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, MemoryKind

@@ -28,11 +28,9 @@ import re
 import secrets
 import select
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from enum import Enum
 from typing import Any, TypeVar
 
 import attrs
@@ -41,15 +39,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.program import CopyProgram, IntArray, Runs
 from kvproto.transport.shm import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = [
-    "DEVICE_FLOOR", "Agent", "Costs", "Direct", "Memory", "Peer", "Registered", "Way", "Write", "choose", "descriptors",
-    "probe", "require_fast", "threshold",
-]  # fmt: skip
+__all__ = ["Agent", "Memory", "Peer", "Posting", "Registered", "Write"]
 
 Descriptors = npt.NDArray[np.uint64]
 """[descriptor, (address, bytes, device)]"""
@@ -225,7 +219,7 @@ class Peer:
     """A peer's memory, as far as this agent may write it."""
 
     def __init__(self, agent: Agent, named: _Named, path: str) -> None:
-        self._agent, self._named, self._path = agent, named, path
+        self._agent, self._named, self.path = agent, named, path
         self.lost: KvprotoError | None = None
         """Why no write can succeed any more."""
 
@@ -258,14 +252,14 @@ class Peer:
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
         local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
-        return self._agent._post([(local, source.kind, remote, self)], source.length)
+        return self._agent.post([(local, source.kind, remote, self)], source.length)
 
     def close(self) -> None:
         """Write no more; what is under way becomes UNPROVABLE. With the agent's last memory the connection ends."""
         self._agent._call(lambda nixl: self._agent._disconnect(nixl, self))
 
 
-_Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
+Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
 
 
 class Agent:
@@ -462,7 +456,7 @@ class Agent:
         for write in [w for w in self._posted if peer in w._peers]:
             self._abandon(nixl, write)
         peers.remove(peer)
-        peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer._path, "closed", "a write", "connect first")
+        peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
             del self._remotes[peer.name]
             nixl.forget(peer.name)
@@ -490,7 +484,7 @@ class Agent:
         self._enqueue(job)
         return answer.result()
 
-    def _post(self, postings: list[_Posting], bytes_: int) -> Write:
+    def post(self, postings: list[Posting], bytes_: int) -> Write:
         """One write of descriptor lists, each to one peer."""
         write = Write(self, bytes_)
         write._peers = tuple(p for *_, p in postings)
@@ -560,7 +554,7 @@ class _Nixl:
         with contextlib.suppress(Exception):
             self._agent.invalidateRemoteMD(name)
 
-    def make(self, posting: _Posting) -> int:
+    def make(self, posting: Posting) -> int:
         """A transfer, not yet begun."""
         local, kind, remote, peer = posting
         here, there = (
@@ -609,135 +603,3 @@ def _closed() -> LocalError:
 
 def _unreachable(path: str, reason: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot connect", reason, advice)
-
-
-# descriptor lists
-
-
-def descriptors(
-    program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]
-) -> dict[tuple[int, int], tuple[IntArray, IntArray, IntArray]]:
-    """Addresses at the source, at the sink, and bytes of every run, by region pair; base addresses by region id."""
-    found: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
-    for op in program.ops:
-        rows = program.maps[op["map"]]
-        if not rows.size:
-            continue
-        size, lanes = int(op["lane_bytes"]), int(op["lanes"])
-        width = size * lanes
-        solid = lanes == 1 or op["source_lane_stride"] == op["sink_lane_stride"] == size
-        merged = solid and op["source_row_stride"] == op["sink_row_stride"] == width
-        if not merged:
-            nth = np.arange(rows.size) - np.repeat(np.cumsum(rows.rows) - rows.rows, rows.rows)
-        ends = []
-        for side, item, row, bases in (
-            ("source", rows.source_item, rows.source_row, sources),
-            ("sink", rows.sink_item, rows.sink_row, sinks),
-        ):
-            base = bases[int(op[f"{side}_region"])] + int(op[f"{side}_offset"])
-            at = base + item * op[f"{side}_item_stride"] + row * op[f"{side}_row_stride"]
-            if not merged:
-                at = np.repeat(at, rows.rows) + nth * op[f"{side}_row_stride"]
-            if not solid:
-                at = (at[:, None] + np.arange(lanes) * op[f"{side}_lane_stride"]).ravel()
-            ends.append(at)
-        length = rows.rows * width if merged else np.full(ends[0].size, width if solid else size)
-        key = int(op["source_region"]), int(op["sink_region"])
-        found.setdefault(key, []).append((ends[0], ends[1], length))
-    made = {}
-    for key, parts in found.items():
-        a, b, n = zip(*parts, strict=True)
-        made[key] = np.concatenate(a), np.concatenate(b), np.concatenate(n)
-    return made
-
-
-class Direct:
-    """A copy program as descriptor lists, for programs whose runs are long; memory and peers by region id."""
-
-    def __init__(
-        self, agent: Agent, program: CopyProgram, sources: Mapping[int, Registered], sinks: Mapping[int, Peer]
-    ) -> None:
-        self._agent, self.bytes, self._postings = agent, program.bytes, list[_Posting]()
-        bases = (
-            {i: r.memory.address for i, r in sources.items()},
-            {i: p.memory.address for i, p in sinks.items()},
-        )
-        for (from_, to), (here, there, length) in descriptors(program, *bases).items():
-            source, peer = sources[from_].memory, sinks[to]
-            lists = (
-                np.stack([a, length, np.full(a.size, m.device)], axis=1).astype(np.uint64)
-                for a, m in ((here, source), (there, peer.memory))
-            )
-            self._postings.append((next(lists), source.kind, next(lists), peer))
-
-    def post(self) -> Write:
-        """Begin; ready when every byte is at its destination."""
-        return self._agent._post(self._postings, self.bytes)
-
-
-# how to go
-
-
-class Way(Enum):
-    """How a program's bytes go."""
-
-    DIRECT = "direct"
-    """One descriptor a run, into the peer's pages."""
-    PACKED = "packed"
-    """Gathered into chunks, into the peer's staging slots."""
-
-
-@attrs.frozen
-class Costs:
-    """What the choice depends on; measured, not guessed."""
-
-    descriptor: float
-    """Seconds that a descriptor costs more than its bytes: 6.5e-6 on a pair of H200."""
-    link: float
-    """Bytes a second of one long write."""
-    packed: float = 0.85
-    """Share of the link that packing leaves."""
-
-
-def threshold(costs: Costs) -> float:
-    """Bytes of a run from which descriptors are no slower than packing."""
-    return costs.descriptor * costs.link * costs.packed / (1 - costs.packed)
-
-
-def choose(runs: Runs, costs: Costs) -> Way:
-    """DIRECT where the mean run is long enough, else PACKED."""
-    return Way.DIRECT if runs.mean >= threshold(costs) else Way.PACKED
-
-
-DEVICE_FLOOR = 8e9
-"""Bytes a second: cuda_ipc gives 300e9, RDMA of 100 Gbit/s 11e9; sockets and copies through the host stay below 5e9."""
-
-
-def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float = 30.0) -> float:
-    """Bytes a second of writes to a peer's staging slots, the best of three; before any slot is granted.
-
-    NIXL does not say which of UCX's transports carries a write, so the rate tells. It overwrites staging memory, never
-    pages. Raises OUT_OF_RANGE without slots, DEADLINE after `timeout` seconds, and what a write raises.
-    """
-    if not peer.slots:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, peer._path, "staging slots", "none", "probe staging memory only")
-    size = min(peer.memory.length, source.memory.length, bytes_)
-    best = 0.0
-    for _ in range(4):  # the first one connects
-        begin = time.perf_counter()
-        for _ in range(-(-bytes_ // size)):
-            if not peer.write(source.memory.part(0, size), peer.memory.part(0, size)).wait(timeout):
-                raise LocalError(
-                    ErrorCode.DEADLINE, peer._path, f"{timeout} s", "a write under way", "look at the link"
-                )
-        best = max(best, -(-bytes_ // size) * size / (time.perf_counter() - begin))
-    return best
-
-
-def require_fast(rate: float, peer: Peer, floor: float = DEVICE_FLOOR) -> None:
-    """Refuse device memory that is reached neither by cuda_ipc nor by RDMA: raises TRANSPORT_FAILED below the floor."""
-    if peer.memory.kind == MemoryKind.CUDA and rate < floor:
-        raise RemoteError(
-            ErrorCode.TRANSPORT_FAILED, peer._path, f"{floor / 1e9:g} GB/s at least", f"{rate / 1e9:.2f} GB/s",
-            "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and GPUDirect on both hosts",
-        )  # fmt: skip

@@ -15,8 +15,9 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.execute import checksums
 from kvproto.program import CopyProgram, Runs
 from kvproto.transport.base import Mapped, Memory, Move
-from kvproto.transport.nixl import Agent, Costs, Direct, Peer, Registered, Way, Write, choose
+from kvproto.transport.nixl import Agent, Peer, Registered, Write
 from kvproto.transport.nixl import Memory as Bytes
+from kvproto.transport.nixl_direct import Costs, Direct, Way, choose
 from kvproto.transport.packed import PackedStream
 from kvproto.transport.shm import SharedMemory
 from kvproto.transport.staged import Link, Piece, StagedSender

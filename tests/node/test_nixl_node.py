@@ -30,7 +30,7 @@ from kvproto.plan import plan
 from kvproto.program import Window
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionRefused
-from kvproto.transport.nixl import Costs, Way
+from kvproto.transport.nixl_direct import Costs, Way
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.shm import HostMover
 from kvproto.wire import decode
