@@ -20,8 +20,14 @@ class Endpoint:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
+        self._touched = False
+        """Whether something changed that `_after` has not seen."""
 
     def _after(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _collect(self) -> None:
+        """Take what the sessions have to send."""
         raise NotImplementedError
 
     def _peers(self) -> Sequence[Peer]:
@@ -29,7 +35,9 @@ class Endpoint:
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
         """Frames and the connection of each."""
-        self._after(now)
+        if self._touched:
+            self._after(now)
+        self._collect()
         out, self._out = self._out, []
         return out
 

@@ -89,7 +89,8 @@ class Peer:
         self.low_water = 0
         """Every sequence at or below it is over and forgotten."""
         self.events: list[Event] = []
-        self._outbox: list[bytes] = []
+        self.outbox: list[bytes] = []
+        """Frames to send, in order."""
         self._pending: dict[int, _Pending] = {}
         self._replies: OrderedDict[int, bytes] = OrderedDict()
         self._next_request = 1
@@ -101,7 +102,7 @@ class Peer:
 
     def to_send(self) -> list[bytes]:
         """Frames to send, in order."""
-        frames, self._outbox = self._outbox, []
+        frames, self.outbox = self.outbox, []
         return frames
 
     def take_events(self) -> list[Event]:
@@ -120,7 +121,7 @@ class Peer:
         for pending in self._pending.values():
             if now >= pending.again:
                 pending.again = now + RESEND
-                self._outbox.append(pending.frame)
+                self.outbox.append(pending.frame)
         return names
 
     def step(self, event: str) -> None:
@@ -138,10 +139,14 @@ class Peer:
         attempt = self.attempts.get(key)
         return attempt is None or attempt.state == TransferState.ENDED
 
+    def settled(self, key: tuple[int, int]) -> bool:
+        """Whether nobody asks for the attempt any more."""
+        return self.ended(key)
+
     def forget(self) -> None:
         """Raise the low-water mark over what is over."""
         while keys := [k for k in self.attempts if k[0] == self.low_water + 1]:
-            if not all(self.ended(k) for k in keys):
+            if not all(self.settled(k) for k in keys):
                 break
             for key in keys:
                 del self.attempts[key]
@@ -161,7 +166,7 @@ class Peer:
         more = ids[self.me.incarnation % len(ids)] if grease else None
         frame = encode(cls(**head, request=number, **fields), grease=more)
         self._pending[number] = _Pending(frame, cls.__name__, now + RESEND, now + patience)
-        self._outbox.append(frame)
+        self.outbox.append(frame)
         return number
 
     def answered(self, number: int) -> bool:
@@ -174,15 +179,15 @@ class Peer:
         self._replies[number] = frame
         if len(self._replies) > _KEPT:
             self._replies.popitem(last=False)
-        self._outbox.append(frame)
+        self.outbox.append(frame)
 
     def repeated(self, number: int) -> bool:
         """Answer a request that came before as it was answered then."""
         frame = self._replies.get(number)
         if frame is not None:
-            self._outbox.append(frame)
+            self.outbox.append(frame)
         return frame is not None
 
     def notice(self, message: Message) -> None:
         """Queue a message that has no answer."""
-        self._outbox.append(encode(message))
+        self.outbox.append(encode(message))

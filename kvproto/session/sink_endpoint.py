@@ -141,10 +141,12 @@ class SinkEndpoint(Endpoint):
     def accept_register(self, number: int, transport: Transport) -> None:
         """The memory of a RegisterAsked is mapped."""
         self._numbered(number).accept_register(transport)
+        self._touched = True
 
     def refuse_register(self, number: int, error: KvprotoError) -> None:
         """The memory of a RegisterAsked cannot be mapped."""
         self._numbered(number).refuse_register(error)
+        self._touched = True
 
     def _numbered(self, number: int) -> SinkSession:
         return next(s for s in self._sessions.values() if s.session == number)
@@ -211,8 +213,11 @@ class SinkEndpoint(Endpoint):
         for session in self._sessions.values():
             for name in session.on_time(now):
                 self._gone(session, f"no answer to {name} in {PATIENCE:.0f} s", now)
+                self._touched = True
         self._late(now)
-        self._after(now)
+        # slots are emptied and leases run out without a word
+        if self._touched or any(s.staging is not None or s.leases for s in self._sessions.values()):
+            self._after(now)
 
     def _gone(self, session: SinkSession, reason: str, now: float) -> None:
         self._events.append(SessionClosed(session.session, session.name, reason))
@@ -224,6 +229,7 @@ class SinkEndpoint(Endpoint):
         session.state = SessionState.CLOSED
 
     def _after(self, now: float) -> None:
+        self._touched = False
         for address, session in list(self._sessions.items()):
             for event in session.take_events():
                 self._events.append(event)
@@ -233,7 +239,6 @@ class SinkEndpoint(Endpoint):
                     self.ready = False
                 if isinstance(event, Planned):
                     self._planned(session, address, event.plan, now)
-            self._out += [(address, frame) for frame in session.to_send()]
         if self.plan is not None and not self.ready and self._all_ready():
             self.ready = True
             self._events.append(Ready(self.plan))
@@ -242,8 +247,11 @@ class SinkEndpoint(Endpoint):
         for session in self._sessions.values():
             session.credit()
             session.renew(now)
+
+    def _collect(self) -> None:
         for address, session in self._sessions.items():
-            self._out += [(address, frame) for frame in session.to_send()]
+            if session.outbox:
+                self._out += [(address, frame) for frame in session.to_send()]
 
     def _planned(self, session: SinkSession, address: str, plan: Plan, now: float) -> None:
         self.plan, self.source = plan, session.source

@@ -407,8 +407,8 @@ class SourceSession(Peer):
         """Writes of this transfer may arrive from now on."""
         self._copying.add((message.sequence, message.attempt))
 
-    def copied(self, message: Transfer, proof: Proof = Proof.PROVEN) -> None:
-        """The copy of this transfer is over; an Abort that waited for that is answered with the proof."""
+    def copied(self, message: Transfer, proof: Proof = Proof.PROVEN) -> bool:
+        """The copy of this transfer is over; whether an Abort waited for that: it is answered with the proof."""
         key = (message.sequence, message.attempt)
         if proof != Proof.PROVEN:
             self._unprovable.add(key)
@@ -416,3 +416,4 @@ class SourceSession(Peer):
         waiting = self._drains.pop(key, None)
         if waiting is not None:
             self._drained(*waiting)
+        return waiting is not None

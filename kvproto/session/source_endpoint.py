@@ -219,18 +219,17 @@ class SourceEndpoint(Endpoint):
         """Bytes of a Serve are in a slot of the sink."""
         self.sessions[serve.session].chunk(serve.transfer, piece)
 
-    def _copied(self, serve: Serve, now: float, proof: Proof = Proof.PROVEN) -> None:
+    def _copied(self, serve: Serve, proof: Proof = Proof.PROVEN) -> None:
         session = self.sessions.get(serve.session)
         if session is not None:
-            session.copied(serve.transfer, proof)
-            self._after(now)
+            self._touched |= session.copied(serve.transfer, proof)
 
     def done(
         self, serve: Serve, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
         checksums: tuple[Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """The copy of a Serve is complete."""
-        self._copied(serve, now)
+        self._copied(serve)
         if self.active(serve):
             self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
 
@@ -239,7 +238,7 @@ class SourceEndpoint(Endpoint):
         handoff: tuple[HandOff, ...], checksums: tuple[Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """The sink of a Serve may read these items for `lease` seconds, and no longer than the ticket lives."""
-        self._copied(serve, now)
+        self._copied(serve)
         claim = self._claims.get(serve.key)
         end = min(now + lease, claim.deadline if claim else now)
         if claim is None or (end - now) * 1000 < 1:
@@ -250,7 +249,7 @@ class SourceEndpoint(Endpoint):
 
     def failed(self, serve: Serve, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
         """The copy of a Serve failed; PROVEN: no write of it can arrive any more."""
-        self._copied(serve, now, proof)
+        self._copied(serve, proof)
         if self.active(serve):
             self.sessions[serve.session].fail(serve.transfer, error, now)
 
@@ -285,8 +284,9 @@ class SourceEndpoint(Endpoint):
 
     def _after(self, now: float) -> None:
         """Collect what the sessions made; release requests that every routed sink rank has ended."""
-        for number, session in self.sessions.items():
-            self._out += [(self._of[number], frame) for frame in session.to_send()]
+        self._touched = False
+        self._collect()
+        for session in self.sessions.values():
             self._events += session.take_events()
         for key, claim in list(self._claims.items()):
             if claim.finished and claim.asked and not claim.waiting and self._all_ended(claim, now):
@@ -294,12 +294,17 @@ class SourceEndpoint(Endpoint):
                 routed = tuple(sorted({r.source for r in plan.routes})) if plan else ()
                 self._release(key)
                 self._events.append(Released(key, routed))
-        for number, session in self.sessions.items():
-            self._out += [(self._of[number], frame) for frame in session.to_send()]
+        self._collect()
+        for session in self.sessions.values():
             session.forget()
         for number in [n for n, s in self.sessions.items() if s.state == SessionState.CLOSED]:
             if not any(n == number for claim in self._claims.values() for n, _ in claim.asked):
                 del self.sessions[number], self._of[number]
+
+    def _collect(self) -> None:
+        for number, session in self.sessions.items():
+            if session.outbox:
+                self._out += [(self._of[number], frame) for frame in session.to_send()]
 
     def _release(self, key: bytes) -> None:
         for number, attempt in self._claims.pop(key).asked:
