@@ -123,6 +123,9 @@ class _Attempt:
     """With the last part, of ..."""
     left: int = 0
     """... so many bytes."""
+    bytes: dict[int, int] = attrs.Factory(dict)
+    """In all, by the sink's group id."""
+    handoff: tuple[HandOff, ...] = ()
     error: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
 
@@ -364,9 +367,16 @@ class SourceNode:
             attempt.under_way += 1
             if request.finished is not None:
                 attempt.last, attempt.began, attempt.left = True, now, sum(p.bytes for p in parts)
+                self._prepare(attempt, request.finished)
             elif attempt.handed is not None:
                 attempt.handed.advance(request.there)
         self._running.append(_Running([attempt for attempt, _ in batch], copying))
+
+    def _prepare(self, attempt: _Attempt, finished: Finished) -> None:
+        """What will be said once the bytes are there, while they are on their way."""
+        if attempt.program is not None:
+            attempt.bytes = attempt.program.bytes_by_group()
+            attempt.handoff = self._handoff(self.endpoint.sessions[attempt.serve.session], finished)
 
     def _complete(self) -> list[Event | Sent]:
         """Answer transfers whose bytes are at their destination; stop what nobody wants."""
@@ -429,13 +439,13 @@ class SourceNode:
             assert session.plan is not None
             routes = session.plan.between(self.pool.side.rank, session.peer.rank)
             grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)
-            handoff = self._handoff(session, finished)
-            self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, handoff, sums)
+            self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, attempt.handoff, sums)
             self._offers = [each for each in self._offers if self.endpoint.offered(each[0])]
             self._offers.append((serve, program, now))
             return []
-        self.endpoint.done(serve, now, program.bytes, finished.outcome, self._handoff(session, finished), sums)
-        return [Sent(serve.key, session.peer.rank, program.bytes_by_group(), now - attempt.began, attempt.left)]
+        self.endpoint.done(serve, now, program.bytes, finished.outcome, attempt.handoff, sums)
+        self._flush()
+        return [Sent(serve.key, session.peer.rank, attempt.bytes, now - attempt.began, attempt.left)]
 
     def _fetched(self, event: Fetched) -> list[Event | Sent]:
         """A sink rank has read what it was offered."""
