@@ -1,0 +1,243 @@
+"""Hand-over behind compute: what is left to copy after a prefill's last layer, and what copies cost the prefill.
+
+`python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
+bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands each layer to a sink on
+the other as soon as it is enqueued, after the layer's event; prefills without hand-over run in between. The tail is from
+the event of the last layer to the last byte (device events), and to the sink's node (the host's clock). It may take the
+last part's bytes at the rate of a hand-over of the same pages when nothing computes, and 100 us. Every byte is compared.
+--write keeps raw samples in benchmarks/results/overlap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from kvproto.describe import describe
+from kvproto.geometry import Geometry
+from kvproto.net import Dialer, Listener
+from kvproto.node import Computed, Finished, SinkNode, SourceNode
+from kvproto.node.pool import Pool, allocate
+from kvproto.node.sink import Received
+from kvproto.node.source import Sent
+from kvproto.session import Party
+from kvproto.session.events import Ready
+from kvproto.transport.base import Move
+from kvproto.transport.cuda.copier import Copy
+from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.mover import DeviceMover
+from kvproto.wire.enums import DType, Outcome
+from kvproto.wire.messages import Ticket
+
+RESULTS = Path(__file__).parent / "results/overlap.json"
+CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
+PAGE, TOKENS = 64, 8192
+ALLOWED = 100e-6
+
+
+class Model:
+    """A decoder without its embedding: one layer at a time, keys and values into pages."""
+
+    def __init__(self, pool: Pool, items: Sequence[int]) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / shape[-1] ** 0.5
+
+        kv = KV_HEADS * HEAD
+        self.layers = [(random(WIDTH + 2 * kv, WIDTH), random(WIDTH, WIDTH), random(2 * INNER, WIDTH), random(WIDTH, INNER)) for _ in range(LAYERS)]
+        self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
+        bytes_ = torch.from_dlpack(pool.memory).view(torch.uint8)
+        self.pages = []
+        for layer in range(LAYERS):
+            views = []
+            for part in pool.side.group(0).parts:
+                offset, (n, rows, lanes, width) = pool.place(0, layer, part.name)
+                views.append(bytes_[offset : offset + n * rows * lanes * width].view(torch.bfloat16).view(n, rows, kv))
+            self.pages.append(views)
+        self.items = torch.tensor(items, device="cuda:0")
+        self.cache = [torch.empty(2, KV_HEADS, TOKENS, HEAD, dtype=torch.bfloat16, device="cuda:0") for _ in range(LAYERS)]
+
+    def layer(self, number: int, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Positions [first, first + len(x)) of one layer."""
+        into, out, up, down = self.layers[number]
+        end, kv = first + len(x), KV_HEADS * HEAD
+        q, k, v = (F.rms_norm(x, (WIDTH,)) @ into.T).split((WIDTH, kv, kv), dim=-1)
+        some = self.items[first // PAGE : end // PAGE]
+        for pages, rows in zip(self.pages[number], (k, v), strict=True):
+            pages[some] = rows.view(-1, PAGE, kv)
+        cache = self.cache[number]
+        for held, rows in zip(cache, (k, v), strict=True):
+            held[:, first:end] = rows.view(-1, KV_HEADS, HEAD).transpose(0, 1)
+        keys, values = (held[None, :, :end].repeat_interleave(HEADS // KV_HEADS, dim=1) for held in cache)
+        mask = causal_lower_right(len(x), end)
+        seen = F.scaled_dot_product_attention(q.view(1, -1, HEADS, HEAD).transpose(1, 2), keys, values, attn_mask=mask)
+        x = x + seen.transpose(1, 2).reshape(-1, WIDTH) @ out.T
+        gate, value = (F.rms_norm(x, (WIDTH,)) @ up.T).chunk(2, dim=-1)
+        return x + (F.silu(gate) * value) @ down.T
+
+
+class Marked(DeviceMover):
+    """Records an event after each launch."""
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        copy = super().start(moves)
+        self.landed = torch.cuda.Event(enable_timing=True)
+        self.landed.record(torch.cuda.ExternalStream(int(self.copier.stream.handle), device="cuda:0"))
+        return copy
+
+
+class Pair:
+    """A source and a sink, ready."""
+
+    def __init__(self, geometry: Geometry, pools: Sequence[Pool], blocks: int) -> None:
+        address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
+        self.mover = Marked(0, blocks)
+        self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover])
+        self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
+        while not any(isinstance(e, Ready) for e in self.sink.poll()):
+            self.source.poll()
+        self.number = 0
+
+    def ask(self, items: list[int]) -> bytes:
+        """The sink asks for the next request."""
+        self.number += 1
+        ticket = Ticket(key=self.number.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
+        self.source.expect(ticket, bytes(32))
+        self.sink.transfer(ticket, bytes(32), 0, TOKENS, {0: items})
+        while not self.source.endpoint.asking(bytes(ticket.key)):
+            self.source.poll(), self.sink.poll()
+        return bytes(ticket.key)
+
+    def close(self) -> None:
+        self.source.close("over"), self.sink.close("over")
+
+
+@torch.inference_mode()
+def prefill(model: Model, chunk: int, items: list[int], pair: Pair | None = None, to: list[int] | None = None) -> dict[str, float]:
+    """Seconds of compute; with a pair also the tail in two measures, and the bytes of the last part."""
+    key = pair.ask(to or []) if pair else b""
+    sent: list[Any] = []
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    events = []
+    torch.cuda.synchronize(0)
+    begin.record()
+    for first in range(0, TOKENS, chunk):
+        x = model.prompt[first : first + chunk]
+        for layer in range(LAYERS):
+            x = model.layer(layer, x, first)
+            if pair and (first + chunk, layer) != (TOKENS, LAYERS - 1):
+                events.append(torch.cuda.Event())
+                events[-1].record()
+                pair.source.computed(key, Computed({0: items}, first + chunk, (layer, layer + 1), after=events[-1].cuda_event))
+                sent += pair.source.poll()
+    end.record()
+    if not pair:
+        end.synchronize()
+        return {"compute": begin.elapsed_time(end) / 1000}
+    pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
+    while not end.query():
+        sent += pair.source.poll()
+    over = time.perf_counter()
+    while not any(isinstance(e, Received) for e in pair.sink.poll()):
+        sent += pair.source.poll()
+    known = time.perf_counter()
+    while not (last := next((e for e in sent if isinstance(e, Sent)), None)):
+        sent += pair.source.poll()
+    pair.source.poll()
+    pair.source.forget(key)
+    pair.mover.landed.synchronize()
+    return {"compute": begin.elapsed_time(end) / 1000, "tail": end.elapsed_time(pair.mover.landed) / 1000, "told": known - over, "left": last.left}
+
+
+@torch.inference_mode()
+def idle_rate(model: Model, pair: Pair, items: list[int], to: list[int]) -> float:
+    """Bytes a second of a hand-over of everything when nothing computes, from an event to the last byte."""
+    key = pair.ask(to)
+    start = torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(20_000_000)  # so that what the host does lies before it
+    start.record()
+    pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=start.cuda_event))
+    sent: list[Any] = []
+    while not any(isinstance(e, Sent) for e in sent):
+        sent += pair.source.poll()
+    while not any(isinstance(e, Received) for e in pair.sink.poll()):
+        pass
+    pair.source.poll()
+    pair.source.forget(key)
+    return float(sum(next(e for e in sent if isinstance(e, Sent)).bytes.values()) / start.elapsed_time(pair.mover.landed) * 1000)
+
+
+def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
+    """Every page is where it must be, and pages that nobody asked for are as they were."""
+    a, b = (torch.from_dlpack(p.memory).view(torch.uint8) for p in pools)
+    asked = set(to)
+    for layer in range(LAYERS):
+        for part in pools[0].side.group(0).parts:
+            sides = []
+            for pool, seen in zip(pools, (a, b), strict=True):
+                offset, (n, rows, lanes, width) = pool.place(0, layer, part.name)
+                sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
+            if not torch.equal(sides[0][items].to("cuda:1"), sides[1][to]):
+                raise SystemExit(f"layer {layer}: bytes differ")
+            if not (sides[1][[i for i in range(len(sides[1])) if i not in asked]] == 0xEE).all():
+                raise SystemExit(f"layer {layer}: a page was written that nobody asked for")
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--write", action="store_true")
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--blocks", type=int, nargs="*", default=[16, 24, 32, 132], help="thread blocks of the copy kernel")
+    options.add_argument("--chunks", type=int, nargs="*", default=[TOKENS, 2048], help="tokens of a chunk")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    args = options.parse_args()
+    enable_peer(0, 1), enable_peer(1, 0)
+    geometry = describe(CONFIG, (), page=PAGE, kv_dtype=DType.BF16)
+    pages, dice = TOKENS // PAGE, np.random.default_rng(1)
+    pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
+    items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
+    model = Model(pools[0], items)
+    found: list[dict[str, Any]] = []
+    for blocks in args.blocks:
+        pair = Pair(geometry, pools, blocks)
+        for chunk in args.chunks:
+            print(f"\r{blocks} blocks, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
+            torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
+            torch.cuda.synchronize(1)
+            for _ in range(2):
+                prefill(model, chunk, items, pair, to), prefill(model, chunk, items)
+            compare(pools, items, to)
+            handed, alone, rates = [], [], []
+            for _ in range(args.rounds):
+                handed.append(prefill(model, chunk, items, pair, to))
+                alone.append(prefill(model, chunk, items)["compute"])
+                rates.append(idle_rate(model, pair, items, to))
+            found.append({"blocks": blocks, "chunk": chunk, "handed": handed, "alone": alone, "rate": rates})
+            middle = {name: median(s[name] for s in handed) for name in handed[0]}
+            allowed = middle["left"] / median(rates) + ALLOWED
+            print(f"\r{blocks:4} blocks, chunks of {chunk:5}: prefill {median(alone) * 1e3:7.2f} ms, with hand-over {(middle['compute'] / median(alone) - 1) * 100:+6.2f} %; "
+                  f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:6.0f} us of {allowed * 1e6:6.0f} allowed, "
+                  f"to the sink's node {middle['told'] * 1e6:6.0f} us", flush=True)  # fmt: skip
+        pair.close()
+    if args.write:
+        facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}
+        args.out.write_text(json.dumps(facts | {"runs": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
