@@ -155,7 +155,7 @@ class SourceNode:
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
-        self._verify, self._part = verify, part
+        self._part = part
         self._late: dict[bytes, Expired | Released] = {}
         """Over while a copy still reads their items."""
         self._requests: dict[bytes, _Request] = {}
@@ -388,11 +388,10 @@ class SourceNode:
             self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []
         sums = None
-        if self._verify:
+        if Feature.VERIFY in session.features:
             found = attempt.way.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
-            sums = sums if Feature.VERIFY in session.features else None
             assert session.plan is not None
             routes = session.plan.between(self.pool.side.rank, session.peer.rank)
             grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)

@@ -74,6 +74,20 @@ class SlowMover(HostMover):
         return _Slow(super().start(moves), self)
 
 
+class Unsummed(HostMover):
+    """A mover that cannot sum."""
+
+    def checksums(self, *_: Any, **__: Any) -> dict[int, int]:
+        raise AssertionError("nobody verifies")
+
+
+class Trusting(SinkNode):
+    """A decode rank without VERIFY."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:5], False, *args[6:])
+
+
 class Wire:
     """What a pair says, by class name."""
 
@@ -168,6 +182,13 @@ def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:
 
 def test_without_verify(pair: Callable[..., Pair]) -> None:
     made = pair(2, 1, verify=False)
+    check(made, hand_over(made, np.random.default_rng()))
+    assert ends(made, Received, 1)[0].checksums == {}
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_nothing_is_summed_for_a_sink_that_does_not_verify(pair: Callable[..., Pair], pull: bool) -> None:
+    made = pair(2, 1, node=Trusting, pull=pull, give=lambda: [Unsummed()])
     check(made, hand_over(made, np.random.default_rng()))
     assert ends(made, Received, 1)[0].checksums == {}
 
