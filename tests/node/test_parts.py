@@ -299,8 +299,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
                 made.until(lambda: True)
             assert not made.count(Lost)
             launch.end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
         assert len(device.launches) == number
         prefill.finish()
@@ -361,8 +360,7 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         assert node.reads(prefill.key)
         assert not made.count(Lost)
         device.launches[0].end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
         assert not node.reads(prefill.key)
 
@@ -380,8 +378,7 @@ def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: 
             made.until(lambda: True)
         assert not made.count(Lost)
         device.launches[1].end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
 
 
