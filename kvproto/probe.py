@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.program import OP, CopyProgram, IntArray, RowMap
+from kvproto.transport.nixl_direct import DEVICE_FLOOR
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ FLOORS = (
     Floor("shm", ("copy",), False, 0.5e9, "the cores are busy, or memory is swapped or of another NUMA node"),
     Floor("nixl", ("direct",), False, 0.5e9, "UCX does not use shared memory: see UCX_TLS, and limits of /dev/shm"),
     Floor(
-        "nixl", ("direct",), True, 8e9,
+        "nixl", ("direct",), True, DEVICE_FLOOR,
         "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and whether UCX was built with CUDA",
     ),
     Floor(

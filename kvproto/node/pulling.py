@@ -6,33 +6,17 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError
 from kvproto.lowering import Pair
 from kvproto.node.pool import Pool
+from kvproto.node.ways import Way, reach
 from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked
-from kvproto.transport.base import Copying, Mapped, Move, Mover
+from kvproto.transport.base import Copying, Move, Mover
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Register
 
 __all__ = ["Puller"]
-
-
-@attrs.define(eq=False)
-class _Way:
-    """How one source rank's memory is read."""
-
-    session: int
-    mover: Mover
-    register: Register
-    mapped: dict[int, Mapped]
-    pair: Pair | None = None
-    """Of the plan, once the first offer asks for it."""
-
-    def close(self) -> None:
-        for mapping in self.mapped.values():
-            mapping.close()
 
 
 @attrs.define(eq=False)
@@ -41,7 +25,7 @@ class _Pull:
 
     offered: Offered
     sinks: dict[int, Window]
-    way: _Way | None = None
+    way: Way | None = None
     program: CopyProgram | None = None
     copying: Copying | None = None
     error: KvprotoError | None = None
@@ -54,7 +38,7 @@ class Puller:
     def __init__(self, endpoint: SinkEndpoint, pool: Pool, movers: Sequence[Mover], clock: Callable[[], float]) -> None:
         self._endpoint, self._pool, self._clock = endpoint, pool, clock
         self._movers = {m.transport: m for m in movers}
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[int, Way] = {}
         """By source rank."""
         self._pulls: list[_Pull] = []
 
@@ -66,28 +50,15 @@ class Puller:
     def map(self, event: RegisterAsked) -> None:
         """Map a source's memory by its first transport that works here."""
         rank = self._endpoint.rank_of(event.session)
-        error: KvprotoError = RemoteError(
-            ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self._movers]), "none of them",
-            "use a common transport",
-        )  # fmt: skip
-        for handle in event.register.regions[0].handles if event.register.regions else ():
-            mover = next((m for t, m in self._movers.items() if t == handle.transport), None)
-            if mover is None or rank is None:
-                continue
-            way = _Way(event.session, mover, event.register, {})
-            try:
-                named = {i for columns in event.register.columns for i in columns.region.tolist()}
-                for i, region in enumerate(event.register.regions):
-                    if region.id in named:
-                        way.mapped[region.id] = mover.connect(region, f"regions[{i}]")
-            except KvprotoError as e:
-                error = e
-                way.close()
-                continue
-            self._ways[rank] = way
-            self._endpoint.accept_register(event.session, mover.transport)
+        if rank is None:  # it has said Goodbye meanwhile
             return
-        self._endpoint.refuse_register(event.session, error)
+        try:
+            way = reach(event, self._movers, writes=False)
+        except KvprotoError as error:
+            self._endpoint.refuse_register(event.session, error)
+            return
+        self._ways[rank] = way
+        self._endpoint.accept_register(event.session, way.mover.transport)
 
     def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
         """Read this as soon as may be; windows by this side's group id."""
@@ -97,9 +68,9 @@ class Puller:
         """Start, stop and finish copies; whether the endpoint may have something to tell."""
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
-        used = {p.way.session for p in self._pulls if p.way is not None}
+        used = {p.way.asked.session for p in self._pulls if p.way is not None}
         for rank, way in list(self._ways.items()):
-            if way.session not in used and self._endpoint.rank_of(way.session) is None:
+            if way.asked.session not in used and self._endpoint.rank_of(way.asked.session) is None:
                 self._ways.pop(rank).close()
         return len(self._pulls) < before
 
@@ -145,12 +116,12 @@ class Puller:
             self._endpoint.unread(pull.offered, pull.error, self._clock(), proof)
         return proof is not None
 
-    def _lower(self, pull: _Pull, way: _Way) -> CopyProgram:
+    def _lower(self, pull: _Pull, way: Way) -> CopyProgram:
         plan, source, offer = self._endpoint.plan, self._endpoint.source, pull.offered.offer
         assert plan is not None
         assert source is not None
         if way.pair is None:
-            there = Side(source, offer.writer, {c.group: c for c in way.register.columns})
+            there = Side(source, offer.writer, {c.group: c for c in way.asked.register.columns})
             way.pair = Pair(plan.between(offer.writer, self._pool.side.rank), there, self._pool.side)
         return way.pair.lower(windows(offer.grants), pull.sinks)
 

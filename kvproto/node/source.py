@@ -16,16 +16,17 @@ from kvproto.net import Listener
 from kvproto.node.offering import LEASE, NOTHING, offered
 from kvproto.node.parts import Handed, Layer, Part, There
 from kvproto.node.pool import Pool
+from kvproto.node.ways import Way, reach
 from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
-from kvproto.transport.base import Copying, Mapped, Move, Mover
+from kvproto.transport.base import Copying, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
-from kvproto.wire.messages import Checksum, Grants, HandOff, Register, Ticket
+from kvproto.wire.messages import Checksum, Grants, HandOff, Ticket
 
 __all__ = ["PART", "Computed", "Finished", "Sent", "SourceNode"]
 
@@ -94,24 +95,11 @@ class _Request:
 
 
 @attrs.define(eq=False)
-class _Way:
-    """How one session's memory is reached."""
-
-    mover: Mover
-    mapped: dict[int, Mapped]
-    pair: Pair | None = None
-
-    def close(self) -> None:
-        for mapping in self.mapped.values():
-            mapping.close()
-
-
-@attrs.define(eq=False)
 class _Attempt:
     """One attempt of a transfer, from its first part to its answer."""
 
     serve: Serve
-    way: _Way
+    way: Way
     program: CopyProgram | None = None
     handed: Handed | None = None
     seen: tuple[int, dict[int, int]] = (0, {})
@@ -170,14 +158,14 @@ class SourceNode:
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
-        self._verify, self._part = verify, part
+        self._part = part
         self._late: dict[bytes, Expired | Released] = {}
         """Over while a copy still reads their items."""
         self._requests: dict[bytes, _Request] = {}
         self._attempts: dict[tuple[int, int, int], _Attempt] = {}
         """By session, sequence and attempt."""
         self._running: list[_Running] = []
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[int, Way] = {}
 
     def expect(self, ticket: Ticket, content: bytes) -> None:
         """The request of this ticket is here."""
@@ -262,36 +250,15 @@ class SourceNode:
             session.expose((region,), tuple(self.pool.side.columns.values()), time.monotonic())
             # nothing is mapped here; a launch of nothing waits for the rows
             mover = next((m for m in self.movers.values() if not isinstance(m, NixlMover)), None)
-            self._ways[event.session] = _Way(mover or mover_of(self.pool.memory), {})
+            self._ways[event.session] = Way(event, mover or mover_of(self.pool.memory))
             return
-        error: KvprotoError = RemoteError(
-            ErrorCode.NO_TRANSPORT, "regions[0].handles", str([t.name for t in self.movers]), "none of them",
-            "use a common transport",
-        )  # fmt: skip
-        for handle in event.register.regions[0].handles if event.register.regions else ():
-            mover = next((m for t, m in self.movers.items() if t == handle.transport), None)
-            if mover is None:
-                continue
-            way = _Way(mover, {})
-            try:
-                self._connect(way, event.register)
-                staged = Feature.STAGED in session.features
-                link = mover.stage(way.mapped.values(), staged) if isinstance(mover, NixlMover) else None
-            except KvprotoError as e:
-                error = e
-                way.close()
-                continue
-            self._ways[event.session] = way
-            session.accept_register(mover.transport, link)
+        try:
+            way = reach(event, self.movers, writes=True, staged=Feature.STAGED in session.features)
+        except KvprotoError as error:
+            session.refuse_register(error)
             return
-        session.refuse_register(error)
-
-    def _connect(self, way: _Way, register: Register) -> None:
-        """Every region that a column names, or that has a handle of this transport."""
-        named = {i for columns in register.columns for i in columns.region.tolist()}
-        for i, region in enumerate(register.regions):
-            if region.id in named or any(h.transport == way.mover.transport for h in region.handles):
-                way.mapped[region.id] = way.mover.connect(region, f"regions[{i}]")
+        self._ways[event.session] = way
+        session.accept_register(way.mover.transport, way.link)
 
     def _wanted(self, serve: Serve) -> bool:
         return self.endpoint.active(serve) and serve.key not in self._late
@@ -431,11 +398,10 @@ class SourceNode:
             self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []
         sums = None
-        if self._verify:
+        if Feature.VERIFY in session.features:
             found = attempt.way.mover.checksums(program, {0: self.pool.memory}, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
-            sums = sums if Feature.VERIFY in session.features else None
             assert session.plan is not None
             routes = session.plan.between(self.pool.side.rank, session.peer.rank)
             grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)

@@ -10,7 +10,6 @@ import pytest
 
 from kvproto.geometry import Geometry
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
@@ -19,10 +18,14 @@ from kvproto.session import Party
 from kvproto.session.events import Arrived, Lost, Ready, Released
 from kvproto.transport.base import Mover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from tests.node.nodes import Nodes
 from tests.session.driver import geometry, ticket
 
 ITEMS = {0: 12, 1: 12}
 CONTENT = b"c" * 32
+TOKENS = 11
+FIRST = {(2, "token"): b"\7\0\0\0"}
+"""The hand-off part: the first token."""
 
 
 class Flipping(SinkNode):
@@ -34,7 +37,7 @@ class Flipping(SinkNode):
         return super()._received(event)
 
 
-class Pair:
+class Pair(Nodes):
     """Source ranks and sink ranks."""
 
     def __init__(
@@ -47,44 +50,25 @@ class Pair:
         self._more: dict[str, Any] = {"part": part, "pull": pull or pull_source, "lease": lease}
         self.sent: tuple[dict[int, Any], dict[int, list[int]]] = {}, {}
         addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in source.ranks}
-        self.sources = [self._source(source, r, addresses, verify) for r in addresses]
-        self._dialers = [Dialer() for _ in sink.ranks]
-        self.sinks = [
+        sinks = [
             node(
                 Party("d", 0, r.rank, secrets.randbits(60)),
                 sink,
                 allocate(sink, r.rank, ITEMS),
-                dialer,
+                Dialer(),
                 addresses[0],
                 verify,
                 take(),
                 pull or pull_sink,
             )
-            for r, dialer in zip(sink.ranks, self._dialers, strict=True)
+            for r in sink.ranks
         ]
-        self.told: list[Any] = []
+        super().__init__([self._source(source, r, addresses, verify) for r in addresses], sinks)
 
     def _source(self, source: Geometry, rank: int, addresses: dict[int, str], verify: bool) -> SourceNode:
         pool = allocate(source, rank, ITEMS)
         party = Party("p", 0, rank, secrets.randbits(60))
         return SourceNode(party, source, pool, Listener(addresses[rank]), addresses, verify, self._give(), **self._more)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(2000):
-            for node in (*self.sources, *self.sinks):
-                self.told += node.poll()
-            if condition():
-                return
-            # of those that are polled: the socket of another stays readable, and waiting for it would not wait
-            wait([s for sink in self.sinks for s in sink._dialer.sockets], 0.01)
-        raise AssertionError(self.told)
-
-    def count(self, kind: type) -> int:
-        return sum(isinstance(e, kind) for e in self.told)
-
-    def close(self) -> None:
-        for node in (*self.sinks, *self.sources):
-            node.close("over")
 
 
 @pytest.fixture
@@ -101,9 +85,6 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
         each.close()
 
 
-TOKENS = 11
-
-
 def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[dict[int, list[int]]]:
     """Fill the sources alike, ask for one request; items of each sink rank."""
     data = {g: rng.integers(0, 256, (12, 3, 4, 2, 40), np.uint8) for g in (0, 1)}
@@ -112,7 +93,7 @@ def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[di
     for node in pair.sources:
         fill(node, data)
         node.expect(made, CONTENT)
-        node.finish(bytes(made.key), Finished(source_items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
+        node.finish(bytes(made.key), Finished(source_items, TOKENS, Outcome.CONTINUE, FIRST))
     pair.until(lambda: pair.count(Ready) == len(pair.sinks))
     pair.sent = data, source_items
     sink_items = []
@@ -168,7 +149,7 @@ def check(made: Pair, sink_items: list[dict[int, list[int]]]) -> None:
                     assert np.array_equal(got, wanted)
     received = [e for e in made.told if isinstance(e, Received)]
     assert all(a == b for e in received for a, b in e.checksums.values())
-    assert all(e.handoff == {(2, "token"): b"\7\0\0\0"} for e in received)
+    assert all(e.handoff == FIRST for e in received)
 
 
 def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:

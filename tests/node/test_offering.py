@@ -13,7 +13,7 @@ from kvproto.node.pool import allocate
 from kvproto.plan import plan
 from kvproto.program import Window, windows
 from kvproto.wire.messages import Grants
-from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
+from tests.node.any_two import FEW, ROOM, small_worlds, window, world
 from tests.session.driver import geometry
 
 

@@ -16,29 +16,21 @@ from hypothesis import strategies as st
 import kvproto.node.source
 from kvproto.errors import LocalError, RemoteError
 from kvproto.execute import execute
-from kvproto.lowering import lower
-from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
-from kvproto.node import Computed, Finished, SinkNode, SourceNode
+from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.parts import Handed, Part, There
-from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.node.source import Sent
-from kvproto.plan import plan
-from kvproto.program import Window
-from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
 from kvproto.transport.base import Move
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.shm import HostCopy, HostMover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
-from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
-from tests.node.test_node import CONTENT, TOKENS, Pair, check
+from tests.node.any_two import FEW, AnyTwo, small_worlds
+from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
 from tests.plan import oracle
 from tests.plan.programs import random_pairs
 from tests.session.driver import geometry, ticket
 
-FIRST = {(2, "token"): b"\7\0\0\0"}
 LAYERS = {0: 3, 1: 1}
 """Of target and draft; their models and groups have the same numbers."""
 
@@ -230,62 +222,27 @@ def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp
 @pytest.mark.parametrize("seed", small_worlds(12))
 def test_any_two_engines(tmp_path: Path, seed: int) -> None:
     """Rings, state, deals and rows of several tokens: as if all were copied at the end."""
-    tmp_path.chmod(0o700)
-    from_, to = world(seed)
-    routes, rng, made, dice = plan(from_, to), np.random.default_rng(seed), ticket(), random.Random()
-    number = next(r.rank for r in to.ranks if routes.required(r.rank))
-    addresses = {r.rank: private_address(tmp_path, f"kv-{r.rank}") for r in from_.ranks}
-    theirs, mine = ({g.id: rng.permutation(ROOM).tolist() for g in geometry.groups} for geometry in (from_, to))
-    mine = window(to, number, mine)
-    pools = {rank: allocate(from_, rank, dict.fromkeys(theirs, ROOM)) for rank in addresses}
-    pool = allocate(to, number, dict.fromkeys(mine, ROOM))
-    wanted = {0: memoryview(bytearray(pool.memory.length))}
-    told: list[Any] = []
-    movers = {rank: Counting() for rank in addresses}
-    with contextlib.ExitStack() as stack:
-        nodes: list[Any] = []
-        for rank, there in pools.items():
-            memory = np.from_dlpack(there.memory)
-            memory[:] = rng.integers(1, 256, memory.size, np.uint8)
-            sides = (
-                {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
-                for items in (window(from_, rank, theirs), mine)
-            )
-            execute(lower(routes.between(rank, number), there.side, pool.side, *sides), {0: memoryview(memory)}, wanted)
-            party, listener = Party("p", 0, rank, rank + 1), Listener(addresses[rank])
-            nodes.append(SourceNode(party, from_, there, listener, addresses, movers=[movers[rank]], part=1))
-            stack.callback(nodes[-1].close, "over")
-            nodes[-1].expect(made, CONTENT)
-        dialer = Dialer()
-        sink = SinkNode(Party("d", 0, number, 99), to, pool, dialer, addresses[routes.required(number)[0]])
-        stack.callback(sink.close, "over")
+    dice = random.Random()
+    movers: list[Counting] = []
 
-        def until(condition: Callable[[], bool]) -> None:
-            for _ in range(2000):
-                for node in (sink, *nodes):
-                    told.extend(node.poll())
-                if condition():
-                    return
-                wait(dialer.sockets, 0.002)
-            raise AssertionError(told)
+    def give() -> dict[str, Any]:
+        movers.append(Counting())
+        return {"movers": movers[-1:], "part": 1}
 
-        until(lambda: any(isinstance(e, Ready) for e in told))
-        sink.transfer(made, CONTENT, 0, FEW, mine)
-        key, waits = bytes(made.key), [nodes[list(pools).index(r)] for r in routes.required(number)]
-        until(lambda: all(node.endpoint.asking(key) for node in waits))
+    with contextlib.closing(AnyTwo(tmp_path, seed, give)) as made:
+        made.ask()
+        made.until(lambda: all(node.endpoint.asking(made.key) for node in made.required))
         for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
-            for model in {g.model for g in from_.groups}:
-                for rank, node in zip(pools, nodes, strict=True):
-                    node.computed(key, Computed(window(from_, rank, theirs), tokens, (0, dice.randint(1, 6)), model))
-                until(lambda: True)
-        early = sum(sum(mover.launches) for mover in movers.values())
-        for rank, node in zip(pools, nodes, strict=True):
-            node.finish(key, Finished(window(from_, rank, theirs), FEW, Outcome.CONTINUE, {}))
-        until(lambda: any(isinstance(e, Received) for e in told))
-        assert bytes(pool.memory.buffer) == bytes(wanted[0])  # type: ignore[attr-defined]
-        (received,) = [e for e in told if isinstance(e, Received)]
+            for model in {g.model for g in made.from_.groups}:
+                for items, node in zip(made.held.values(), made.sources, strict=True):
+                    node.computed(made.key, Computed(items, tokens, (0, dice.randint(1, 6)), model))
+                made.until(lambda: True)
+        early = sum(sum(mover.launches) for mover in movers)
+        made.finish()
+        (received,) = made.ends(Received, 1)
+        made.check()
         assert all(a == b for a, b in received.checksums.values())
-        assert early <= sum(sum(mover.launches) for mover in movers.values()) == sum(received.bytes.values())
+        assert early <= sum(sum(mover.launches) for mover in movers) == sum(received.bytes.values())
 
 
 def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
@@ -342,8 +299,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
                 made.until(lambda: True)
             assert not made.count(Lost)
             launch.end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
         assert len(device.launches) == number
         prefill.finish()
@@ -404,8 +360,7 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         assert node.reads(prefill.key)
         assert not made.count(Lost)
         device.launches[0].end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
         assert not node.reads(prefill.key)
 
@@ -423,8 +378,7 @@ def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: 
             made.until(lambda: True)
         assert not made.count(Lost)
         device.launches[1].end()
-        made.until(lambda: made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
+        (lost,) = made.ends(Lost, 1)
         assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
 
 

@@ -1,13 +1,10 @@
 """Two nodes of which the sink reads: leases, aborts, late sinks, sources that are gone."""
 
 import contextlib
-import multiprocessing
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,16 +14,11 @@ import pytest
 import kvproto.node.sink
 import kvproto.node.source
 from kvproto.errors import LocalError
-from kvproto.execute import execute
-from kvproto.lowering import lower
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.node.source import Sent
-from kvproto.plan import plan
-from kvproto.program import Window
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
 from kvproto.transport.shm import HostCopy, HostMover
@@ -34,8 +26,9 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Renew, Renewed, Ticket
 from kvproto.wire.messages import Released as ReleasedNotice
-from tests.node.test_nixl_node import FEW, ROOM, small_worlds, window, world
-from tests.node.test_node import CONTENT, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
+from tests.node.any_two import AnyTwo, small_worlds
+from tests.node.nodes import Nodes, begin, later
+from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.session.driver import geometry, ticket
 
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
@@ -74,6 +67,20 @@ class SlowMover(HostMover):
         return _Slow(super().start(moves), self)
 
 
+class Unsummed(HostMover):
+    """A mover that cannot sum."""
+
+    def checksums(self, *_: Any, **__: Any) -> dict[int, int]:
+        raise AssertionError("nobody verifies")
+
+
+class Trusting(SinkNode):
+    """A decode rank without VERIFY."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:5], False, *args[6:])
+
+
 class Wire:
     """What a pair says, by class name."""
 
@@ -108,9 +115,10 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
         each.close()
 
 
-def ends(pair: Pair, kind: type, count: int) -> list[Any]:
-    pair.until(lambda: pair.count(kind) == count)
-    return [e for e in pair.told if isinstance(e, kind)]
+def offered(made: Pair, wire: Wire) -> None:
+    """The first sink asks, then does nothing until an offer is under way."""
+    made.sinks[0].poll()
+    made.sources_until(lambda: wire.of(Offer))
 
 
 def serves_another(made: Pair) -> None:
@@ -123,21 +131,16 @@ def serves_another(made: Pair) -> None:
     assert not any(node.busy for node in (*made.sinks, *made.sources))
 
 
-def later(seconds: float) -> Any:
-    """A clock that is ahead."""
-    return SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
-
-
 @pytest.mark.parametrize(("source_tp", "sink_tp"), SIZES)
 def test_every_byte_is_read_and_verified(pair: Callable[..., Pair], source_tp: int, sink_tp: int) -> None:
     made = pair(source_tp, sink_tp)
     wire = Wire(made)
     check(made, hand_over(made, np.random.default_rng()))
-    received = ends(made, Received, sink_tp)
+    received = made.ends(Received, sink_tp)
     assert all(e.checksums and e.handoff for e in received)
     routes = sum(len(e.bytes) for e in received)
     assert (len(wire.of(Offer)), len(wire.of(Pulled)), len(wire.of(Done))) == (routes, routes, 0)
-    assert sum(sum(e.bytes.values()) for e in ends(made, Sent, routes)) == sum(sum(e.bytes.values()) for e in received)
+    assert sum(sum(e.bytes.values()) for e in made.ends(Sent, routes)) == sum(sum(e.bytes.values()) for e in received)
     made.until(lambda: len(wire.of(ReleasedNotice)) == routes)
 
 
@@ -162,14 +165,21 @@ def test_one_side_alone_pushes(pair: Callable[..., Pair], one: str) -> None:
 def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:
     made = pair(2, 1, node=Flipping)
     hand_over(made, np.random.default_rng())
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.VERIFY_FAILED, Proof.PROVEN)
 
 
 def test_without_verify(pair: Callable[..., Pair]) -> None:
     made = pair(2, 1, verify=False)
     check(made, hand_over(made, np.random.default_rng()))
-    assert ends(made, Received, 1)[0].checksums == {}
+    assert made.ends(Received, 1)[0].checksums == {}
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_nothing_is_summed_for_a_sink_that_does_not_verify(pair: Callable[..., Pair], pull: bool) -> None:
+    made = pair(2, 1, node=Trusting, pull=pull, give=lambda: [Unsummed()])
+    check(made, hand_over(made, np.random.default_rng()))
+    assert made.ends(Received, 1)[0].checksums == {}
 
 
 def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
@@ -181,11 +191,11 @@ def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
     number = made.sinks[0].transfer(ticket_, CONTENT, 0, TOKENS, {g: rng.permutation(12)[:3].tolist() for g in (0, 1)})
     made.until(lambda: bool(made.sources[0].endpoint._claims[bytes(ticket_.key)].waiting))
     made.sinks[0].abort(number, "changed our mind")
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
     items = {g: [0, 1, 2] for g in (0, 1)}
-    made.sources[0].finish(bytes(ticket_.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
-    ends(made, Released, 1)
+    made.sources[0].finish(bytes(ticket_.key), Finished(items, TOKENS, Outcome.CONTINUE, FIRST))
+    made.ends(Released, 1)
     assert wire.of(Offer) == []
     serves_another(made)
 
@@ -194,16 +204,11 @@ def test_abort_that_crosses_the_offer(pair: Callable[..., Pair]) -> None:
     made = pair(1, 1)
     wire = Wire(made)
     ask(made, np.random.default_rng())
-    made.sinks[0].poll()
-    for _ in range(2000):
-        made.told += made.sources[0].poll()
-        if wire.of(Offer):
-            break
-        wait([made.sources[0]._listener.socket], 0.005)
+    offered(made, wire)
     made.sinks[0].abort(1, "changed our mind")
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
-    ends(made, Released, 1)
+    made.ends(Released, 1)
     assert wire.of(Pulled) == []
     serves_another(made)
 
@@ -220,9 +225,9 @@ def test_abort_during_the_copy_waits_for_it(pair: Callable[..., Pair], source_tp
         made.told += [e for node in (*made.sinks, *made.sources) for e in node.poll()]
     assert (wire.of(Abort), made.count(Lost), made.count(Released)) == ([], 0, 0)
     mover.finished = True
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
-    ends(made, Released, source_tp)
+    made.ends(Released, source_tp)
     assert (len(wire.of(Drained)), wire.of(Pulled)) == (source_tp, [])
     serves_another(made)
 
@@ -240,7 +245,7 @@ def test_a_copy_that_cannot_begin_renews_its_lease(pair: Callable[..., Pair], mo
     mover.busy = 0
     monkeypatch.setattr(kvproto.node.sink, "time", later(12))
     monkeypatch.setattr(kvproto.node.source, "time", later(12))
-    ends(made, Received, 1)
+    made.ends(Received, 1)
     check(made, sink_items)
 
 
@@ -251,14 +256,9 @@ def test_a_sink_that_comes_late_asks_for_a_lease_and_reads(
     made = pair(1, 1)
     wire = Wire(made)
     sink_items = ask(made, np.random.default_rng())
-    made.sinks[0].poll()
-    for _ in range(2000):
-        made.told += made.sources[0].poll()
-        if wire.of(Offer):
-            break
-        wait([made.sources[0]._listener.socket], 0.005)
+    offered(made, wire)
     monkeypatch.setattr(kvproto.node.sink, "time", later(9))  # of ten
-    ends(made, Received, 1)
+    made.ends(Received, 1)
     assert len(wire.of(Renew)) == 1
     check(made, sink_items)
 
@@ -268,17 +268,12 @@ def test_after_the_lease_nothing_is_read(pair: Callable[..., Pair], monkeypatch:
     made = pair(1, 1, take=lambda: [mover])
     wire = Wire(made)
     ask(made, np.random.default_rng())
-    made.sinks[0].poll()
-    for _ in range(2000):
-        made.told += made.sources[0].poll()
-        if wire.of(Offer):
-            break
-        wait([made.sources[0]._listener.socket], 0.005)
+    offered(made, wire)
     for module in (kvproto.node.sink, kvproto.node.source):
         monkeypatch.setattr(module, "time", later(11))
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof, mover.started) == (ErrorCode.DEADLINE, Proof.PROVEN, 0)
-    ends(made, Released, 1)
+    made.ends(Released, 1)
     serves_another(made)
 
 
@@ -291,7 +286,7 @@ def test_what_was_read_beyond_the_lease_is_not_used(pair: Callable[..., Pair], m
     for module in (kvproto.node.sink, kvproto.node.source):
         monkeypatch.setattr(module, "time", later(11))
     mover.finished = True
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.error.path, lost.proof) == (ErrorCode.DEADLINE, "lease", Proof.PROVEN)
     assert (wire.of(Pulled), made.count(Received)) == ([], 0)
     serves_another(made)
@@ -306,9 +301,9 @@ def test_a_ticket_that_ends_takes_the_lease_with_it(pair: Callable[..., Pair], m
     assert wire.of(Offer)[0].lease <= 5000
     for module in (kvproto.node.sink, kvproto.node.source):
         monkeypatch.setattr(module, "time", later(6))
-    ends(made, Expired, 1)
+    made.ends(Expired, 1)
     mover.finished = True
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
     serves_another(made)
 
@@ -322,7 +317,7 @@ def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) 
     made.until(lambda: made.count(SessionClosed) == 1)
     assert made.count(Lost) == 0
     mover.finished = True
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.PROVEN)
     assert made.sinks[0]._puller._ways == {}
 
@@ -332,18 +327,13 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
     made = pair(1, 1, lease=50.0)
     wire = Wire(made)
     ask(made, np.random.default_rng())
-    made.sinks[0].poll()
     (source,) = made.sources
 
     def told(seconds: float) -> list[Any]:
         monkeypatch.setattr(kvproto.node.source, "time", later(seconds))
         return [e for _ in range(3) for e in source.poll() if isinstance(e, Released | Expired)]
 
-    for _ in range(2000):
-        made.told += source.poll()
-        if wire.of(Offer):
-            break
-        wait([source._listener.socket], 0.005)
+    offered(made, wire)
     assert told(45) == []
     assert [type(e) for e in told(61)] == [Expired]
 
@@ -359,7 +349,7 @@ def test_a_sink_that_registers_and_leaves_at_once(pair: Callable[..., Pair], pul
             break
         source.poll()
     sink.close("changed our mind")
-    ends(made, SessionClosed, 1)
+    made.ends(SessionClosed, 1)
     assert not source.endpoint.sessions
 
 
@@ -371,8 +361,8 @@ def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -
     made.until(lambda: movers[0].started == 1 and made.count(Received) == 1)
     first.abort(1, "changed our mind")
     movers[0].finished = True
-    assert ends(made, Lost, 1)[0].proof == Proof.PROVEN
-    ends(made, Released, 1)
+    assert made.ends(Lost, 1)[0].proof == Proof.PROVEN
+    made.ends(Released, 1)
     made.sinks = [second]
     check(made, sink_items[1:])
     made.sinks = [first, second]
@@ -394,9 +384,9 @@ def test_an_offer_of_fewer_tokens_than_were_asked_for_is_not_read(pair: Callable
 
     made.sources[0]._listener.send = lying  # type: ignore[method-assign]
     ask(made, np.random.default_rng())
-    (lost,) = ends(made, Lost, 1)
+    (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof, mover.started) == (ErrorCode.BAD_GRANT, Proof.PROVEN, 0)
-    ends(made, Released, 1)
+    made.ends(Released, 1)
     lies.clear()
     serves_another(made)
 
@@ -408,7 +398,7 @@ def source(conn: Connection, address: str, made: Ticket) -> None:
     node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, pull=True)
     node.expect(made, CONTENT)
     items = {g: [1, 2, 3] for g in (0, 1)}
-    node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
+    node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, FIRST))
     conn.send("listening")
     while not conn.poll(0.002):
         node.poll()
@@ -422,46 +412,24 @@ def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest
     """Its memory stays what it was; the lease decides whether it may be used."""
     tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(
-        target=source, args=(theirs, address, made), daemon=True
-    )
-    process.start()
     with contextlib.ExitStack() as stack:
-        stack.callback(process.join)
-        stack.callback(process.kill)
-        assert ours.poll(60)
-        assert ours.recv() == "listening"
-        dialer, pool, mover = Dialer(), allocate(geometry(1), 0, ITEMS), SlowMover()
+        process, hear = begin(stack, source, address, made)
+        pool, mover = allocate(geometry(1), 0, ITEMS), SlowMover()
         party = Party("d", 0, 0, secrets.randbits(60))
-        sink = SinkNode(party, geometry(1), pool, dialer, address, movers=[mover], pull=True)
-        stack.callback(sink.close, "over")
-        told: list[Any] = []
-
-        def until(condition: Callable[[], Any]) -> Any:
-            for _ in range(2000):
-                told.extend(sink.poll())
-                if found := condition():
-                    return found
-                wait(dialer.sockets, 0.01)
-            raise AssertionError(told)
-
-        def first(*kinds: type) -> Any:
-            return until(lambda: [e for e in told if isinstance(e, kinds)])[0]
-
-        first(Ready)
+        sink = SinkNode(party, geometry(1), pool, Dialer(), address, movers=[mover], pull=True)
+        alone = stack.enter_context(contextlib.closing(Nodes([], [sink])))
+        alone.ends(Ready, 1)
         sink.transfer(made, CONTENT, 0, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
-        until(lambda: mover.started)
-        assert ours.poll(60)
-        assert ours.recv() == "offered"
+        alone.until(lambda: mover.started)
+        hear("offered")
         process.kill()
         process.join()
         mover.finished = True
         if not in_time:
             monkeypatch.setattr(kvproto.node.sink, "time", later(11))
-            until(lambda: not sink.busy)  # the copy is stopped; Drained will never come
+            alone.until(lambda: not sink.busy)  # the copy is stopped; Drained will never come
             monkeypatch.setattr(kvproto.node.sink, "time", later(50))
-        over = first(Received, Lost)
+        (over,) = alone.ends(Received | Lost, 1)
     if in_time:
         assert isinstance(over, Received)
         assert (pool.array(0, 0, "latent")[[4, 5]] == 7).all()
@@ -471,50 +439,8 @@ def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("seed", small_worlds(12))
 def test_any_two_engines(tmp_path: Path, seed: int) -> None:
-    tmp_path.chmod(0o700)
-    from_, to = world(seed)
-    routes, rng, made = plan(from_, to), np.random.default_rng(seed), ticket()
-    number = next(r.rank for r in to.ranks if routes.required(r.rank))
-    addresses = {r.rank: private_address(tmp_path, f"kv-{r.rank}") for r in from_.ranks}
-    theirs, mine = ({g.id: rng.permutation(ROOM).tolist() for g in geometry.groups} for geometry in (from_, to))
-    mine = window(to, number, mine)
-    pools = {rank: allocate(from_, rank, dict.fromkeys(theirs, ROOM)) for rank in addresses}
-    pool = allocate(to, number, dict.fromkeys(mine, ROOM))
-    wanted = {0: memoryview(bytearray(pool.memory.length))}
-    for rank, there in pools.items():
-        memory = np.from_dlpack(there.memory)
-        memory[:] = rng.integers(1, 256, memory.size, np.uint8)
-        sides = (
-            {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
-            for items in (window(from_, rank, theirs), mine)
-        )
-        execute(lower(routes.between(rank, number), there.side, pool.side, *sides), {0: memoryview(memory)}, wanted)
-    told: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        nodes: list[Any] = []
-        for rank, there in pools.items():
-            party, listener = Party("p", 0, rank, rank + 1), Listener(addresses[rank])
-            node = SourceNode(party, from_, there, listener, addresses, pull=True)
-            stack.callback(node.close, "over")
-            node.expect(made, CONTENT)
-            node.finish(bytes(made.key), Finished(window(from_, rank, theirs), FEW, Outcome.CONTINUE, {}))
-            nodes.append(node)
-        party, dialer, seed_ = Party("d", 0, number, 99), Dialer(), addresses[routes.required(number)[0]]
-        sink = SinkNode(party, to, pool, dialer, seed_, pull=True)
-        stack.callback(sink.close, "over")
-
-        def until(*kinds: type) -> None:
-            for _ in range(2000):
-                for node in (sink, *nodes):
-                    told.extend(node.poll())
-                if any(isinstance(e, kinds) for e in told):
-                    return
-                wait(dialer.sockets, 0.002)
-            raise AssertionError(told)
-
-        until(Ready)
-        sink.transfer(made, CONTENT, 0, FEW, mine)
-        until(Received, Lost)
-    assert not [e for e in told if isinstance(e, Lost)]
-    assert np.array_equal(np.from_dlpack(pool.memory), np.frombuffer(wanted[0], np.uint8))
-    assert any(wanted[0])
+    with contextlib.closing(AnyTwo(tmp_path, seed, lambda: {"pull": True}, pull=True)) as made:
+        made.finish()
+        made.ask()
+        assert isinstance(made.ends(Received | Lost, 1)[0], Received)
+        made.check()

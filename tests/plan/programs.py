@@ -33,6 +33,10 @@ class Held:
         return {g: Window(r.first, r.count, np.array(r.items, np.int64)) for g, r in self.asked.items()}
 
 
+Spans = dict[int, tuple[int, int]]
+"""First token and count by group."""
+
+
 def span(rng: random.Random, cache: Cache, geometries: tuple[Geometry, ...]) -> tuple[int, int]:
     """Tokens that both sides can name: from the later origin, and no more than the smaller ring."""
     groups = [
@@ -43,7 +47,22 @@ def span(rng: random.Random, cache: Cache, geometries: tuple[Geometry, ...]) -> 
     return first, rng.randint(0, min(most, 14))
 
 
-def hold(rng: random.Random, geometry: Geometry, rank: int, spans: dict[int, tuple[int, int]]) -> Held:
+def spans(rng: random.Random, cached: list[Cache], source: Geometry, sink: Geometry) -> tuple[Spans, Spans]:
+    """What the source holds and what the sink asks for; the source may have computed more."""
+    whole: Spans = {}
+    wanted: Spans = {}
+    early = rng.random() < 0.5
+    for cache in cached:
+        first, count = span(rng, cache, (source, sink))
+        for geometry, found in ((sink, wanted), (source, whole)):
+            for g in geometry.groups:
+                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
+                    from_zero = early and g.kind == ItemKind.PAGE and geometry is source
+                    found[g.id] = (0, first + count + 3) if from_zero else (first, count)
+    return whole, wanted
+
+
+def hold(rng: random.Random, geometry: Geometry, rank: int, spans: Spans) -> Held:
     groups = {g.id: g for g in geometry.groups}
     columns, lengths = layout(rng, geometry, rank, ITEMS)
     asked = {}
@@ -62,16 +81,16 @@ def random_pairs(rng: random.Random) -> list[tuple[CopyProgram, dict[int, int], 
     cached = caches(rng)
     source = side(rng, cached, rng.randint(0, 3), complete=True)
     sink = side(rng, cached, rng.randint(0, 3), complete=False)
-    spans: dict[int, tuple[int, int]] = {}
-    wanted: dict[int, tuple[int, int]] = {}
+    whole: Spans = {}
+    wanted: Spans = {}
     for cache in cached:
         both = span(rng, cache, (source, sink))
-        for geometry, of in ((source, spans), (sink, wanted)):
+        for geometry, of in ((source, whole), (sink, wanted)):
             of |= {
                 g.id: both for g in geometry.groups if (g.model, g.parts[0].name) == (cache.model, cache.parts[0][0])
             }
     made = plan(source, sink)
-    have = {r.rank: hold(rng, source, r.rank, spans) for r in source.ranks}
+    have = {r.rank: hold(rng, source, r.rank, whole) for r in source.ranks}
     want = {r.rank: hold(rng, sink, r.rank, wanted) for r in sink.ranks}
     found = []
     for a, b in sorted({(r.source, r.sink) for r in made.routes})[:4]:

@@ -31,7 +31,7 @@ from kvproto.program import CopyProgram, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
-from tests.plan.programs import ITEMS, Held, hold, span
+from tests.plan.programs import ITEMS, Held, hold, spans
 from tests.plan.worlds import caches, layout, regions, side
 
 
@@ -49,17 +49,8 @@ def test_every_byte_against_brute_force(seed: int) -> None:
         assert decode_geometry(encode_geometry(geometry)) == geometry
     made = plan(source, sink)
     assert made == plan(decode_geometry(encode_geometry(source)), decode_geometry(encode_geometry(sink)))
-    wanted_spans: dict[int, tuple[int, int]] = {}
-    whole_spans: dict[int, tuple[int, int]] = {}
-    early = rng.random() < 0.5
-    for cache in cached:
-        first, count = span(rng, cache, (source, sink))
-        for geometry, spans in ((sink, wanted_spans), (source, whole_spans)):
-            for g in geometry.groups:
-                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
-                    whole = early and g.kind == ItemKind.PAGE and geometry is source
-                    spans[g.id] = (0, first + count + 3) if whole else (first, count)
-    have = {r.rank: hold(rng, source, r.rank, whole_spans) for r in source.ranks}
+    whole, asked = spans(rng, cached, source, sink)
+    have = {r.rank: hold(rng, source, r.rank, whole) for r in source.ranks}
     pools = {}
     for number, held in have.items():
         pools[number] = oracle.noise(held.lengths, number)
@@ -67,7 +58,7 @@ def test_every_byte_against_brute_force(seed: int) -> None:
             pools[number][region][at] = oracle.value(where)
     before = {n: {i: p.copy() for i, p in pool.items()} for n, pool in pools.items()}
     for rank in sink.ranks:
-        held = hold(rng, sink, rank.rank, wanted_spans)
+        held = hold(rng, sink, rank.rank, asked)
         mine = oracle.noise(held.lengths, 99)
         for (region, at), where in held.targets.items():
             mine[region][at] = oracle.value(where) ^ 0xFF

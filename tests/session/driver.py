@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -66,6 +66,14 @@ class World:
         self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
         return endpoint
+
+    def ready(self, sink_tp: int = 1) -> Self:
+        """With so many sink ranks that are registered everywhere."""
+        for rank in range(sink_tp):
+            self.sink(f"d{rank}", geometry(sink_tp), rank)
+        self.run()
+        assert all(s.ready for s in self.sinks.values())
+        return self
 
     def staging(self, name: str, pool: Pool) -> Any:
         """What a sink registers instead of its pool."""

@@ -80,12 +80,7 @@ class PullWorld(World):
 
 
 def ready(source_tp: int = 2, sink_tp: int = 1) -> PullWorld:
-    world = PullWorld(geometry(source_tp))
-    for rank in range(sink_tp):
-        world.sink(f"d{rank}", geometry(sink_tp), rank)
-    world.run()
-    assert all(s.ready for s in world.sinks.values())
-    return world
+    return PullWorld(geometry(source_tp)).ready(sink_tp)
 
 
 def asked(world: PullWorld, deadline: float = 60.0) -> int:

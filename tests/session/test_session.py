@@ -18,12 +18,7 @@ CONTENT = b"c" * 32
 
 
 def ready(source_tp: int = 2, sink_tp: int = 1) -> World:
-    world = World(geometry(source_tp))
-    for rank in range(sink_tp):
-        world.sink(f"d{rank}", geometry(sink_tp), rank)
-    world.run()
-    assert all(s.ready for s in world.sinks.values())
-    return world
+    return World(geometry(source_tp)).ready(sink_tp)
 
 
 def test_registration_reaches_every_routed_rank() -> None:

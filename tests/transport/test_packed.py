@@ -19,10 +19,10 @@ from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, Side, Window
 from kvproto.transport.packed import PackedStream, pack, unpack
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 from tests.plan import oracle
-from tests.plan.test_program import Held, hold, span
+from tests.plan.programs import Held, Spans, hold, spans
 from tests.plan.worlds import caches, side
 
 
@@ -45,25 +45,11 @@ def seen_by_sink(made: Plan, source: Geometry, number: int, sink: Side, asked: d
     return lower(routes, Side(source, number, columns), sink, windows, asked)
 
 
-Spans = dict[int, tuple[int, int]]
-"""First token and count by group."""
-
-
 def two_engines(rng: random.Random) -> tuple[Geometry, Geometry, Spans, Spans]:
     """A source and a sink, and what of each is asked; the source may have computed more."""
     cached = caches(rng)
     source, sink = side(rng, cached, 0, complete=True), side(rng, cached, 0, complete=False)
-    whole: Spans = {}
-    spans: Spans = {}
-    early = rng.random() < 0.5
-    for cache in cached:
-        first, count = span(rng, cache, (source, sink))
-        for geometry, found in ((sink, spans), (source, whole)):
-            for g in geometry.groups:
-                if g.model == cache.model and g.parts[0].name == cache.parts[0][0]:
-                    from_zero = early and g.kind == ItemKind.PAGE and geometry is source
-                    found[g.id] = (0, first + count + 3) if from_zero else (first, count)
-    return source, sink, whole, spans
+    return source, sink, *spans(rng, cached, source, sink)
 
 
 def chunks(rng: random.Random, length: int, most: int) -> Iterable[tuple[int, int]]:
@@ -81,12 +67,12 @@ def views(pool: oracle.Pools) -> dict[int, memoryview]:
 @given(st.integers(0, 2**48))
 def test_any_two_engines_agree_on_the_stream(seed: int) -> None:
     rng = random.Random(seed)
-    source, sink, whole, spans = two_engines(rng)
+    source, sink, whole, wanted = two_engines(rng)
     made = plan(source, sink)
     have = {r.rank: hold(rng, source, r.rank, whole) for r in source.ranks}
     pools = {n: oracle.noise(held.lengths, n) for n, held in have.items()}
     for rank in sink.ranks:
-        held = hold(rng, sink, rank.rank, spans)
+        held = hold(rng, sink, rank.rank, wanted)
         mine = Side(sink, rank.rank, held.columns)
         for number in made.required(rank.rank):
             _transfer(rng, made, source, number, have[number], views(pools[number]), mine, held)

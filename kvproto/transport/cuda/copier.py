@@ -41,6 +41,7 @@ def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ..
     """The kernels of one width of word, compiled once a process."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
+        ("FEW_CLASSES", str(tables.FEW_CLASSES)), ("FEW_WORDS", str(tables.FEW_WORDS)),
     ]  # fmt: skip
     options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
@@ -210,16 +211,17 @@ class Copier:
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
         self._device.set_current()
-        size = tables.sums(program, addresses, sink, 0)[0].size
-        memory = _Bytes(max(size, 16))
-        image, operations, groups = tables.sums(program, addresses, sink, memory.address)
+        image, operations, groups = tables.sums(program, addresses, sink)
         if not groups:
             return {}
+        memory = _Bytes(image.size)
+        tables.rebase(image, operations, memory.address)
         call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
         self._run(16, "checksum", (self.blocks, operations), memory.address)
         self.stream.sync()
         totals = np.empty(len(groups), np.uint64)
-        call(driver.cuMemcpyDtoH(totals.ctypes.data, memory.address + size - totals.nbytes, totals.nbytes), "download")
+        last = memory.address + image.size - totals.nbytes
+        call(driver.cuMemcpyDtoH(totals.ctypes.data, last, totals.nbytes), "download")
         return dict(zip(groups, totals.tolist(), strict=True))
 
     def _slot(self, image: int, rows: int) -> _Slot:

@@ -4,17 +4,10 @@
  * and width. Its bytes are cut into chunks of THREADS x DEPTH words, and blocks take chunks in turn. A thread has DEPTH
  * loads in flight before its first store: a link between GPUs is filled by bytes in flight, not by instructions.
  *
- * The source compiles as C too, so that tests run this very arithmetic on a host (tests/transport/host_gpu.h).
+ * Macros: THREADS, DEPTH, FEW_CLASSES and FEW_WORDS of table.py; WORD, the widest type that divides every address,
+ * stride and length of a class. The source compiles as C too, so that tests run this very arithmetic on a host
+ * (tests/transport/host_gpu.h).
  */
-#ifndef THREADS
-#define THREADS 512
-#endif
-#ifndef DEPTH
-#define DEPTH 8
-#endif
-#ifndef WORD /* the widest type that divides every address, stride and length of a class */
-#define WORD uint4
-#endif
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -39,8 +32,8 @@ typedef struct {
 /* A launch that fits into a kernel's parameters: nothing is uploaded, nothing expanded. */
 typedef struct {
     u32 n_classes, n_chunks, unused[2];
-    Class classes[8];
-    u32 runs[900]; /* as of a Map, class after class */
+    Class classes[FEW_CLASSES];
+    u32 runs[FEW_WORDS]; /* as of a Map, class after class */
 } Few;
 
 /* Runs of rows that follow one another on both sides, five arrays of n_runs: first row on the axis of all rows, then

@@ -22,6 +22,8 @@ __all__ = [
     "CLASS",
     "DEPTH",
     "FEW",
+    "FEW_CLASSES",
+    "FEW_WORDS",
     "LONG",
     "MAP",
     "OP",
@@ -35,6 +37,7 @@ __all__ = [
     "Work",
     "few",
     "launch",
+    "rebase",
     "sizes",
     "sums",
     "table",
@@ -43,6 +46,12 @@ __all__ = [
 THREADS, DEPTH = 512, 8
 WORDS = (16, 8, 4, 2, 1)
 """Bytes of a word, widest first."""
+RUN_WORDS = 5
+"""Numbers of a run, 32 bits each: its first row, and item and row on both sides."""
+FEW_CLASSES, FEW_RUNS = 8, 180
+"""The most of a launch in a kernel's parameters, which hold 4 KiB."""
+FEW_WORDS = FEW_RUNS * RUN_WORDS
+_RUN_BYTES = 4 * RUN_WORDS
 
 _PLACES = ("item", "row", "lane")
 OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in _PLACES))])
@@ -169,7 +178,7 @@ def sizes(works: Sequence[Work]) -> tuple[int, int]:
     maps = sum(len(w.maps) for w in works)
     cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
     rows = sum(m.size for w in works for m in w.maps)
-    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * 20 + 16), rows * 16 + 16
+    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * _RUN_BYTES + 16), rows * 16 + 16
 
 
 def _cuts(work: Work) -> int:
@@ -184,13 +193,12 @@ def _up(n: int) -> int:
 def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-
-
     `image` has room for `sizes`. Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools:
     nothing is launched. What a small request costs is the number of calls of numpy, so there are few.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[int, list[tuple[int, ...]]] = {}
+    chunks_of: dict[int, int] = {}
     long: list[tuple[int, int, int]] = []
     row, n_runs, most_rows, total = rows_at, 0, 0, 0
     for work in works:
@@ -206,31 +214,35 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
                 long += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
                 continue
             ops = work.address + lo * OP.itemsize
-            of_word = classes.setdefault(shape.word, [])
             for skip in range(0, rows_of.size, _MOST // width):
                 rows = min(_MOST // width, rows_of.size - skip)
                 chunks = -(-rows * width // (THREADS * DEPTH))
-                first = of_word[-1][-1] + of_word[-1][-2] * of_word[-1][-3] if of_word else 0
-                begin = begins[shape.map] + 16 * skip
-                of_word.append((ops, begin, rows, shape.words, shape.units, chunks, hi - lo, first))
+                first, begin = chunks_of.get(shape.word, 0), begins[shape.map] + 16 * skip
+                made = ops, begin, rows, shape.words, shape.units, chunks, first
+                classes.setdefault(shape.word, []).append(made)
+                chunks_of[shape.word] = first + chunks * (hi - lo)
     classes_at = _up(len(maps) * MAP.itemsize)
     runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
-    runs = image[runs_at : runs_at + 20 * n_runs].view(np.uint32)
+    end = runs_at + _RUN_BYTES * n_runs
+    runs = image[runs_at:end].view(np.uint32)
     for k, (work, i, m) in enumerate((w, i, m) for w in works for i, m in enumerate(w.maps)):
         at, begin, n, size = maps[k]
-        _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
-        _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
+        _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + _RUN_BYTES * at, begin, n, size)
+        _write(m, work.table.extents[i], runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
-        kernels.append((word, at, len(some), some[-1][-1] + some[-1][-2] * some[-1][-3]))
-        for ops, begin, rows, words, units, chunks, _, first in some:
-            _CLASS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
+        kernels.append((word, at, len(some), chunks_of[word]))
+        for numbers in some:
+            _CLASS.pack_into(image.data, at, *numbers, 0)
             at += CLASS.itemsize
-    return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long))
+    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(long))
 
 
-FEW = 16 + 8 * CLASS.itemsize + 900 * 4
+_HEAD = struct.Struct("<II8x")
+_MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
+_FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
+FEW = _FEW_RUNS_AT + 4 * FEW_WORDS
 """Bytes of a launch that fits into a kernel's parameters."""
 
 
@@ -244,11 +256,11 @@ class Few:
 
 
 def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -> Few | None:
-    """Write a launch of at most 8 classes of one word and 180 runs to `image`, FEW bytes; None where it is larger.
+    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, FEW bytes; None where it is larger.
 
     Raises as `launch` does. Nothing is uploaded and nothing expanded, which is most of what a small hand-over costs.
     """
-    if sum(len(m.rows) for w in works for m in w.maps) > 180:
+    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
         return None
     word, number, first, total = 0, 0, 0, 0
     begins = {}
@@ -256,29 +268,25 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             begins[k, i] = at
-            at += 5 * len(m.rows)
+            at += RUN_WORDS * len(m.rows)
         for shape, lo, hi in _wanted(work):
             rows, width = work.maps[shape.map], shape.words * shape.units
             chunks = -(-rows.size * width // (THREADS * DEPTH))
             ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
             big = first + chunks * (hi - lo) > most_chunks or (shape.units == 1 and _is_long(work, shape, lo, hi))
-            if number == 8 or big or word not in (0, shape.word) or rows.size * width > _MOST:
+            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > _MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            _CLASS.pack_into(image.data, 16 + number * CLASS.itemsize, ops, place, *numbers)
+            _CLASS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
-    runs = image[16 + 8 * CLASS.itemsize : FEW].view(np.uint32)
+    runs = image[_FEW_RUNS_AT:FEW].view(np.uint32)
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             n = len(m.rows)
-            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
+            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
-
-
-_HEAD = struct.Struct("<II8x")
-_MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 
 
 def _write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
@@ -327,11 +335,11 @@ def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
 
 
 def sums(
-    program: CopyProgram, addresses: Mapping[int, int], sink: bool, at: int
+    program: CopyProgram, addresses: Mapping[int, int], sink: bool
 ) -> tuple[npt.NDArray[np.uint8], int, list[int]]:
-    """What the checksum kernel reads at address `at`, how many operations it begins with, and the groups in order.
+    """What the checksum kernel reads, how many operations it begins with, and the groups in order.
 
-    The totals, one u64 a group, are its last bytes.
+    To `rebase` where it will lie. The totals, one u64 a group, are its last bytes.
     """
     side = "sink" if sink else "source"
     ops = (
@@ -348,7 +356,7 @@ def sums(
     made["seed"], made["lo"] = seeds(ops), ops["lo"]
     made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
     pieces: list[npt.NDArray[Any]] = [made]
-    here = at + made.nbytes
+    here = made.nbytes
     for i, m in enumerate(program.maps):
         item, first = (m.sink_item, m.sink_row) if sink else (m.source_item, m.source_row)
         rows = np.arange(m.size) - np.repeat(np.cumsum(m.rows) - m.rows, m.rows) + np.repeat(first, m.rows)
@@ -361,3 +369,10 @@ def sums(
     made["total"] = here + 8 * np.searchsorted(groups, ops["group"]).astype(np.uint64)
     pieces.append(np.zeros(len(groups), np.uint64))
     return np.concatenate([p.reshape(-1).view(np.uint8) for p in pieces]), len(ops), groups
+
+
+def rebase(image: npt.NDArray[np.uint8], operations: int, at: int) -> None:
+    """Let the operations of `sums` point into their image at address `at`."""
+    made = image[: operations * SUM.itemsize].view(SUM)
+    for name in ("places", "globals", "total"):
+        made[name] += np.uint64(at)

@@ -1,0 +1,109 @@
+"""Any two engines of the planner's tests that are small enough for nodes of their own."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvproto.execute import execute
+from kvproto.geometry import Geometry
+from kvproto.grants import items_needed
+from kvproto.lowering import lower
+from kvproto.net import Dialer, Listener, private_address
+from kvproto.node import Finished, SinkNode, SourceNode
+from kvproto.node.pool import allocate
+from kvproto.plan import plan
+from kvproto.program import Window
+from kvproto.session import Party
+from kvproto.session.events import Ready
+from kvproto.wire.enums import Outcome
+from tests.node.nodes import Nodes
+from tests.node.test_node import CONTENT
+from tests.plan.worlds import caches, side
+from tests.session.driver import ticket
+
+FEW, ROOM = 8, 40
+"""Tokens that any ring holds, and items of a pool."""
+
+
+def small_worlds(count: int) -> list[int]:
+    """Seeds of pairs of at most two ranks a side, with something to move."""
+    found: list[int] = []
+    seed = 0
+    while len(found) < count:
+        source, sink = world(seed)
+        few = len(source.ranks) <= 2 and len(sink.ranks) <= 2
+        from_zero = all(g.cp_size == 1 or not g.origin for g in (*source.groups, *sink.groups))
+        if few and from_zero and plan(source, sink).routes:
+            found.append(seed)
+        seed += 1
+    return found
+
+
+def world(seed: int) -> tuple[Geometry, Geometry]:
+    rng = random.Random(seed)
+    held = caches(rng)
+    return side(rng, held, 0, complete=True), side(rng, held, 0, complete=False)
+
+
+def window(geometry: Geometry, rank: int, order: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Items of a rank for the first tokens, by group id."""
+    shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
+    need = {g.id: items_needed(g, shares[g.id].cp_rank, 0, FEW) for g in geometry.groups if g.id in shares}
+    return {g.id: order[g.id][: need.get(g.id, 0)] for g in geometry.groups}
+
+
+class AnyTwo(Nodes):
+    """All source ranks, their pools full of noise, and one sink rank; one request of FEW tokens."""
+
+    def __init__(self, folder: Path, seed: int, give: Callable[[], dict[str, Any]] = dict, **take: Any) -> None:
+        """`give` and `take` are further options of the sources and of the sink."""
+        folder.chmod(0o700)
+        self.from_, to = world(seed)
+        routes, rng = plan(self.from_, to), np.random.default_rng(seed)
+        self.ticket = ticket()
+        self.key = bytes(self.ticket.key)
+        number = next(r.rank for r in to.ranks if routes.required(r.rank))
+        addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in self.from_.ranks}
+        theirs, mine = (
+            {g.id: rng.permutation(ROOM).tolist() for g in geometry.groups} for geometry in (self.from_, to)
+        )
+        self.items = window(to, number, mine)
+        self.held = {rank: window(self.from_, rank, theirs) for rank in addresses}
+        """Items of each source rank."""
+        self.pool = allocate(to, number, dict.fromkeys(mine, ROOM))
+        self.wanted = bytearray(self.pool.memory.length)
+        sources = []
+        for rank in addresses:
+            pool = allocate(self.from_, rank, dict.fromkeys(theirs, ROOM))
+            memory = np.from_dlpack(pool.memory)
+            memory[:] = rng.integers(1, 256, memory.size, np.uint8)
+            sides = (
+                {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
+                for items in (self.held[rank], self.items)
+            )
+            program = lower(routes.between(rank, number), pool.side, self.pool.side, *sides)
+            execute(program, {0: memoryview(memory)}, {0: memoryview(self.wanted)})
+            party, listener = Party("p", 0, rank, rank + 1), Listener(addresses[rank])
+            sources.append(SourceNode(party, self.from_, pool, listener, addresses, **give()))
+            sources[-1].expect(self.ticket, CONTENT)
+        required = routes.required(number)
+        self.required = [node for node in sources if node.pool.side.rank in required]
+        """Those that the sink asks."""
+        sink = SinkNode(Party("d", 0, number, 99), to, self.pool, Dialer(), addresses[required[0]], **take)
+        super().__init__(sources, [sink])
+
+    def ask(self) -> None:
+        self.until(lambda: self.count(Ready))
+        self.sinks[0].transfer(self.ticket, CONTENT, 0, FEW, self.items)
+
+    def finish(self) -> None:
+        for rank, node in zip(self.held, self.sources, strict=True):
+            node.finish(self.key, Finished(self.held[rank], FEW, Outcome.CONTINUE, {}))
+
+    def check(self) -> None:
+        """Every byte of the request is there, and no other has changed."""
+        assert np.array_equal(np.from_dlpack(self.pool.memory), np.frombuffer(self.wanted, np.uint8))
+        assert any(self.wanted)
