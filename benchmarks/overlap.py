@@ -132,19 +132,19 @@ def prefill(model: Model, chunk: int, items: list[int], pair: Pair | None = None
     key = pair.ask(to or []) if pair else b""
     sent: list[Any] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    events = []
+    events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
     torch.cuda.synchronize(0)
-    begin.record()
+    begin.record(stream)
     for first in range(0, TOKENS, chunk):
         x = model.prompt[first : first + chunk]
         for layer in range(LAYERS):
             x = model.layer(layer, x, first)
             if pair and (first + chunk, layer) != (TOKENS, LAYERS - 1):
                 events.append(torch.cuda.Event())
-                events[-1].record()
+                events[-1].record(stream)
                 pair.source.computed(key, Computed({0: items}, first + chunk, (layer, layer + 1), after=events[-1].cuda_event))
                 sent += pair.source.poll()
-    end.record()
+    end.record(stream)
     if not pair:
         end.synchronize()
         return {"compute": begin.elapsed_time(end) / 1000}
@@ -168,8 +168,9 @@ def idle_rate(model: Model, pair: Pair, items: list[int], to: list[int]) -> floa
     """Bytes a second of a hand-over of everything when nothing computes, from an event to the last byte."""
     key = pair.ask(to)
     start = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(20_000_000)  # so that what the host does lies before it
-    start.record()
+    with torch.cuda.device(0):
+        torch.cuda._sleep(20_000_000)  # so that what the host does lies before it
+        start.record()
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=start.cuda_event))
     sent: list[Any] = []
     while not any(isinstance(e, Sent) for e in sent):

@@ -97,6 +97,15 @@ class RowMap:
         return int(self.rows.sum())
 
     @cached_property
+    def reach(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Lowest and highest source item, source row, sink item and sink row of any run; 0 and -1: there is none."""
+        if not len(self.rows):
+            return (0,) * 4, (-1,) * 4
+        low = (int(_LEAST(p)) for p in (self.source_item, self.source_row, self.sink_item, self.sink_row))
+        ends = (self.source_item + 1, self.source_row + self.rows, self.sink_item + 1, self.sink_row + self.rows)
+        return tuple(low), tuple(int(_MOST(e)) - 1 for e in ends)
+
+    @cached_property
     def global_rows(self) -> IntArray:
         """Every global row, run after run."""
         starts = np.cumsum(self.piece_rows) - self.piece_rows
@@ -127,6 +136,7 @@ class RowMap:
         )  # fmt: skip
 
 
+_MOST, _LEAST = np.maximum.reduce, np.minimum.reduce
 _NONE = np.empty(0, np.int64)
 _EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 

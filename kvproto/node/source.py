@@ -195,11 +195,11 @@ class SourceNode:
 
     def poll(self) -> list[Event | Sent]:
         """Receive, copy, answer; returns what the engine should know."""
+        told = self._complete() if self._running else []  # a sink may wait for it
         now = time.monotonic()
         for conn, frame in self._listener.receive():
             self.endpoint.receive(conn, frame, now)
         self.endpoint.on_time(now)
-        told: list[Event | Sent] = []
         while True:
             for event in self.endpoint.take_events():
                 if isinstance(event, RegisterAsked):

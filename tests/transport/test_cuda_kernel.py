@@ -23,7 +23,7 @@ from kvproto.node.pool import pack
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Side, Window
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.table import FEW, Launch, Work, few, launch, rebase, sizes, sums, table
+from kvproto.transport.cuda.table import FEW, Launch, Work, check, few, launch, parts, rebase, sizes, sums, table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -82,6 +82,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
     monkeypatch.setattr("kvproto.transport.cuda.table.LONG", tables.LONG)
+    monkeypatch.setattr("kvproto.transport.cuda.table._FIRST_RUNS", 3)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -107,8 +108,8 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, di
     small = few(works, image, 1000) if direct else None
     if small is not None:
         kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
-    launched = small or run(kernels, works, blocks)
-    assert launched.bytes == sum(n for *_, n in checks)
+    launched = [small] if small else [run(kernels, part, blocks) for part in parts(works)]
+    assert sum(each.bytes for each in launched) == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
 
@@ -162,11 +163,9 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     program, _, there, make = plain(rows=5, width=96, flat=False)
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
+    check([Work(made, made.ops.ctypes.data, program.maps)])
     with pytest.raises(LocalError) as caught:
-        few([Work(made, made.ops.ctypes.data, [bad])], np.zeros(FEW, np.uint8), 1000)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
-    with pytest.raises(LocalError) as caught:
-        launch([Work(made, made.ops.ctypes.data, [bad])], np.zeros(4096, np.uint8), 0, 0)
+        check([Work(made, made.ops.ctypes.data, [bad])])
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
 
 

@@ -168,18 +168,29 @@ class Copier:
             )
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
-        stream = self.stream.handle
+        tables.check(works)
         for event in after:
-            call(driver.cuStreamWaitEvent(stream, event, 0), "producer's event")
+            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
         few = tables.few(works, self._few, 4 * self.blocks)
         if few is not None:
             began = self._record() if self._timed else None
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1))
             return Copy(self._record(), few.bytes, began)
-        slot = self._slot(*tables.sizes(works))
-        made = tables.launch(works, slot.view, slot.image.address, slot.rows.address)
+        parts = tables.parts(works)
+        self._spare(len(parts))
         began = self._record() if self._timed else None
+        total = 0
+        for part in parts:
+            slot = self._slot(*tables.sizes(part))
+            made = tables.launch(part, slot.view, slot.image.address, slot.rows.address)
+            self._launch(made, slot)
+            slot.event = self._record()
+            total += made.bytes
+        return Copy(slot.event, total, began)
+
+    def _launch(self, made: tables.Launch, slot: _Slot) -> None:
+        stream = self.stream.handle
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
             lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
@@ -192,8 +203,6 @@ class Copier:
             self._run(16, "expand", (tall, made.n_maps), image)
             for word, offset, classes, chunks in made.classes:
                 self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
-        slot.event = self._record()
-        return Copy(slot.event, made.bytes, began)
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)
@@ -224,12 +233,17 @@ class Copier:
         call(driver.cuMemcpyDtoH(totals.ctypes.data, last, totals.nbytes), "download")
         return dict(zip(groups, totals.tolist(), strict=True))
 
+    def _spare(self, number: int) -> None:
+        """Raise BUSY where the launches of the next slots of the ring are not over."""
+        for i in range(number):
+            slot = self._slots[(self._next + i) % len(self._slots)]
+            if slot is not None and not slot.event.is_done:
+                raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
+
     def _slot(self, image: int, rows: int) -> _Slot:
-        """The next slot of the ring, once its launch is over, as large as is needed."""
+        """The next slot of the ring, as large as is needed."""
         at = self._next
         slot = self._slots[at]
-        if slot is not None and not slot.event.is_done:
-            raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
         if slot is None or slot.view.size < image or slot.rows.size < rows:
             size = 1 << max(image - 1, 4095).bit_length()
             host = LegacyPinnedMemoryResource().allocate(size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -35,8 +36,10 @@ __all__ = [
     "Shape",
     "Table",
     "Work",
+    "check",
     "few",
     "launch",
+    "parts",
     "rebase",
     "sizes",
     "sums",
@@ -172,6 +175,46 @@ class Work:
     """Only layers [lo, hi)."""
 
 
+_FIRST_RUNS, _GROWTH = 4096, 3
+"""A host writes 4,096 runs in some 50 us. A part is copied while the next, three times as long, is written."""
+
+
+def parts(works: Sequence[Work]) -> list[Sequence[Work]]:
+    """The same works, cut between runs: those of many runs become several launches."""
+    runs = sum(len(m.rows) for w in works for m in w.maps)
+    cuts, size = [0], _FIRST_RUNS
+    while runs - cuts[-1] > 2 * size:
+        cuts.append(cuts[-1] + size)
+        size *= _GROWTH
+    if len(cuts) == 1:
+        return [works]
+    bounds = pairwise([*cuts, runs])
+    return [[attrs.evolve(w, maps=[_share(m, a, b, runs) for m in w.maps]) for w in works] for a, b in bounds]
+
+
+def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
+    """Runs of a map, as many as [a, b) are of all."""
+    some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
+    # a launch does not ask for global rows
+    return attrs.evolve(
+        m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
+        sink_row=m.sink_row[some], rows=m.rows[some],
+    )  # fmt: skip
+
+
+def check(works: Sequence[Work]) -> None:
+    """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
+    for work in works:
+        for m, extents in zip(work.maps, work.table.extents.tolist(), strict=True):
+            for name, low, high, extent in zip(_RANGES, *m.reach, extents, strict=True):
+                if low < 0 or high >= extent:
+                    came, pool = str(high if high >= extent else low), f"0 to {extent - 1}"
+                    raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
+
+
+_RANGES = ("source item", "source row", "sink item", "sink row")
+
+
 def sizes(works: Sequence[Work]) -> tuple[int, int]:
     """Bytes of image and of rows that `launch` needs at most."""
     runs = sum(len(m.rows) for w in works for m in w.maps)
@@ -193,8 +236,7 @@ def _up(n: int) -> int:
 def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-    `image` has room for `sizes`. Raises LocalError(OUT_OF_REGION) where a map names an item or row beyond the pools:
-    nothing is launched. What a small request costs is the number of calls of numpy, so there are few.
+    `image` has room for `sizes`; the works have passed `check`.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[int, list[tuple[int, ...]]] = {}
@@ -225,10 +267,10 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
     runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
     end = runs_at + _RUN_BYTES * n_runs
     runs = image[runs_at:end].view(np.uint32)
-    for k, (work, i, m) in enumerate((w, i, m) for w in works for i, m in enumerate(w.maps)):
+    for k, m in enumerate(m for w in works for m in w.maps):
         at, begin, n, size = maps[k]
         _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + _RUN_BYTES * at, begin, n, size)
-        _write(m, work.table.extents[i], runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
+        _write(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
@@ -258,7 +300,8 @@ class Few:
 def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -> Few | None:
     """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, FEW bytes; None where it is larger.
 
-    Raises as `launch` does. Nothing is uploaded and nothing expanded, which is most of what a small hand-over costs.
+    The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
+    costs; the rest is the number of calls of numpy, so there are few.
     """
     if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
         return None
@@ -284,28 +327,18 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             n = len(m.rows)
-            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
+            _write(m, runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
 
-def _write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
-    """Runs as the device reads them; raises where they leave the pools."""
-    if not len(m.rows):
-        return
-    places = np.array((m.source_item, m.source_row, m.sink_item, m.sink_row))
-    runs[0, 0] = 0
-    if len(m.rows) > 1:
+def _write(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
+    """Runs as the device reads them."""
+    if len(m.rows):
+        runs[0, 0] = 0
         np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
-    runs[1:] = places
-    low = int(places.min())
-    places[1::2] += m.rows - 1
-    high = places.max(axis=1)
-    if low < 0 or (high >= extents).any():
-        names = ("source item", "source row", "sink item", "sink row")
-        k = next(k for k in range(4) if high[k] >= extents[k] or places[k].min() < 0)
-        came = int(high[k]) if high[k] >= extents[k] else int(places[k].min())
-        raise LocalError(ErrorCode.OUT_OF_REGION, names[k], f"below {extents[k]}", str(came))
+        for row, place in zip(runs[1:], (m.source_item, m.source_row, m.sink_item, m.sink_row), strict=True):
+            row[:] = place
 
 
 def _is_long(work: Work, shape: Shape, lo: int, hi: int) -> bool:
