@@ -177,56 +177,58 @@ def latency() -> dict[str, list[float]]:
     return found
 
 
-def session_latency() -> dict[str, list[float]]:
-    """Seconds from `finish` at the source's node, and from the copy's submission there, until the sink's node reports it: one page of 61 layers."""
+def session_latency(pull: bool) -> dict[str, list[float]]:
+    """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
     from kvproto.net import Dialer, Listener
     from kvproto.node import Finished, SinkNode, SourceNode
     from kvproto.node.pool import allocate
     from kvproto.node.sink import Received
-    from kvproto.node.source import Sent
     from kvproto.session import Party
     from kvproto.session.events import Ready
+    from kvproto.transport.cuda.mover import DeviceMover
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
+
+    submitted = [0.0]
+
+    class Marked(DeviceMover):
+        def start(self, moves: Any) -> Any:
+            submitted[0] = time.perf_counter()
+            return super().start(moves)
 
     geometry = describe(PRESETS["deepseek-v3"][0])
     folder = tempfile.mkdtemp(prefix="kvproto-")
     address = f"ipc://{folder}/kv"
     listener, dialer = Listener(address), Dialer()
-    source = SourceNode(Party("prefill", 0, 0, 1), geometry, allocate(geometry, 0, {0: 8}, 0), listener, {0: address}, verify=False)
-    sink = SinkNode(Party("decode", 0, 0, 2), geometry, allocate(geometry, 0, {0: 8}, 1), dialer, address, verify=False)
-    (mover,) = source.movers.values()
-    submit, submitted = mover.start, [0.0]
-
-    def start(moves: Any) -> Any:
-        submitted[0] = time.perf_counter()
-        return submit(moves)
-
-    mover.start = start  # type: ignore[method-assign]
+    pools = [allocate(geometry, 0, {0: 8}, d) for d in (0, 1)]
+    source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], listener, {0: address}, verify=False, movers=[Marked(0)], pull=pull)
+    sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], dialer, address, verify=False, movers=[Marked(1)], pull=pull)
     while not any(isinstance(e, Ready) for e in sink.poll()):
         source.poll()
-    found: dict[str, list[float]] = {"finish to submit": [], "submit to the source's Done": [], "submit to the sink's node": [], "finish to the sink's node": []}
+    found: list[tuple[float, float]] = []
     for n in range(300):
-        key, content = n.to_bytes(16, "little"), bytes(32)
-        source.expect(Ticket(key=key, engine="prefill", replica=0, deadline=60000), content)
-        sink.transfer(Ticket(key=key, engine="prefill", replica=0, deadline=60000), content, 0, 64, {0: [n % 8]})
+        ticket = Ticket(key=n.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
+        source.expect(ticket, bytes(32))
+        sink.transfer(ticket, bytes(32), 0, 64, {0: [n % 8]})
         until = time.perf_counter() + 0.002
-        while time.perf_counter() < until or not source.endpoint.asking(key):
+        while time.perf_counter() < until or not source.endpoint.asking(bytes(ticket.key)):
             source.poll(), sink.poll()
         began = time.perf_counter()
-        source.finish(key, Finished({0: [(3 * n) % 8]}, 64, Outcome.CONTINUE, {}))
-        while not any(isinstance(e, Sent) for e in source.poll()):
-            pass
-        done = time.perf_counter()
-        while not any(isinstance(e, Received) for e in sink.poll()):
-            pass
-        over = time.perf_counter()
-        for name, seconds in zip(found, (submitted[0] - began, done - submitted[0], over - submitted[0], over - began), strict=True):
-            found[name].append(seconds)
+        source.finish(bytes(ticket.key), Finished({0: [(3 * n) % 8]}, 64, Outcome.CONTINUE, {}))
         source.poll()
-        source.forget(key)
+        while not any(isinstance(e, Received) for e in sink.poll()):
+            if not pull:  # else only the sink has something to do
+                source.poll()
+        over = time.perf_counter()
+        found.append((over - submitted[0], over - began))
+        until = time.perf_counter() + 0.002
+        while time.perf_counter() < until:
+            source.poll(), sink.poll()
+        source.forget(bytes(ticket.key))
     source.close("over"), sink.close("over")
-    return {name: samples[50:] for name, samples in found.items()}
+    way = "pull" if pull else "push"
+    names = f"{way}, submit to the sink's node", f"{way}, finish to the sink's node"
+    return dict(zip(names, (list(x) for x in zip(*found[50:], strict=True)), strict=True))
 
 
 def budget(ceiling: Ceiling) -> tuple[dict[int, list[float]], dict[str, list[float]]]:
@@ -277,7 +279,7 @@ def main() -> int:
     for _ in range(200):
         ceiling.rate()
     made: dict[str, Any] = {"shapes": shapes(ceiling, args.rounds), "latency": latency()}
-    made["latency"] |= session_latency()
+    made["latency"] |= session_latency(pull=False) | session_latency(pull=True)
     for name, samples in made["latency"].items():
         ordered = sorted(samples)
         print(f"latency, 1 page of 64 tokens, 61 layers MLA, {name:30} p50 {median(samples) * 1e6:7.1f} us  p99 {ordered[len(ordered) * 99 // 100] * 1e6:8.1f} us")
