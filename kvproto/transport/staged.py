@@ -175,7 +175,7 @@ class StagedSender:
         self._post()
         found = self._take()
         if not self._stopped and self._at < self._packer.length and link.free and link.granted:
-            size = min(link.slot_bytes, self._packer.length - self._at)
+            size = self._packer.cut(self._at, min(link.slot_bytes, self._packer.length - self._at))
             own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, self._at + size == self._packer.length)
             self._parts.append(_Part(piece, own, self._packer.pack(self._at, link.own.slot(own, size))))
@@ -324,6 +324,11 @@ class StagedReceiver:
                     stream.error = error
                 stream.unpacking.remove((slot, unpacking))
                 self._free.add(slot)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being unpacked."""
+        return any(stream.unpacking for stream in self._streams.values())
 
     def complete(self, sequence: int, attempt: int) -> bool:
         """Whether every byte of the stream is unpacked; raises what the packer raised."""

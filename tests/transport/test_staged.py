@@ -64,6 +64,9 @@ class Bytes:
     def __init__(self, memory: bytearray, events: list[Event]) -> None:
         self.memory, self._events, self.length = memory, events, len(memory)
 
+    def cut(self, offset: int, most: int) -> int:
+        return most
+
     def pack(self, offset: int, out: memoryview) -> Event:
         def copy() -> None:
             out[:] = self.memory[offset : offset + len(out)]

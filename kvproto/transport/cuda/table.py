@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -20,10 +20,13 @@ from kvproto.wire.enums import ErrorCode
 
 __all__ = [
     "CLASS",
+    "CLASS_FIELDS",
     "DEPTH",
     "FEW",
     "LONG",
     "MAP",
+    "MAP_FIELDS",
+    "MOST",
     "OP",
     "SUM",
     "THREADS",
@@ -38,6 +41,7 @@ __all__ = [
     "sizes",
     "sums",
     "table",
+    "write",
 ]
 
 THREADS, DEPTH = 512, 8
@@ -58,7 +62,7 @@ SUM = np.dtype(
 
 LONG = 16 << 20
 """Bytes of a run from which on the copy engine takes it: 6 % faster there (benchmarks/transfer_gpu.py)."""
-_MOST = (1 << 32) - THREADS * DEPTH - 1
+MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of one operation; one with more is cut into several classes."""
 
 
@@ -96,8 +100,16 @@ class Table:
         return len(self.extents)
 
 
-def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Table:
-    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here."""
+def table(
+    program: CopyProgram,
+    sources: Mapping[int, int],
+    sinks: Mapping[int, int],
+    free: Literal["source", "sink"] | None = None,
+) -> Table:
+    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
+
+    Words are as wide as all else allows where one side's addresses are `free`: known at each launch alone.
+    """
     ops = program.ops
     made = np.zeros(len(ops), OP)
     width = ops["lanes"] * ops["lane_bytes"]
@@ -113,7 +125,7 @@ def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, 
     for side in ("source", "sink"):
         made[f"{side}_lane"][touch] = 0
     together = unit.astype(np.uint64)
-    for name in OP.names or ():
+    for name in set(OP.names or ()) - {free}:
         together = together | made[name]
     word = np.full(len(ops), 1)
     for size in WORDS[::-1]:
@@ -174,7 +186,7 @@ def sizes(works: Sequence[Work]) -> tuple[int, int]:
 
 def _cuts(work: Work) -> int:
     most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
-    return most // _MOST
+    return most // MOST
 
 
 def _up(n: int) -> int:
@@ -207,8 +219,8 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
                 continue
             ops = work.address + lo * OP.itemsize
             of_word = classes.setdefault(shape.word, [])
-            for skip in range(0, rows_of.size, _MOST // width):
-                rows = min(_MOST // width, rows_of.size - skip)
+            for skip in range(0, rows_of.size, MOST // width):
+                rows = min(MOST // width, rows_of.size - skip)
                 chunks = -(-rows * width // (THREADS * DEPTH))
                 first = of_word[-1][-1] + of_word[-1][-2] * of_word[-1][-3] if of_word else 0
                 begin = begins[shape.map] + 16 * skip
@@ -218,14 +230,14 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
     runs = image[runs_at : runs_at + 20 * n_runs].view(np.uint32)
     for k, (work, i, m) in enumerate((w, i, m) for w in works for i, m in enumerate(w.maps)):
         at, begin, n, size = maps[k]
-        _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
-        _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
+        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
+        write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
         kernels.append((word, at, len(some), some[-1][-1] + some[-1][-2] * some[-1][-3]))
         for ops, begin, rows, words, units, chunks, _, first in some:
-            _CLASS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
+            CLASS_FIELDS.pack_into(image.data, at, ops, begin, rows, words, units, chunks, first, 0)
             at += CLASS.itemsize
     return Launch(runs_at + 20 * n_runs, len(maps), most_rows, tuple(kernels), total, tuple(long))
 
@@ -262,26 +274,26 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
             chunks = -(-rows.size * width // (THREADS * DEPTH))
             ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
             big = first + chunks * (hi - lo) > most_chunks or (shape.units == 1 and _is_long(work, shape, lo, hi))
-            if number == 8 or big or word not in (0, shape.word) or rows.size * width > _MOST:
+            if number == 8 or big or word not in (0, shape.word) or rows.size * width > MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            _CLASS.pack_into(image.data, 16 + number * CLASS.itemsize, ops, place, *numbers)
+            CLASS_FIELDS.pack_into(image.data, 16 + number * CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
     runs = image[16 + 8 * CLASS.itemsize : FEW].view(np.uint32)
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             n = len(m.rows)
-            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
+            write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
 
 _HEAD = struct.Struct("<II8x")
-_MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
+MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 
 
-def _write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
+def write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
     """Runs as the device reads them; raises where they leave the pools."""
     if not len(m.rows):
         return
