@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
