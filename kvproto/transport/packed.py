@@ -85,6 +85,8 @@ class Order:
         """Of each map: rows up to the end of each run."""
         sizes = np.array([m.size for m in program.maps], np.int64)
         ops = ops[sizes[ops["map"]] > 0] if len(ops) else ops
+        self.most = 0
+        """The last item or the end of the last row that is named."""
         self._check(ops, lengths)
         new = np.ones(len(ops), bool)
         if len(ops):
@@ -113,6 +115,7 @@ class Order:
         lengths = np.array([regions.get(i, -1) for i in at["region"].tolist()])
         bounds = np.array([_bounds(*_runs(m, self.side)) for m in self.maps], np.int64)[ops["map"]]
         least, item, row = bounds.T
+        self.most = int(bounds.max())
         bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row > at["rows"]))
         if bad.size:
             k = bad[0]

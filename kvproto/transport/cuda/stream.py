@@ -17,9 +17,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.packed import Order
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["PART", "Chunk", "Part", "StreamTable"]
 
@@ -30,6 +32,8 @@ PART = _HEAD.size + _CLASSES * tables.CLASS.itemsize
 _STREAM = -1
 """The region that is the stream."""
 _WRAP = 1 << 64
+_WIDE = 1 << 32
+"""The device counts in 32 bits."""
 
 
 @attrs.frozen
@@ -64,6 +68,8 @@ class StreamTable:
         lengths: Mapping[int, int],
     ) -> None:
         self.order = order = Order(program, side, lengths)
+        if order.most >= _WIDE:
+            raise LocalError(ErrorCode.OUT_OF_REGION, "", f"items and rows below {_WIDE}", str(order.most))
         self._side, self._addresses = side, addresses
         self._stream: Literal["source", "sink"] = "sink" if side == "source" else "source"
         numbers = np.diff(order.first)
@@ -81,10 +87,9 @@ class StreamTable:
         for name, value in flat.items():
             ops[f"{self._stream}_{name}"] = value
         self._maps = tuple(_flat(m, self._stream) for m in program.maps)
-        both = {self._side: addresses, self._stream: {_STREAM: 0}}
-        self._table = tables.table(
-            CopyProgram(self._maps, ops, ()), both["source"], both["sink"], free=self._stream
-        )  # fmt: skip
+        own, stream = addresses, {_STREAM: 0}
+        ends = (own, stream) if side == "source" else (stream, own)
+        self._table = tables.table(CopyProgram(self._maps, ops, ()), *ends, free=self._stream)
         self._ops_at, self._rows_at = 0, [0] * len(self._maps)
 
     @property
@@ -120,7 +125,10 @@ class StreamTable:
         for i, m in enumerate(self._maps):
             n = len(m.rows)
             tables.MAP_FIELDS.pack_into(image.data, i * tables.MAP.itemsize, image_at + at, row, n, m.size)
-            tables.write(m, self._table.extents[i], image[at : at + 20 * n].view(np.uint32).reshape(5, n))
+            runs = image[at : at + 20 * n].view(np.uint32).reshape(5, n)
+            for k, column in enumerate((m.source_item, m.source_row, m.sink_item, m.sink_row), start=1):
+                runs[k] = column  # the order has checked them
+            runs[0] = m.sink_row if self._stream == "sink" else m.source_row
             self._rows_at[i] = row
             at, row = at + 20 * n, row + 16 * m.size
         return at

@@ -41,7 +41,6 @@ __all__ = [
     "sizes",
     "sums",
     "table",
-    "write",
 ]
 
 THREADS, DEPTH = 512, 8
@@ -231,7 +230,7 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
     for k, (work, i, m) in enumerate((w, i, m) for w in works for i, m in enumerate(w.maps)):
         at, begin, n, size = maps[k]
         MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + 20 * at, begin, n, size)
-        write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
+        _write(m, work.table.extents[i], runs[5 * at : 5 * (at + n)].reshape(5, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
@@ -284,7 +283,7 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             n = len(m.rows)
-            write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
+            _write(m, work.table.extents[i], runs[begins[k, i] : begins[k, i] + 5 * n].reshape(5, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
@@ -293,7 +292,7 @@ _HEAD = struct.Struct("<II8x")
 MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 
 
-def write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
+def _write(m: RowMap, extents: npt.NDArray[np.int64], runs: npt.NDArray[np.uint32]) -> None:
     """Runs as the device reads them; raises where they leave the pools."""
     if not len(m.rows):
         return
