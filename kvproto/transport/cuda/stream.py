@@ -87,9 +87,8 @@ class StreamTable:
         for name, value in flat.items():
             ops[f"{self._stream}_{name}"] = value
         self._maps = tuple(_flat(m, self._stream) for m in program.maps)
-        own, stream = addresses, {_STREAM: 0}
-        ends = (own, stream) if side == "source" else (stream, own)
-        self._table = tables.table(CopyProgram(self._maps, ops, ()), *ends, free=self._stream)
+        sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
+        self._table = tables.table(CopyProgram(self._maps, ops, ()), sources, sinks, free=self._stream)
         self._ops_at, self._rows_at = 0, [0] * len(self._maps)
 
     @property
