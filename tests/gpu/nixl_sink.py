@@ -17,6 +17,7 @@ from tests.gpu.memory import get, put
 
 EDGE = 4096
 """Bytes before and after each pool that must stay."""
+ARENA = 64 << 20
 
 
 @contextmanager
@@ -34,11 +35,22 @@ def noise(region: int, length: int, seed: int) -> Any:
     return np.random.default_rng((seed, region)).integers(0, 256, length, np.uint8)
 
 
+def places(lengths: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Offsets of pools in the arena that is written directly, with edges between them, and the end of the last edge."""
+    found, at = {}, EDGE
+    for r, n in lengths.items():
+        found[r] = at
+        at += -(-n // 256) * 256 + EDGE
+    assert at <= ARENA
+    return found, at
+
+
 def sink(conn: Connection, device: int, slots: int, slot_bytes: int) -> None:
-    place = DevicePlace(device)
+    place, arena = DevicePlace(device), DeviceMemory(ARENA, device)
     with Agent(place.pause) as agent:
         staging = agent.register(place.allocate(slots * slot_bytes), slot_bytes)
-        conn.send(staging.region(1 << 20, uuid(device)))
+        written = agent.register(place.of(arena))
+        conn.send([staging.region(1, uuid(device)), written.region(0, uuid(device))])
         receiver = StagedReceiver(staging)
         sequence = 0
         while True:
@@ -46,19 +58,17 @@ def sink(conn: Connection, device: int, slots: int, slot_bytes: int) -> None:
                 program, lengths, direct, seed = conn.recv()
             except EOFError:
                 return
+            if direct:
+                size = places(lengths)[1]
+                put(arena, noise(0, size, seed))
+                conn.send("ready")
+                conn.recv()  # every write is complete
+                conn.send(get(arena, size))
+                continue
             with pools(lengths, device, seed) as (whole, inside):
                 sequence += 1
-                if direct:
-                    registered = {r: agent.register(place.of(m)) for r, m in inside.items()}
-                    conn.send([reg.region(r, uuid(device)) for r, reg in registered.items()])
-                    conn.recv()  # every write is complete
-                else:
-                    receive(conn, receiver, sequence, place, program, inside)
+                receive(conn, receiver, sequence, place, program, inside)
                 conn.send({r: get(m) for r, m in whole.items()})
-                if direct:
-                    conn.recv()  # and unmapped
-                    for each in registered.values():
-                        each.close()
 
 
 def receive(

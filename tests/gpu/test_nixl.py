@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -22,16 +23,17 @@ from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Lost, Ready
+from kvproto.transport import nixl
 from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl import Agent
 from kvproto.transport.nixl_direct import Direct, Way, probe, require_fast
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.staged import Link, StagedSender
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
-from kvproto.wire.messages import Region, Ticket
+from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
-from tests.gpu.nixl_sink import EDGE, noise, pools, sink
+from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
 from tests.node.test_nixl_node import FIRST, Chunks, later
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
@@ -55,8 +57,9 @@ class Peer:
         theirs.close()
         self.place = DevicePlace(0)
         self.agent = Agent(self.place.pause)
-        self.region: Region = self.hear()
-        self.target = self.agent.connect(self.region, "regions[1]")
+        staging, arena = self.hear()
+        self.target = self.agent.connect(staging, "regions[1]")
+        self.arena = self.agent.connect(arena, "regions[0]")
         self.own = self.agent.register(self.place.allocate(slots * slot_bytes), slot_bytes)
         self._sequence = 0
         self.link: Link | None = None
@@ -79,17 +82,20 @@ class Peer:
             self.link.grant(credit)
         return self.hear()  # type: ignore[no-any-return]
 
-    def direct(self, program: Any, lengths: dict[int, int], source: dict[int, Any], seed: int) -> dict[int, Any]:
+    def direct(self, program: Any, lengths: dict[int, int], source: dict[int, Any], seed: int) -> Any:
+        """Bytes of the arena."""
         self.conn.send((program, lengths, True, seed))
-        peers = {region.id: self.agent.connect(region, "regions") for region in self.hear()}
+        assert self.hear() == "ready"
+        peers = {
+            r: nixl.Peer(self.agent, attrs.evolve(self.arena._named, memory=self.arena.memory.part(at, lengths[r])), "")
+            for r, at in places(lengths)[0].items()
+        }
         own = {r: self.agent.register(self.place.of(m)) for r, m in source.items()}
         assert Direct(self.agent, program, own, peers).post().wait(LONG)
-        self.conn.send("complete")
-        found = self.hear()
-        for each in (*peers.values(), *own.values()):
+        for each in own.values():
             each.close()
-        self.conn.send("unmapped")
-        return found  # type: ignore[no-any-return]
+        self.conn.send("complete")
+        return self.hear()
 
     def close(self) -> None:
         self.agent.close()
@@ -105,20 +111,34 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     made.close()
 
 
-@pytest.mark.parametrize(("peer", "way"), [
-    ((3, 100), "packed"), ((4, 4096), "packed"), ((8, 16 << 20), "packed"), ((3, 4096), "direct"),
-], indirect=["peer"])  # fmt: skip
-def test_exact_bytes_of_random_programs(peer: Peer, way: str) -> None:
+@pytest.mark.parametrize("peer", [(3, 100), (4, 4096), (8, 16 << 20)], indirect=True)
+def test_packed_bytes_of_random_programs(peer: Peer) -> None:
     """Every byte of every pool and of what is beside it; slots that are smaller than a row, too."""
     for seed in range(SEEDS):
         for program, from_lengths, to_lengths in random_pairs(random.Random(seed)):
             with pools(from_lengths, 0, seed) as (_, source):
-                here = {r: noise(r, n + 2 * EDGE, seed)[EDGE : EDGE + n].copy() for r, n in from_lengths.items()}
                 wanted = {r: noise(r, n + 2 * EDGE, seed + 1000) for r, n in to_lengths.items()}
                 inside = {r: memoryview(a)[EDGE : len(a) - EDGE] for r, a in wanted.items()}
-                execute(program, {r: memoryview(a) for r, a in here.items()}, inside)
-                found = (peer.packed if way == "packed" else peer.direct)(program, to_lengths, source, seed + 1000)
+                execute(program, held(from_lengths, seed), inside)
+                found = peer.packed(program, to_lengths, source, seed + 1000)
                 assert all(np.array_equal(found[r], wanted[r]) for r in wanted), seed
+
+
+@pytest.mark.parametrize("peer", [(3, 4096)], indirect=True)
+def test_direct_bytes_of_random_programs(peer: Peer) -> None:
+    for seed in range(SEEDS):
+        for program, from_lengths, to_lengths in random_pairs(random.Random(seed)):
+            with pools(from_lengths, 0, seed) as (_, source):
+                offsets, size = places(to_lengths)
+                wanted = noise(0, size, seed + 1000)
+                inside = {r: memoryview(wanted)[at : at + to_lengths[r]] for r, at in offsets.items()}
+                execute(program, held(from_lengths, seed), inside)
+                assert np.array_equal(peer.direct(program, to_lengths, source, seed + 1000), wanted), seed
+
+
+def held(lengths: dict[int, int], seed: int) -> dict[int, memoryview]:
+    """What `pools` puts into them."""
+    return {r: memoryview(noise(r, n + 2 * EDGE, seed)[EDGE : EDGE + n].copy()) for r, n in lengths.items()}
 
 
 @pytest.mark.parametrize("peer", [(4, 16 << 20)], indirect=True)
@@ -130,10 +150,11 @@ def test_the_way_between_two_gpus_of_a_host_is_fast(peer: Peer) -> None:
     assert (caught.value.code, caught.value.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
 
 
-@pytest.mark.parametrize("peer", [(2, 1 << 20)], indirect=True)
+@pytest.mark.parametrize("peer", [(3, 1 << 20)], indirect=True)
 def test_too_few_slots_are_refused(peer: Peer) -> None:
+    two = peer.agent.register(peer.place.allocate(2 << 20), 1 << 20)
     with pytest.raises(LocalError) as caught:
-        Link(peer.own, peer.target)
+        Link(two, peer.target)
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
