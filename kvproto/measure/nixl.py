@@ -54,6 +54,8 @@ class _Place:
     """Its name."""
     pause: float
     """Of the agent."""
+    writes: int | None
+    """Of a stream, at once."""
     packer: Callable[[CopyProgram, Literal["source", "sink"]], Packer]
 
 
@@ -65,7 +67,7 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
         regions = {0: pages.buffer}
-        yield _Place(pages, staging, None, HostPlace.pause, lambda made, side: PackedStream(made, side, regions))
+        yield _Place(pages, staging, None, HostPlace.pause, None, lambda made, side: PackedStream(made, side, regions))
         return
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
@@ -75,8 +77,10 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
     on, pool = DevicePlace(number), DeviceMemory(length, number)
     try:
         pool.zero()
-        staging = on.allocate(slots)
-        yield _Place(on.of(pool), staging, uuid(number), on.pause, lambda made, side: on.packer(made, side, {0: pool}))
+        pages, staging = on.of(pool), on.allocate(slots)
+        yield _Place(
+            pages, staging, uuid(number), on.pause, on.writes, lambda made, side: on.packer(made, side, {0: pool})
+        )
     finally:
         on.close()
         pool.close()
@@ -169,7 +173,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
                 pages, slots = (agent.connect(region, "regions") for region in ours.recv())
                 lines: list[Line] = [
                     _Direct(agent, own, pages, source, sink),
-                    _Packed(ours, agent, place, Link(staging, slots), source, sink),
+                    _Packed(ours, agent, place, Link(staging, slots, place.writes), source, sink),
                 ]
                 yield lines
         except EOFError:

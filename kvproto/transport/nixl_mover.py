@@ -189,7 +189,7 @@ class NixlMover:
         size = min(self.slot_bytes, peer.slot_bytes)
         own = self._staging(self.slots * size, size)
         try:
-            link = Link(own, peer)
+            link = Link(own, peer, self._place.writes)
             self._see(lambda: own, peer)
         except KvprotoError:
             self._free(own)

@@ -22,6 +22,8 @@ class Place(Protocol):
 
     slot_bytes: int
     """Of a staging slot, where nobody says another number."""
+    writes: int | None
+    """Of a stream that are under way at once; None: as many as there are slots."""
     pause: float
     """Seconds between looks at writes, at most."""
 
@@ -60,6 +62,7 @@ class HostPlace:
     """Shared memory of this host."""
 
     slot_bytes, pause = 1 << 20, 500e-6
+    writes: int | None = None
 
     def allocate(self, length: int) -> Bytes:
         """A buffer that lives as long as what is returned."""

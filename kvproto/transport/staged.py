@@ -95,11 +95,12 @@ class Piece:
 class Link:
     """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
 
-    Raises OUT_OF_RANGE where either side has fewer than three slots.
+    `writes` of a stream are under way at most: many that share a link end together, and leave it idle until slots come
+    back. Raises OUT_OF_RANGE where either side has fewer than three slots.
     """
 
-    def __init__(self, own: Staging, target: Target) -> None:
-        self.own, self.target = own, target
+    def __init__(self, own: Staging, target: Target, writes: int | None = None) -> None:
+        self.own, self.target, self.writes = own, target, writes or own.slots
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
         _enough(own.slots, own.slot_bytes)
         _enough(target.slots, target.slot_bytes)
@@ -186,8 +187,12 @@ class StagedSender:
         return found
 
     def _post(self) -> None:
+        under_way = sum(p.writing is not None and not p.writing.ready() for p in self._parts)
         for part in self._parts:
+            if under_way >= self._link.writes:
+                return
             if part.writing is None and not self._stopped and part.packing.ready():
+                under_way += 1
                 size = part.piece.bytes
                 part.writing = self._link.target.write(
                     self._link.own.slot(part.own, size), self._link.target.slot(part.piece.slot, size)

@@ -142,6 +142,23 @@ def test_three_slots_are_under_way_at_once() -> None:
     assert sender.under_way == 3
 
 
+def test_no_more_writes_at_once_than_were_asked_for() -> None:
+    world = World()
+    world.credit()
+    world.link.writes = 1
+    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    for _ in range(3):
+        sender.step()
+    world.happen()  # all are packed
+    packed = len(world.events)
+    sender.step()
+    sender.step()
+    assert len(world.events) == packed + 1
+    world.events[-1].happen()
+    sender.step()
+    assert len(world.events) == packed + 2
+
+
 def test_chunks_come_in_order_though_writes_do_not() -> None:
     world = World()
     world.credit()

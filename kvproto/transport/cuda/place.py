@@ -21,6 +21,7 @@ class DevicePlace:
     """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
 
     slot_bytes, pause = 32 << 20, 50e-6
+    writes: int | None = 3
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device
