@@ -19,7 +19,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.program import CopyProgram, Runs
 from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.nixl import Agent, Peer, Registered, Write
-from kvproto.transport.nixl_direct import Costs, Direct, Way, choose, probe, require_fast
+from kvproto.transport.nixl_direct import DEVICE_FLOOR, Costs, Direct, Way, choose, probe, require_fast
 from kvproto.transport.nixl_place import place_of
 from kvproto.transport.packed import Packer
 from kvproto.transport.staged import Link, Piece, StagedSender
@@ -28,8 +28,8 @@ from kvproto.wire.messages import Handle, Region
 
 __all__ = ["Behind", "NixlMover", "Streaming", "Writing"]
 
-_PROBED = 16 << 20
-"""Bytes of a write that tells how fast a GPU is reached."""
+_PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
+"""Bytes of a write that tells how fast a GPU is reached; the latency of shorter ones hides it."""
 
 
 @attrs.define
@@ -120,8 +120,10 @@ class NixlMover:
         slots: int = 8,
         slot_bytes: int | None = None,
         device: int | None = None,
+        floor: float = DEVICE_FLOOR,
     ) -> None:
-        self._place = place_of(device)  # first, so that UCX finds the GPU's context
+        """`floor`: bytes a second below which a GPU is refused as reached a slow way; 0 takes any."""
+        self._place, self._floor = place_of(device), floor  # first, so that UCX finds the GPU's context
         self.way, self.slots, self.slot_bytes = way, slots, slot_bytes or self._place.slot_bytes
         self.agent = Agent(self._place.pause)
         self._registered: dict[int, tuple[Memory, Registered]] = {}
@@ -177,7 +179,7 @@ class NixlMover:
         peer = next((m for m in some if isinstance(m, Peer) and m.slots), None)
         if not behind:
             for page in (m for m in some if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
-                if peer is None:
+                if peer is None and self._floor:
                     wanted = "staging memory to probe, beside memory of a GPU"
                     raise RemoteError(ErrorCode.NO_TRANSPORT, f"{page.path}.handles", wanted, "none")
             if peer is not None:
@@ -246,5 +248,11 @@ class NixlMover:
 
     def _see(self, own: Callable[[], Registered], peer: Peer) -> None:
         """Refuse a GPU that UCX reaches by neither cuda_ipc nor RDMA."""
-        if peer.memory.kind == MemoryKind.CUDA:
-            require_fast(probe(own(), peer, _PROBED), peer)
+        if peer.memory.kind != MemoryKind.CUDA or not self._floor:
+            return
+        if peer.memory.length < _LEAST_PROBED:
+            wanted, found = f"{_LEAST_PROBED} bytes of staging memory to probe", str(peer.memory.length)
+            raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, wanted, found, "larger slots, or a floor of 0")
+        source = own()
+        size = min(_PROBED, peer.memory.length, source.memory.length)
+        require_fast(probe(source, peer, size), peer, self._floor)

@@ -22,11 +22,11 @@ from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
-from kvproto.session.events import Lost, Ready
+from kvproto.session.events import Lost, Ready, SessionRefused
 from kvproto.transport import nixl
 from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl import Agent
-from kvproto.transport.nixl_direct import Direct, Way, probe, require_fast
+from kvproto.transport.nixl_direct import DEVICE_FLOOR, Direct, Way, probe, require_fast
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.staged import Link, StagedSender
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
@@ -172,11 +172,25 @@ def test_a_peer_that_dies_ends_a_write(peer: Peer) -> None:
 # nodes
 
 
-def source_node(conn: Connection, address: str, made: Ticket, way: Way, slots: int, slot_bytes: int, hold: bool) -> None:
+def floor(slot_bytes: int) -> float:
+    """Tiny slots cannot be probed."""
+    return DEVICE_FLOOR if slot_bytes >= 1 << 20 else 0.0
+
+
+def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
+    made = Node(tmp_path, Way.PACKED, slot_bytes=97, loud=True)
+    try:
+        refused = made.until(SessionRefused)
+        assert (refused.error.code, refused.error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
+    finally:
+        made.close()
+
+
+def source_node(conn: Connection, address: str, made: Ticket, way: Way, slots: int, slot_bytes: int, hold: bool, loud: bool = False) -> None:
     """A prefill rank on GPU 0; with `hold` it stands still when its first chunks are out."""
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(pool.memory, noise(0, pool.memory.length, 5))  # type: ignore[arg-type]
-    mover = NixlMover(way, slots, slot_bytes, device=0)
+    mover = NixlMover(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
     node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, movers=[mover])
     chunks = Chunks(node)
     node.expect(made, CONTENT)
@@ -193,11 +207,11 @@ def source_node(conn: Connection, address: str, made: Ticket, way: Way, slots: i
 class Node:
     """A decode rank on GPU 1, and its source in another process."""
 
-    def __init__(self, folder: Path, way: Way, slots: int = 4, slot_bytes: int = 96, hold: bool = False) -> None:
+    def __init__(self, folder: Path, way: Way, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False) -> None:
         folder.chmod(0o700)
         address, self.ticket = private_address(folder, "kv"), ticket()
         self.conn, theirs = multiprocessing.Pipe()
-        arguments = (theirs, address, self.ticket, way, slots, slot_bytes, hold)
+        arguments = (theirs, address, self.ticket, way, slots, slot_bytes, hold, loud)
         self.process = multiprocessing.get_context("spawn").Process(target=source_node, args=arguments, daemon=True)
         self.process.start()
         self.pool = allocate(geometry(1), 0, ITEMS, 1)
