@@ -10,20 +10,23 @@ import multiprocessing.connection
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.measure.line import HOST, Go, Job, Line, program
+from kvproto.program import CopyProgram
 from kvproto.transport.nixl import Agent, Memory, Peer, Registered
 from kvproto.transport.nixl_direct import Direct
-from kvproto.transport.packed import PackedStream
+from kvproto.transport.nixl_place import HostPlace
+from kvproto.transport.packed import PackedStream, Packer
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender
-from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["job"]
 
@@ -37,25 +40,50 @@ def _pages(memory: int) -> int:
     return memory * 3 // 10 // 4096 * 4096
 
 
-def _slot(memory: int) -> int:
-    return min(8 << 20, memory // 64)
+def _slot(memory: int, place: str) -> int:
+    return min(8 << 20 if place == HOST else 64 << 20, memory // 64 // 4096 * 4096)
+
+
+@attrs.frozen
+class _Place:
+    """Pages and staging slots of one process."""
+
+    pages: Memory
+    slots: Memory
+    device: str | None
+    """Its name."""
+    pause: float
+    """Of the agent."""
+    writes: int | None
+    """Of a stream, at once."""
+    packer: Callable[[CopyProgram, Literal["source", "sink"]], Packer]
 
 
 @contextmanager
-def _memory(place: str, length: int) -> Iterator[tuple[Memory, str | None]]:
-    """Memory at a place, and the name of its device; to be left after the agent."""
+def _open(place: str, memory: int) -> Iterator[_Place]:
+    """To be left after the agent."""
+    length, slots = _pages(memory), _SLOTS * _slot(memory, place)
     if place == HOST:
-        yield Memory.of(np.ones(length, np.uint8)), None
+        pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
+        assert pages.buffer is not None
+        regions = {0: pages.buffer}
+        yield _Place(pages, staging, None, HostPlace.pause, None, lambda made, side: PackedStream(made, side, regions))
         return
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
+    from kvproto.transport.cuda.place import DevicePlace
 
     number = int(place.removeprefix("gpu"))
-    made = DeviceMemory(length, number)
+    on, pool = DevicePlace(number), DeviceMemory(length, number)
     try:
-        yield Memory(made.address, length, MemoryKind.CUDA, number), uuid(number)
+        pool.zero()
+        pages, staging = on.of(pool), on.allocate(slots)
+        yield _Place(
+            pages, staging, uuid(number), on.pause, on.writes, lambda made, side: on.packer(made, side, {0: pool})
+        )
     finally:
-        made.close()
+        on.close()
+        pool.close()
 
 
 class _Direct(Line):
@@ -83,17 +111,17 @@ class _Direct(Line):
 
 
 class _Packed(Line):
-    transport, way, source, sink = "nixl", "packed", HOST, HOST
+    transport, way = "nixl", "packed"
 
-    def __init__(self, conn: Connection, agent: Agent, own: Registered, link: Link) -> None:
-        self._conn, self._agent, self._own, self._link = conn, agent, own, link
+    def __init__(self, conn: Connection, agent: Agent, own: _Place, link: Link, source: str, sink: str) -> None:
+        self._conn, self._agent, self._own, self._link, self.source, self.sink = conn, agent, own, link, source, sink
         self._sequence = 0
 
     def most(self, run: int) -> int:
-        return min(self._own.memory.length // run, _MOST_RUNS)
+        return min(self._own.pages.length // run, _MOST_RUNS)
 
     def ready(self, run: int, runs: int) -> Go:
-        made = program(run, runs, self._own.memory.length)
+        made = program(run, runs, self._own.pages.length)
         self._conn.send((run, runs))
         return lambda: self._go(made)
 
@@ -103,7 +131,7 @@ class _Packed(Line):
         self._conn.send(self._sequence)
         self._hear()
         begin = time.perf_counter()
-        sender = StagedSender(self._link, PackedStream(made, "source", {0: self._own.memory.buffer}))  # type: ignore[dict-item]
+        sender = StagedSender(self._link, self._own.packer(made, "source"))
         while not sender.done:
             while self._conn.poll(0):
                 self._link.grant(self._conn.recv())
@@ -111,7 +139,7 @@ class _Packed(Line):
             pieces = sender.step()
             for piece in pieces:
                 self._conn.send(piece.chunk(1, self._sequence, 1))
-            if not pieces and sender.under_way == before:
+            if not pieces and sender.under_way == before and self.source == HOST:  # a GPU wakes nobody
                 multiprocessing.connection.wait([self._conn, self._agent.fileno()], 0.01)
                 self._agent.wait(0)
             if time.perf_counter() > begin + _PATIENCE:
@@ -127,7 +155,7 @@ class _Packed(Line):
 
 
 def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
-    """Direct, and on the host packed too; both processes together stay below `memory` bytes."""
+    """Direct and packed; both processes together stay below `memory` bytes."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[Line]]:
@@ -137,15 +165,16 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
         peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         theirs.close()
         try:
-            with _memory(source, _pages(memory)) as (pool, _), Agent() as agent:
-                own = agent.register(pool)
+            with _open(source, memory) as place, Agent(place.pause) as agent:
+                own = agent.register(place.pages)
+                staging = agent.register(place.slots, _slot(memory, source))
                 if not ours.poll(_PATIENCE):
                     raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
-                pages, *slots = (agent.connect(region, "regions") for region in ours.recv())
-                lines: list[Line] = [_Direct(agent, own, pages, source, sink)]
-                if slots:
-                    staging = agent.register(np.ones(_SLOTS * _slot(memory), np.uint8), _slot(memory))
-                    lines.append(_Packed(ours, agent, own, Link(staging, slots[0])))
+                pages, slots = (agent.connect(region, "regions") for region in ours.recv())
+                lines: list[Line] = [
+                    _Direct(agent, own, pages, source, sink),
+                    _Packed(ours, agent, place, Link(staging, slots, place.writes), source, sink),
+                ]
                 yield lines
         except EOFError:
             raise LocalError(
@@ -160,35 +189,30 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
                 peer.kill()
                 peer.wait()
 
-    return Job("nixl" if source == HOST else f"nixl {source} to {sink}", 2 if source == sink == HOST else 1, opened)
+    return Job("nixl" if source == HOST else f"nixl {source} to {sink}", 2, opened)
 
 
 def _serve(conn: Connection, memory: int, place: str) -> None:
-    """Pages, on the host staging slots too; unpacks what chunks name."""
-    with _memory(place, _pages(memory)) as (pool, device), Agent() as agent:
-        own = agent.register(pool)
-        regions = [own.region(0, device)]
-        if place != HOST:
-            conn.send(regions)
-            conn.recv()  # until the other end closes: it writes, and this process has nothing to do
-            return
-        staging = agent.register(np.ones(_SLOTS * _slot(memory), np.uint8), _slot(memory))
-        conn.send([*regions, staging.region(1)])
+    """Pages and staging slots; unpacks what chunks name."""
+    with _open(place, memory) as own, Agent(own.pause) as agent:
+        pages, staging = agent.register(own.pages), agent.register(own.slots, _slot(memory, place))
+        conn.send([pages.region(0, own.device), staging.region(1, own.device)])
         receiver = StagedReceiver(staging)
         made = None
         while True:
             asked = conn.recv()
             if isinstance(asked, tuple):
                 run, runs = asked
-                made = program(run, runs, own.memory.length)
+                made = program(run, runs, own.pages.length)
                 continue
             assert made is not None
-            receiver.open(asked, 1, PackedStream(made, "sink", {0: own.memory.buffer}))  # type: ignore[dict-item]
+            receiver.open(asked, 1, own.packer(made, "sink"))
             conn.send(None)
             while not receiver.complete(asked, 1):
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
-                receiver.chunk(conn.recv())
+                if conn.poll(None if not receiver.busy else 0):
+                    receiver.chunk(conn.recv())
             receiver.close(asked, 1)
             conn.send(None)
 

@@ -72,6 +72,8 @@ class SinkNode:
         )
         self._grants: dict[int, dict[int, Grants]] = {}
         self._failed: list[Event] = []
+        self._receivers: dict[int, StagedReceiver] = {}
+        """The latest of each source rank."""
         readers = [m for m in self.movers if not isinstance(m, NixlMover)] if pull else []
         if pull and not readers:
             readers = [mover_of(pool.memory)]
@@ -89,7 +91,10 @@ class SinkNode:
                 handle, staging = mover.expose(self.pool.memory, lambda: self._runs(source))
                 handles.append(handle)
                 if staging is not None:
-                    more, receiver = (staging.region(region.id + 1),), StagedReceiver(staging)
+                    more = (staging.region(region.id + 1, region.device),)
+                if staging is not None and not handle.data:
+                    receiver = StagedReceiver(staging)
+                    self._receivers[source] = receiver
             else:
                 handles += [h for h in region.handles if h.transport == mover.transport]
         return (attrs.evolve(region, handles=tuple(handles)), *more), receiver
@@ -161,8 +166,8 @@ class SinkNode:
 
     @property
     def busy(self) -> bool:
-        """Whether this side reads, so that `poll` has something to find out soon."""
-        return self._puller.busy
+        """Whether this side reads or unpacks, so that `poll` has something to find out soon."""
+        return self._puller.busy or any(receiver.busy for receiver in self._receivers.values())
 
     def _flush(self) -> None:
         for address, frame in self.endpoint.to_send(time.monotonic()):

@@ -54,7 +54,7 @@ _HEAD = len(_MAGIC) + 32
 _MOST_METADATA = 1 << 16
 _NAME = re.compile(r"kvproto-[0-9a-f]{32}")
 _SOON, _LATE = 20e-6, 500e-6
-"""Seconds between looks at writes that are under way: the wait doubles while none completes."""
+"""Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
 
 
 # memory
@@ -265,10 +265,12 @@ Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
 class Agent:
     """NIXL in this process; one for a rank. Close it, or leave a `with` block.
 
-    Raises NO_TRANSPORT where NIXL is not installed, TRANSPORT_FAILED where UCX cannot start.
+    A write that is under way is looked at every `pause` seconds at the latest. Raises NO_TRANSPORT where NIXL is not
+    installed, TRANSPORT_FAILED where UCX cannot start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float = _LATE) -> None:
+        self._pause = pause
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: queue.SimpleQueue[Callable[[_Nixl], None] | None] = queue.SimpleQueue()
         self._posted: list[Write] = []
@@ -383,7 +385,7 @@ class Agent:
                 job(nixl)
                 pause = _SOON
             if self._posted:
-                pause = _SOON if self._look(nixl) else min(pause * 2, _LATE)
+                pause = _SOON if self._look(nixl) else min(pause * 2, self._pause)
         self._finish(nixl)
 
     def _finish(self, nixl: _Nixl) -> None:

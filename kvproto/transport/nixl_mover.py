@@ -1,7 +1,11 @@
-"""Transport `nixl` as a node uses it, on host memory.
+"""Transport `nixl` as a node uses it, on memory of the host or of one GPU.
 
 Direct: the peer's pages are registered with NIXL and written. Staged: its staging memory alone is; a program becomes a
 packed stream that goes through slots, and the node passes Chunk and Credit on. The sink chooses, by what it registers.
+
+NIXL does not say how UCX reaches a GPU, and its way of last resort is a hundred times slower than the others. So a
+source writes some staging memory of the sink before it says Registered, and refuses what is slow; a sink whose GPU's
+pages are written directly registers some for that alone.
 """
 
 from __future__ import annotations
@@ -12,19 +16,20 @@ from typing import Literal
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.execute import checksums
 from kvproto.program import CopyProgram, Runs
 from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.nixl import Agent, Peer, Registered, Write
-from kvproto.transport.nixl import Memory as Bytes
-from kvproto.transport.nixl_direct import Costs, Direct, Way, choose
-from kvproto.transport.packed import PackedStream
-from kvproto.transport.shm import SharedMemory
+from kvproto.transport.nixl_direct import DEVICE_FLOOR, Costs, Direct, Way, choose, probe, require_fast
+from kvproto.transport.nixl_place import place_of
+from kvproto.transport.packed import Packer
 from kvproto.transport.staged import Link, Piece, StagedSender
-from kvproto.wire.enums import ErrorCode, Proof, Transport
+from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 
 __all__ = ["Behind", "NixlMover", "Streaming", "Writing"]
+
+_PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
+"""Bytes of a write that tells how fast a GPU is reached; the latency of shorter ones hides it."""
 
 
 @attrs.define
@@ -33,33 +38,41 @@ class Behind:
 
     path: str
     link: Link | None = None
-    own: Registered | None = None
+    release: Callable[[], None] | None = None
+    """Frees our own slots."""
 
     def close(self) -> None:
         """Free our own slots; no write of them may be under way."""
-        if self.own is not None:
-            self.own.close()
+        if self.release is not None:
+            self.release()
 
 
-@attrs.frozen
+@attrs.define
 class Writing:
-    """Direct writes that are under way."""
+    """Direct writes that are under way, or wait for device events."""
 
-    write: Write
+    _direct: Direct
+    _ready: Callable[[], bool]
+    """Whether the rows are there."""
+    _write: Write | None = None
 
     @property
     def bytes(self) -> int:
         """That it writes."""
-        return self.write.bytes
+        return self._direct.bytes
 
     @property
     def done(self) -> bool:
         """Whether every byte is at its destination; raises PEER_LOST, TRANSPORT_FAILED."""
-        return self.write.ready()
+        if self._write is None:
+            if not self._ready():
+                return False
+            self._write = self._direct.post()
+        return self._write.ready()
 
     def stop(self) -> Proof | None:
-        """What is known, once it is over."""
-        return self.write.proof
+        """What is known, once it is over; what was not posted never is."""
+        return Proof.PROVEN if self._write is None else self._write.proof
 
 
 class Streaming:
@@ -92,41 +105,61 @@ class Streaming:
 class NixlMover:
     """Writes peers' memory by NIXL; `way` and the slots are what this side registers as a sink.
 
-    With costs for `way`, pages are registered where runs are long, else staging memory. Raises NO_TRANSPORT where NIXL
-    is not installed, TRANSPORT_FAILED where UCX cannot start.
+    With costs for `way`, pages are registered where runs are long, else staging memory. `device` is the GPU of the
+    pools, None the host; a slot has 32 MB on a GPU, 1 MB on the host, if nobody says another number. Raises
+    NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX cannot start.
     """
 
     transport = Transport.NIXL
     together = False
     in_parts = False  # a transfer is one stream, or one set of writes, whose end is its completion
 
-    def __init__(self, way: Way | Costs = Way.PACKED, slots: int = 8, slot_bytes: int = 1 << 20) -> None:
-        self.way, self.slots, self.slot_bytes = way, slots, slot_bytes
-        self.agent = Agent()
+    def __init__(
+        self,
+        way: Way | Costs = Way.PACKED,
+        slots: int = 8,
+        slot_bytes: int | None = None,
+        device: int | None = None,
+        floor: float = DEVICE_FLOOR,
+    ) -> None:
+        """`floor`: bytes a second below which a GPU is refused as reached a slow way; 0 takes any."""
+        self._place, self._floor = place_of(device), floor  # first, so that UCX finds the GPU's context
+        self.way, self.slots, self.slot_bytes = way, slots, slot_bytes or self._place.slot_bytes
+        self.agent = Agent(self._place.pause)
         self._registered: dict[int, tuple[Memory, Registered]] = {}
-        self._staging: list[Registered] = []
-        """Kept until we are closed, as a peer may write them till then."""
+        self._probed: Registered | None = None
+        """What peers, or we, write to see how fast it is."""
 
     # as a sink
 
     def expose(self, memory: Memory, runs: Callable[[], Runs]) -> tuple[Handle, Registered | None]:
         """How a peer reaches the memory: by its own handle, or by an empty one and fresh staging memory.
 
-        `runs` are those of a request of that peer.
+        `runs` are those of a request of that peer. Beside a handle of a GPU's memory there is staging memory to probe.
+        Staging memory is kept until we are closed, as a peer may write it till then.
         """
-        _buffer(memory)
+        bytes_ = self._place.of(memory)
         way = self.way if isinstance(self.way, Way) else choose(runs(), self.way)
+        if way is Way.DIRECT and not self._place.mappable(memory):
+            if self.way is Way.DIRECT:
+                raise LocalError(
+                    ErrorCode.NO_TRANSPORT, "regions[0].handles", "memory of cuMemAlloc", "virtual memory",
+                    "write packed, or allocate with kvproto.memory",
+                )  # fmt: skip
+            way = Way.PACKED
         if way is Way.DIRECT:
-            return self._register(memory).handle, None
-        staging = self.agent.register(bytearray(self.slots * self.slot_bytes), self.slot_bytes)
-        self._staging.append(staging)
-        return Handle(transport=Transport.NIXL, data=b""), staging
+            return self._register(memory).handle, self._to_probe() if bytes_.kind == MemoryKind.CUDA else None
+        return Handle(transport=Transport.NIXL, data=b""), self._staging(self.slots * self.slot_bytes, self.slot_bytes)
 
     def packer(
-        self, program: CopyProgram, side: Literal["source", "sink"], memory: Mapping[int, Memory]
-    ) -> PackedStream:
-        """One side's end of a program's stream; memory by region id."""
-        return PackedStream(program, side, {i: _buffer(m) for i, m in memory.items()})
+        self,
+        program: CopyProgram,
+        side: Literal["source", "sink"],
+        memory: Mapping[int, Memory],
+        after: Sequence[int] = (),
+    ) -> Packer:
+        """One side of a program's stream, memory by region id; what is packed is read after the events `after`."""
+        return self._place.packer(program, side, memory, after)
 
     # as a source
 
@@ -137,24 +170,35 @@ class NixlMover:
         return self.agent.connect(region, path)
 
     def stage(self, mapped: Iterable[Mapped], allowed: bool) -> Link | None:
-        """Lead to the pages that are behind staging, if any; raises NO_TRANSPORT (KVP-REG-STAGING)."""
+        """Lead to the pages that are behind staging, if any, and see that GPUs are reached fast.
+
+        Raises NO_TRANSPORT (KVP-REG-STAGING), TRANSPORT_FAILED for a slow way.
+        """
         some = list(mapped)
         behind = [m for m in some if isinstance(m, Behind)]
-        if not behind:
-            return None
         peer = next((m for m in some if isinstance(m, Peer) and m.slots), None)
+        if not behind:
+            for page in (m for m in some if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
+                if peer is None and self._floor:
+                    wanted = "staging memory to probe, beside memory of a GPU"
+                    raise RemoteError(ErrorCode.NO_TRANSPORT, f"{page.path}.handles", wanted, "none")
+            if peer is not None:
+                self._see(self._to_probe, peer)
+            return None
         if peer is None or not allowed:
             wanted = "a handle, or STAGED and staging memory"
             raise RemoteError(ErrorCode.NO_TRANSPORT, f"{behind[0].path}.handles", wanted, "an empty handle")
         size = min(self.slot_bytes, peer.slot_bytes)
-        own = self.agent.register(bytearray(self.slots * size), size)
+        own = self._staging(self.slots * size, size)
         try:
-            link = Link(own, peer)
+            link = Link(own, peer, self._place.writes)
+            self._see(lambda: own, peer)
         except KvprotoError:
-            own.close()
+            self._free(own)
             raise
         for each in behind:
-            each.link, each.own = link, own
+            each.link = link
+        behind[0].release = lambda: self._free(own)
         return link
 
     def start(self, moves: Sequence[Move]) -> Writing | Streaming:
@@ -163,29 +207,52 @@ class NixlMover:
         sources = {i: m for i, m in move.sources.items() if not isinstance(m, Peer | Behind)}
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
-            packer = self.packer(move.program, "source", sources)  # type: ignore[arg-type]
+            packer = self.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
             return Streaming(StagedSender(link, packer), move.program.bytes)
         registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
-        return Writing(Direct(self.agent, move.program, registered, sinks).post())
+        return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self._place.happened(move.after))
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`."""
-        return checksums(program, {i: _buffer(m) for i, m in memory.items()}, sink)
+        return self._place.checksums(program, memory, sink)
 
     def close(self) -> None:
         """End all writes and connections."""
         self.agent.close()
+        self._place.close()
 
     def _register(self, memory: Memory) -> Registered:
         """Of a pool, once."""
         known = self._registered.get(id(memory))
         if known is None:
-            known = self._registered[id(memory)] = memory, self.agent.register(Bytes.of(_buffer(memory)))
+            known = self._registered[id(memory)] = memory, self.agent.register(self._place.of(memory))
         return known[1]
 
+    def _staging(self, length: int, slot_bytes: int) -> Registered:
+        memory = self._place.allocate(length)
+        try:
+            return self.agent.register(memory, slot_bytes)
+        except KvprotoError:
+            self._place.free(memory)
+            raise
 
-def _buffer(memory: Memory) -> memoryview:
-    if not isinstance(memory, SharedMemory):
-        raise LocalError(ErrorCode.NO_TRANSPORT, "", "host memory", type(memory).__name__, "use another transport")
-    return memory.buffer
+    def _free(self, staging: Registered) -> None:
+        staging.close()
+        self._place.free(staging.memory)
+
+    def _to_probe(self) -> Registered:
+        if self._probed is None:
+            self._probed = self._staging(_PROBED, _PROBED)
+        return self._probed
+
+    def _see(self, own: Callable[[], Registered], peer: Peer) -> None:
+        """Refuse a GPU that UCX reaches by neither cuda_ipc nor RDMA."""
+        if peer.memory.kind != MemoryKind.CUDA or not self._floor:
+            return
+        if peer.memory.length < _LEAST_PROBED:
+            wanted, found = f"{_LEAST_PROBED} bytes of staging memory to probe", str(peer.memory.length)
+            raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, wanted, found, "larger slots, or a floor of 0")
+        source = own()
+        size = min(_PROBED, peer.memory.length, source.memory.length)
+        require_fast(probe(source, peer, size), peer, self._floor)

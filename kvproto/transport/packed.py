@@ -29,7 +29,7 @@ from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, IntArray, RowMap
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PackedStream", "Packer", "Ready", "pack", "unpack"]
+__all__ = ["Order", "PackedStream", "Packer", "Ready", "pack", "unpack"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -54,6 +54,9 @@ class Packer(Protocol):
     def length(self) -> int:
         """Bytes of the stream."""
 
+    def cut(self, offset: int, most: int) -> int:
+        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is better."""
+
     def pack(self, offset: int, out: Any) -> Ready:
         """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
 
@@ -69,42 +72,50 @@ class _Now:
         return True
 
 
-class PackedStream:
-    """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
+class Order:
+    """Where the columns of a program are in its stream, for one side; `lengths` are those of its regions, by id.
 
-    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    Raises OUT_OF_REGION where the program leaves its pools or their memory.
     """
 
-    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
+    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], lengths: Mapping[int, int]) -> None:
         ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
-        self._side, self._maps = side, program.maps
-        self._memory = {i: _flat(m) for i, m in regions.items()}
-        self._ends = [np.cumsum(m.rows) for m in program.maps]
+        self.side, self.maps = side, program.maps
+        self.rows_end = [np.cumsum(m.rows) for m in program.maps]
+        """Of each map: rows up to the end of each run."""
         sizes = np.array([m.size for m in program.maps], np.int64)
         ops = ops[sizes[ops["map"]] > 0] if len(ops) else ops
-        self._check(ops)
+        self.most = 0
+        """The last item or the end of the last row that is named."""
+        self._check(ops, lengths)
         new = np.ones(len(ops), bool)
         if len(ops):
             new[1:] = np.any([ops[n][1:] != ops[n][:-1] for n in ("model", "layer", "part", "map")], axis=0)
-        self._ops, self._first = ops, np.append(np.flatnonzero(new), len(ops))
+        self.ops = ops
+        """Column after column, in each as bytes of a record follow each other."""
+        self.first = np.append(np.flatnonzero(new), len(ops))
+        """Operations of column c are [first[c], first[c + 1])."""
         widths = ops["lanes"] * ops["lane_bytes"]
-        heads = self._first[:-1]
-        self._width = np.add.reduceat(widths, heads) if len(ops) else np.empty(0, np.int64)
-        bytes_ = self._width * sizes[ops["map"][heads]] if len(ops) else self._width
-        self._end = np.cumsum(bytes_)
-        self._start = self._end - bytes_
+        heads = self.first[:-1]
+        self.width = np.add.reduceat(widths, heads) if len(ops) else np.empty(0, np.int64)
+        """Bytes of a record, of each column."""
+        bytes_ = self.width * sizes[ops["map"][heads]] if len(ops) else self.width
+        self.end = np.cumsum(bytes_)
+        """In the stream, of each column."""
+        self.start = self.end - bytes_
         self.length = int(bytes_.sum())
 
-    def _check(self, ops: npt.NDArray[np.void]) -> None:
+    def _check(self, ops: npt.NDArray[np.void], regions: Mapping[int, int]) -> None:
         if not len(ops):
             return
-        at = {n: ops[f"{self._side}_{n}"] for n in ("region", "offset", "items", "rows")}
+        at = {n: ops[f"{self.side}_{n}"] for n in ("region", "offset", "items", "rows")}
         reach = at["offset"] + ops["lane_bytes"]
         for stride, extent in (("item_stride", at["items"]), ("row_stride", at["rows"]), ("lane_stride", ops["lanes"])):
-            reach = reach + np.maximum(extent - 1, 0) * ops[f"{self._side}_{stride}"]
-        lengths = np.array([self._memory[i].size if i in self._memory else -1 for i in at["region"].tolist()])
-        bounds = np.array([_bounds(*_runs(m, self._side)) for m in self._maps], np.int64)[ops["map"]]
+            reach = reach + np.maximum(extent - 1, 0) * ops[f"{self.side}_{stride}"]
+        lengths = np.array([regions.get(i, -1) for i in at["region"].tolist()])
+        bounds = np.array([_bounds(*_runs(m, self.side)) for m in self.maps], np.int64)[ops["map"]]
         least, item, row = bounds.T
+        self.most = int(bounds.max())
         bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row > at["rows"]))
         if bad.size:
             k = bad[0]
@@ -113,6 +124,38 @@ class PackedStream:
                 f"{lengths[k]} bytes, {at['items'][k]} items of {at['rows'][k]} rows",
                 f"{reach[k]} bytes, item {item[k]}, row {row[k] - 1}", "name items of the pool",
             )  # fmt: skip
+
+    def check(self, offset: int, end: int) -> None:
+        """Raise OUT_OF_RANGE where stream bytes [offset, end) are none."""
+        if not 0 <= offset <= end <= self.length:
+            raise LocalError(
+                ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to the stream"
+            )
+
+    def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Items, first rows and rows of the runs of a map, on this side."""
+        return _runs(self.maps[which], self.side)
+
+
+class PackedStream:
+    """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
+
+    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    """
+
+    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
+        self._side = side
+        self._memory = {i: _flat(m) for i, m in regions.items()}
+        self._order = Order(program, side, {i: m.size for i, m in self._memory.items()})
+
+    @property
+    def length(self) -> int:
+        """Bytes of the stream."""
+        return self._order.length
+
+    def cut(self, offset: int, most: int) -> int:
+        """A record that is cut costs nothing here."""
+        return most
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""
@@ -125,21 +168,18 @@ class PackedStream:
         return _Now()
 
     def _run(self, offset: int, data: Bytes, into: bool) -> None:
-        end = offset + data.size
-        if not 0 <= offset <= end <= self.length:
-            raise LocalError(
-                ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to the stream"
-            )
+        order, end = self._order, offset + data.size
+        order.check(offset, end)
         at = offset
-        c = int(np.searchsorted(self._end, offset, "right"))
+        c = int(np.searchsorted(order.end, offset, "right"))
         while at < end:
-            stop = min(end, int(self._end[c]))
-            self._column(c, at - int(self._start[c]), data[at - offset : stop - offset], into)
+            stop = min(end, int(order.end[c]))
+            self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
             at, c = stop, c + 1
 
     def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
         """Bytes [at, at + data.size) of a column: a record that began before, whole ones, one that goes on after."""
-        width = int(self._width[c])
+        width = int(self._order.width[c])
         row, skip = divmod(at, width)
         done = 0
         if skip or data.size < width:
@@ -154,7 +194,7 @@ class PackedStream:
             self._part(c, row + whole, 0, data[done:], into)
 
     def _part(self, c: int, row: int, skip: int, data: Bytes, into: bool) -> None:
-        record = np.empty(int(self._width[c]), np.uint8)
+        record = np.empty(int(self._order.width[c]), np.uint8)
         self._rows(c, row, 1, record, into=False)
         if into:
             record[skip : skip + data.size] = data
@@ -164,17 +204,18 @@ class PackedStream:
 
     def _rows(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
         """Whole records."""
-        ops = self._ops[self._first[c] : self._first[c + 1]]
+        order = self._order
+        ops = order.ops[order.first[c] : order.first[c + 1]]
         which = int(ops[0]["map"])
-        ends, rows = self._ends[which], self._maps[which]
+        ends, rows = order.rows_end[which], order.maps[which]
         lo = int(np.searchsorted(ends, first, "right"))
         hi = int(np.searchsorted(ends, first + number, "left")) + 1
-        item, row = (a[lo:hi] for a in _runs(rows, self._side)[:2])
+        item, row = (a[lo:hi] for a in order.runs(which)[:2])
         length = rows.rows[lo:hi].astype(np.int64)
         begin = ends[lo:hi] - length
         cut = np.maximum(first - begin, 0)
         row, length = row + cut, np.minimum(ends[lo:hi], first + number) - (begin + cut)
-        width, place = int(self._width[c]), 0
+        width, place = int(order.width[c]), 0
         for op in ops:
             piece = int(op["lanes"] * op["lane_bytes"])
             self._piece(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)

@@ -95,11 +95,12 @@ class Piece:
 class Link:
     """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
 
-    Raises OUT_OF_RANGE where either side has fewer than three slots.
+    `writes` of a stream are under way at most: many that share a link end together, and leave it idle until slots come
+    back. Raises OUT_OF_RANGE where either side has fewer than three slots.
     """
 
-    def __init__(self, own: Staging, target: Target) -> None:
-        self.own, self.target = own, target
+    def __init__(self, own: Staging, target: Target, writes: int | None = None) -> None:
+        self.own, self.target, self.writes = own, target, writes or own.slots
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
         _enough(own.slots, own.slot_bytes)
         _enough(target.slots, target.slot_bytes)
@@ -175,7 +176,7 @@ class StagedSender:
         self._post()
         found = self._take()
         if not self._stopped and self._at < self._packer.length and link.free and link.granted:
-            size = min(link.slot_bytes, self._packer.length - self._at)
+            size = self._packer.cut(self._at, min(link.slot_bytes, self._packer.length - self._at))
             own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, self._at + size == self._packer.length)
             self._parts.append(_Part(piece, own, self._packer.pack(self._at, link.own.slot(own, size))))
@@ -186,8 +187,12 @@ class StagedSender:
         return found
 
     def _post(self) -> None:
+        under_way = sum(p.writing is not None and not p.writing.ready() for p in self._parts)
         for part in self._parts:
+            if under_way >= self._link.writes:
+                return
             if part.writing is None and not self._stopped and part.packing.ready():
+                under_way += 1
                 size = part.piece.bytes
                 part.writing = self._link.target.write(
                     self._link.own.slot(part.own, size), self._link.target.slot(part.piece.slot, size)
@@ -324,6 +329,11 @@ class StagedReceiver:
                     stream.error = error
                 stream.unpacking.remove((slot, unpacking))
                 self._free.add(slot)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being unpacked."""
+        return any(stream.unpacking for stream in self._streams.values())
 
     def complete(self, sequence: int, attempt: int) -> bool:
         """Whether every byte of the stream is unpacked; raises what the packer raised."""

@@ -88,12 +88,16 @@ def test_pools_are_freed_also_after_an_error() -> None:
         assert caught.value.code == ErrorCode.POOL_MOVED
 
 
-def test_nixl_between_gpus_is_direct_alone() -> None:
+def test_nixl_between_gpus_is_direct_and_packed() -> None:
     pytest.importorskip("nixl")
     if FOUND < 2:
         pytest.skip("needs two GPUs")
     with nixl_job(MEMORY, "gpu0", "gpu1").open() as lines:
         assert [(line.transport, line.way, line.source, line.sink) for line in lines] == [
-            ("nixl", "direct", "gpu0", "gpu1")
+            ("nixl", "direct", "gpu0", "gpu1"),
+            ("nixl", "packed", "gpu0", "gpu1"),
         ]
-        assert lines[0].ready(1 << 20, 4)() > 0
+        for line in lines:
+            go = line.ready(1 << 20, 4)
+            assert go() > 0
+            assert go() > 0

@@ -34,6 +34,7 @@ DRIVER = """
 #include "kernel.cu"
 void run_expand(const Map *maps, u32 n, u32 blocks) { EACH_THREAD(blocks, n) expand(maps); }
 void run_checksum(const Sum *sums, u32 n, u32 blocks) { EACH_THREAD(blocks, n) checksum(sums); }
+void run_part(const Part *part, u32 blocks) { EACH_THREAD(blocks, 1) copy_part(*part); }
 void run_few(const Few *few, u32 blocks) { EACH_THREAD(blocks, 1) copy_few(*few); }
 void run_copy(const Class *classes, u32 n, u32 chunks, u32 blocks) { EACH_THREAD(blocks, 1) copy(classes, n, chunks); }
 """
@@ -145,7 +146,7 @@ def test_words_are_as_wide_as_the_alignment_allows(kernels: Kernels, shift: int)
 
 
 def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.cuda.table._MOST", 100)
+    monkeypatch.setattr("kvproto.transport.cuda.table.MOST", 100)
     program, here, there, make = plain(rows=90, width=96)
     room = aligned(there.size)
     made = make(room.ctypes.data)

@@ -64,6 +64,9 @@ class Bytes:
     def __init__(self, memory: bytearray, events: list[Event]) -> None:
         self.memory, self._events, self.length = memory, events, len(memory)
 
+    def cut(self, offset: int, most: int) -> int:
+        return most
+
     def pack(self, offset: int, out: memoryview) -> Event:
         def copy() -> None:
             out[:] = self.memory[offset : offset + len(out)]
@@ -137,6 +140,23 @@ def test_three_slots_are_under_way_at_once() -> None:
     for _ in range(5):
         assert sender.step() == []
     assert sender.under_way == 3
+
+
+def test_no_more_writes_at_once_than_were_asked_for() -> None:
+    world = World()
+    world.credit()
+    world.link.writes = 1
+    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    for _ in range(3):
+        sender.step()
+    world.happen()  # all are packed
+    packed = len(world.events)
+    sender.step()
+    sender.step()
+    assert len(world.events) == packed + 1
+    world.events[-1].happen()
+    sender.step()
+    assert len(world.events) == packed + 2
 
 
 def test_chunks_come_in_order_though_writes_do_not() -> None:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -25,12 +26,13 @@ from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.stream import PART, Chunk
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copier", "Copy", "Job", "Prepared"]
+__all__ = ["Copier", "Copy", "Job", "Prepared", "Room"]
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
-_NAMES = ("copy", "expand", "checksum", "copy_few")
+_NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _IN_ORDER = driver.CUmemcpyAttributes()
 _IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
@@ -80,13 +82,20 @@ class Job:
     layers: tuple[int, int] | None = None
 
 
-@attrs.define
-class _Slot:
+@attrs.define(eq=False)
+class Room:
+    """Where an image is written, where it lies on the device, and where rows are expanded."""
+
     host: Buffer
     view: npt.NDArray[np.uint8]
     image: _Bytes
     rows: _Bytes
     event: Event
+    """After which it may be used again."""
+
+    def holds(self, image: int, rows: int) -> bool:
+        """Whether it is as large."""
+        return self.view.size >= image and self.rows.size >= rows
 
 
 @attrs.frozen
@@ -139,9 +148,11 @@ class Copier:
         self._places = (ctypes.c_void_p * 3)(*(first + i * size for i in range(3)))
         self._few = np.zeros(tables.FEW, np.uint8)
         self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
+        self._part = np.zeros(PART, np.uint8)
+        self._part_place = (ctypes.c_void_p * 1)(self._part.ctypes.data)
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
-        self._slots: list[_Slot | None] = [None] * slots
+        self._slots: list[Room | None] = [None] * slots
         self._next = 0
         self._kernels(16)
 
@@ -175,7 +186,7 @@ class Copier:
         if few is not None:
             began = self._record() if self._timed else None
             if few.chunks:
-                self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1))
+                self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
         parts = tables.parts(works)
         self._spare(len(parts))
@@ -189,7 +200,7 @@ class Copier:
             total += made.bytes
         return Copy(slot.event, total, began)
 
-    def _launch(self, made: tables.Launch, slot: _Slot) -> None:
+    def _launch(self, made: tables.Launch, slot: Room) -> None:
         stream = self.stream.handle
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
@@ -198,24 +209,63 @@ class Copier:
             call(code[:1], "copy")
         if made.classes:
             image = slot.image.address
-            call(driver.cuMemcpyHtoDAsync(image, slot.view.ctypes.data, made.size, stream), "upload")
-            tall = min(-(-made.most_rows // tables.THREADS), 4 * self.blocks)
-            self._run(16, "expand", (tall, made.n_maps), image)
+            self._expand(slot, made.size, made.n_maps, made.most_rows)
             for word, offset, classes, chunks in made.classes:
                 self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
+
+    def room(self, image: int, rows: int) -> Room:
+        """Room for an image and for rows of so many bytes."""
+        self._device.set_current()
+        size = 1 << max(image - 1, 4095).bit_length()
+        host = LegacyPinnedMemoryResource().allocate(size)
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
+        expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
+        return Room(host, view, _Bytes(size), expanded, self._record())
+
+    def expand(self, room: Room, size: int, n_maps: int, most_rows: int) -> None:
+        """Upload the image of a stream, which begins with its maps, and expand their rows."""
+        self._device.set_current()
+        self._expand(room, size, n_maps, most_rows)
+        room.event = self._record()
+
+    def _expand(self, room: Room, size: int, n_maps: int, most_rows: int) -> None:
+        image = room.image.address
+        call(driver.cuMemcpyHtoDAsync(image, room.view.ctypes.data, size, self.stream.handle), "upload")
+        tall = min(-(-most_rows // tables.THREADS), 4 * self.blocks)
+        self._run(16, "expand", (tall, n_maps), image)
+
+    def follow(self, events: Sequence[int]) -> None:
+        """What is submitted from now on waits for these events (handles of producers')."""
+        self._device.set_current()
+        for event in events:
+            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
+
+    def chunk(self, chunk: Chunk, room: Room, bytes_: int) -> Copy:
+        """Copy a chunk of the stream whose maps and operations are in a room."""
+        self._device.set_current()
+        stream = self.stream.handle
+        for source, sink, length in chunk.pieces:
+            call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
+        for part in chunk.parts:
+            self._part[:] = np.frombuffer(part.parameters, np.uint8)
+            self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
+        room.event = self._record()
+        return Copy(room.event, bytes_)
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)
 
-    def _run(self, word: int, name: str, grid: tuple[int, int], *arguments: int) -> None:
+    def _run(
+        self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None
+    ) -> None:
         """Launch a kernel by the driver's own call: a third of the time of a typed one, and hand-overs wait for it."""
         function = self._functions.get((word, name))
         if function is None:
             function = self._functions[word, name] = self._kernels(word)[_NAMES.index(name)].handle
         for i, value in enumerate(arguments):
             self._arguments[i] = value
-        block, places = tables.THREADS, ctypes.addressof(self._places if arguments else self._few_place)
-        call(driver.cuLaunchKernel(function, *grid, 1, block, 1, 1, 0, self.stream.handle, places, 0), name)
+        threads, places = tables.THREADS, ctypes.addressof(self._places if block is None else block)
+        call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, self.stream.handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
@@ -240,16 +290,11 @@ class Copier:
             if slot is not None and not slot.event.is_done:
                 raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
 
-    def _slot(self, image: int, rows: int) -> _Slot:
+    def _slot(self, image: int, rows: int) -> Room:
         """The next slot of the ring, as large as is needed."""
         at = self._next
         slot = self._slots[at]
-        if slot is None or slot.view.size < image or slot.rows.size < rows:
-            size = 1 << max(image - 1, 4095).bit_length()
-            host = LegacyPinnedMemoryResource().allocate(size)
-            view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
-            expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
-            slot = _Slot(host, view, _Bytes(size), expanded, self._record())
-            self._slots[at] = slot
+        if slot is None or not slot.holds(image, rows):
+            slot = self._slots[at] = self.room(image, rows)
         self._next = (at + 1) % len(self._slots)
         return slot

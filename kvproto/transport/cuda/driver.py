@@ -12,7 +12,7 @@ from cuda.core import Device
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["call", "current", "driver", "enable_peer", "ordinal_of", "pid_namespace", "start_time", "uuid"]
+__all__ = ["call", "current", "driver", "enable_peer", "happened", "ordinal_of", "pid_namespace", "start_time", "uuid"]
 
 
 def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
@@ -47,6 +47,15 @@ def ordinal_of(name: str) -> int | None:
         if uuid(device) == name:
             return device
     return None
+
+
+def happened(event: int) -> bool:
+    """Whether the work before a device event is complete, by its handle; raises TRANSPORT_FAILED."""
+    code = driver.cuEventQuery(event)[0]
+    if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    call((code,), "producer's event")
+    return True
 
 
 _peers: set[tuple[int, int]] = set()

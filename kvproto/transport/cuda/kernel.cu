@@ -36,6 +36,13 @@ typedef struct {
     u32 runs[FEW_WORDS]; /* as of a Map, class after class */
 } Few;
 
+/* Some rows of operations one side of which is a stream that lies elsewhere each time; rows are expanded. */
+typedef struct {
+    u32 n_classes, n_chunks;
+    u64 source, sink; /* added to the addresses of all operations, mod 2^64 */
+    Class classes[FEW_CLASSES];
+} Part;
+
 /* Runs of rows that follow one another on both sides, five arrays of n_runs: first row on the axis of all rows, then
  * source item, source row, sink item, sink row. */
 typedef struct {
@@ -74,7 +81,7 @@ __global__ void __launch_bounds__(THREADS) expand(const Map *maps)
 }
 
 /* A chunk of a class. Rows are expanded where `runs` is 0, which the compiler knows. */
-__device__ static __forceinline__ void move(const Class c, u32 chunk, const u32 *runs)
+__device__ static __forceinline__ void move(const Class c, u32 chunk, const u32 *runs, u64 source, u64 sink)
 {
     const Op op = ((const Op *)c.ops)[chunk / c.chunks];
     const uint4 *rows = (const uint4 *)c.rows;
@@ -90,8 +97,8 @@ __device__ static __forceinline__ void move(const Class c, u32 chunk, const u32 
             const uint4 r = runs ? find(runs, c.n_runs, row) : rows[row];
             const u32 unit = c.units == 1 ? 0 : within / c.words;
             const u64 on = (u64)(within - unit * c.words) * sizeof(WORD);
-            held[i] = *(const WORD *)(op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on);
-            to[i] = (WORD *)(op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
+            held[i] = *(const WORD *)(source + op.source + r.x * op.source_item + r.y * op.source_row + unit * op.source_lane + on);
+            to[i] = (WORD *)(sink + op.sink + r.z * op.sink_item + r.w * op.sink_row + unit * op.sink_lane + on);
         }
         row += step;
         within += rest;
@@ -115,7 +122,7 @@ __global__ void __launch_bounds__(THREADS) copy(const Class *classes, u32 n_clas
     for (u32 chunk = blockIdx.x; chunk < n_chunks; chunk += gridDim.x) {
         while (at + 1 < n_classes && chunk >= classes[at + 1].first)
             at++;
-        move(classes[at], chunk - classes[at].first, 0);
+        move(classes[at], chunk - classes[at].first, 0, 0, 0);
     }
 }
 
@@ -128,7 +135,20 @@ __global__ void __launch_bounds__(THREADS) copy_few(const __grid_constant__ Few 
     for (u32 chunk = blockIdx.x; chunk < few.n_chunks; chunk += gridDim.x) {
         while (at + 1 < few.n_classes && chunk >= few.classes[at + 1].first)
             at++;
-        move(few.classes[at], chunk - few.classes[at].first, few.runs + few.classes[at].rows);
+        move(few.classes[at], chunk - few.classes[at].first, few.runs + few.classes[at].rows, 0, 0);
+    }
+}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+__global__ void __launch_bounds__(THREADS) copy_part(const __grid_constant__ Part part)
+{
+    u32 at = 0;
+    for (u32 chunk = blockIdx.x; chunk < part.n_chunks; chunk += gridDim.x) {
+        while (at + 1 < part.n_classes && chunk >= part.classes[at + 1].first)
+            at++;
+        move(part.classes[at], chunk - part.classes[at].first, 0, part.source, part.sink);
     }
 }
 

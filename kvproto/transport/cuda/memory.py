@@ -107,6 +107,11 @@ class DeviceMemory:
         self._buffer: Buffer | None = None
 
     @property
+    def legacy(self) -> bool:
+        """Whether it can be shared by a legacy handle, as UCX does."""
+        return bool(self._known["legacy"])
+
+    @property
     def buffer(self) -> Buffer:
         """The bytes, for frameworks."""
         if self._buffer is None:

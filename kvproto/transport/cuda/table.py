@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -21,13 +21,18 @@ from kvproto.wire.enums import ErrorCode
 
 __all__ = [
     "CLASS",
+    "CLASS_FIELDS",
     "DEPTH",
     "FEW",
     "FEW_CLASSES",
     "FEW_WORDS",
     "LONG",
     "MAP",
+    "MAP_FIELDS",
+    "MOST",
     "OP",
+    "RUN_BYTES",
+    "RUN_WORDS",
     "SUM",
     "THREADS",
     "WORDS",
@@ -54,7 +59,7 @@ RUN_WORDS = 5
 FEW_CLASSES, FEW_RUNS = 8, 180
 """The most of a launch in a kernel's parameters, which hold 4 KiB."""
 FEW_WORDS = FEW_RUNS * RUN_WORDS
-_RUN_BYTES = 4 * RUN_WORDS
+RUN_BYTES = 4 * RUN_WORDS
 
 _PLACES = ("item", "row", "lane")
 OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in _PLACES))])
@@ -70,7 +75,7 @@ SUM = np.dtype(
 
 LONG = 16 << 20
 """Bytes of a run from which on the copy engine takes it: 6 % faster there (benchmarks/transfer_gpu.py)."""
-_MOST = (1 << 32) - THREADS * DEPTH - 1
+MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of one operation; one with more is cut into several classes."""
 
 
@@ -108,8 +113,16 @@ class Table:
         return len(self.extents)
 
 
-def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Table:
-    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here."""
+def table(
+    program: CopyProgram,
+    sources: Mapping[int, int],
+    sinks: Mapping[int, int],
+    free: Literal["source", "sink"] | None = None,
+) -> Table:
+    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
+
+    Words are as wide as all else allows where one side's addresses are `free`: known at each launch alone.
+    """
     ops = program.ops
     made = np.zeros(len(ops), OP)
     width = ops["lanes"] * ops["lane_bytes"]
@@ -125,7 +138,7 @@ def table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, 
     for side in ("source", "sink"):
         made[f"{side}_lane"][touch] = 0
     together = unit.astype(np.uint64)
-    for name in OP.names or ():
+    for name in set(OP.names or ()) - {free}:
         together = together | made[name]
     word = np.full(len(ops), 1)
     for size in WORDS[::-1]:
@@ -221,12 +234,12 @@ def sizes(works: Sequence[Work]) -> tuple[int, int]:
     maps = sum(len(w.maps) for w in works)
     cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
     rows = sum(m.size for w in works for m in w.maps)
-    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * _RUN_BYTES + 16), rows * 16 + 16
+    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * RUN_BYTES + 16), rows * 16 + 16
 
 
 def _cuts(work: Work) -> int:
     most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
-    return most // _MOST
+    return most // MOST
 
 
 def _up(n: int) -> int:
@@ -256,8 +269,8 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
                 long += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
                 continue
             ops = work.address + lo * OP.itemsize
-            for skip in range(0, rows_of.size, _MOST // width):
-                rows = min(_MOST // width, rows_of.size - skip)
+            for skip in range(0, rows_of.size, MOST // width):
+                rows = min(MOST // width, rows_of.size - skip)
                 chunks = -(-rows * width // (THREADS * DEPTH))
                 first, begin = chunks_of.get(shape.word, 0), begins[shape.map] + 16 * skip
                 made = ops, begin, rows, shape.words, shape.units, chunks, first
@@ -265,24 +278,24 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
                 chunks_of[shape.word] = first + chunks * (hi - lo)
     classes_at = _up(len(maps) * MAP.itemsize)
     runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
-    end = runs_at + _RUN_BYTES * n_runs
+    end = runs_at + RUN_BYTES * n_runs
     runs = image[runs_at:end].view(np.uint32)
     for k, m in enumerate(m for w in works for m in w.maps):
         at, begin, n, size = maps[k]
-        _MAP.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + _RUN_BYTES * at, begin, n, size)
+        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
         _write(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
         kernels.append((word, at, len(some), chunks_of[word]))
         for numbers in some:
-            _CLASS.pack_into(image.data, at, *numbers, 0)
+            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
             at += CLASS.itemsize
     return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(long))
 
 
 _HEAD = struct.Struct("<II8x")
-_MAP, _CLASS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
+MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 _FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
 FEW = _FEW_RUNS_AT + 4 * FEW_WORDS
 """Bytes of a launch that fits into a kernel's parameters."""
@@ -317,10 +330,10 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
             chunks = -(-rows.size * width // (THREADS * DEPTH))
             ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
             big = first + chunks * (hi - lo) > most_chunks or (shape.units == 1 and _is_long(work, shape, lo, hi))
-            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > _MOST:
+            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            _CLASS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
+            CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
     runs = image[_FEW_RUNS_AT:FEW].view(np.uint32)

@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
     add_models(parser)
     add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
-    gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all)"
+    gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
     add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
     add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
@@ -134,7 +134,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
               "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
     shared += ["--pull"] if options.pull else []
-    here, there = (["--devices", d] for d in _devices(options))
+    here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))
     decode_options = [*shared, *there, "--tp", str(options.decode_tp)]
@@ -146,8 +146,11 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
 
 def _devices(options: DemoOptions) -> tuple[str, str]:
     """GPUs of the prefill and of the decode engine: those that were asked for, or a half of all for each."""
-    count = torch.cuda.device_count() if options.transport == "cuda" else 0
-    if options.transport == "cuda" and not count:
+    if options.transport != "cuda":
+        given = [d or "" for d in (options.prefill_devices, options.decode_devices)]
+        return (given[0], given[1]) if options.transport == "nixl" else ("", "")
+    count = torch.cuda.device_count()
+    if not count:
         raise EngineError("--transport cuda needs a GPU")
     half = max(count // 2, 1)
     first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % max(count, 1), max(count, 1))))
@@ -156,7 +159,8 @@ def _devices(options: DemoOptions) -> tuple[str, str]:
 
 def _compare(router: Router, options: DemoOptions) -> list[Compared]:
     target, draft = _checkpoints(options)
-    device = device_of(numbers(_devices(options)[1])[0] if options.transport == "cuda" else None)
+    devices = numbers(_devices(options)[1])
+    device = device_of(devices[0] if devices else None)
     engine = Undivided(
         target, draft, page_size=options.page_size, pages=options.pages, dtype=options.dtype, device=device
     )

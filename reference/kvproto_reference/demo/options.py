@@ -21,7 +21,7 @@ TRANSPORTS = ("shm", "nixl", "cuda")
 
 def numbers(text: str) -> tuple[int, ...]:
     """Numbers parted by commas."""
-    return tuple(int(n) for n in text.split(","))
+    return tuple(int(n) for n in text.split(",") if n)
 
 
 @attrs.frozen(kw_only=True)
@@ -47,22 +47,22 @@ class EngineOptions:
     seed: int
     transport: str
     devices: tuple[int, ...]
-    """GPUs of the ranks, in turn, with transport cuda."""
+    """GPUs of the ranks, in turn, with transport cuda or nixl; none: the host."""
     pull: bool = False
     """Whether decode reads, rather than prefill writes."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
-        return self.devices[rank % len(self.devices)] if self.transport == "cuda" else None
+        return self.devices[rank % len(self.devices)] if self.devices and self.transport != "shm" else None
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
-    def movers(self) -> tuple[NixlMover, ...]:
+    def movers(self, rank: int) -> tuple[NixlMover, ...]:
         """For the node of a rank; none: what its memory takes."""
-        return (NixlMover(),) if self.transport == "nixl" else ()
+        return (NixlMover(device=self.device(rank)),) if self.transport == "nixl" else ()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -99,7 +99,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
-    add("--devices", type=numbers, default=(0,), metavar="N,N,...", help="GPUs of the ranks, with --transport cuda")
+    gpus = "GPUs of the ranks, with --transport cuda (default 0) or nixl (default: the host)"
+    add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
@@ -108,11 +109,12 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.pull and args.transport == "nixl":
         raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
+    devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
-        transport=args.transport, devices=args.devices, part=args.part, pull=args.pull,
+        transport=args.transport, devices=devices, part=args.part, pull=args.pull,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

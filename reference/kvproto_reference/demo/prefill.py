@@ -86,7 +86,7 @@ class PrefillRank:
             self._listener,
             endpoints,
             options.verify,
-            options.movers(),
+            options.movers(tp.rank),
             options.part,
             options.pull,
         )

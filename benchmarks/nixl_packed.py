@@ -1,0 +1,208 @@
+"""NIXL between two GPUs as transport `nixl` uses it: packed through staging slots, and long writes as its ceiling.
+
+`python benchmarks/nixl_packed.py [--chunk MB ...] [--slots N ...] [--writes N ...]` compares sizes of slots; `measure` is what
+transfer_gpu.py calls. Two processes, a GPU each. Packed: from the upload of item ids to the last byte that is unpacked,
+host clock; what a sink makes when it asks for a request is made before. Ceiling: 1 GB in writes of 64 MB by the same agent.
+Every byte of the sink's pool is compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+from transfer_gpu import compare, random_bytes, shape
+
+from kvproto.errors import KvprotoError
+from kvproto.probe import scattered
+from kvproto.program import CopyProgram
+from kvproto.transport.cuda.driver import uuid
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.place import DevicePlace
+from kvproto.transport.nixl import Agent
+from kvproto.transport.nixl_direct import Direct, probe, require_fast
+from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+
+POOL = 4 << 30
+LONG = 64 << 20
+CHUNK, SLOTS, WRITES = 64 << 20, 8, 3
+PACKED, CEILING = "NIXL, packed", "NIXL, writes of 64 MB"
+PATIENCE = 60.0
+Found = dict[str, dict[int, list[float]]]
+
+
+def program(run: int) -> CopyProgram:
+    layers, number, rows, width = shape(run)
+    return scattered(width, number, layers, POOL // layers // width, seed=run, run=rows)
+
+
+def _sink(conn: Connection, chunk: int, slots: int, blocks: int | None) -> None:
+    """Pages and slots on GPU 1; does what it is asked."""
+    place = DevicePlace(1, blocks)
+    pool, seen = DeviceMemory(POOL, 1), None
+    with Agent(place.pause) as agent:
+        pages = agent.register(place.of(pool))
+        staging = agent.register(place.allocate(slots * chunk), chunk)
+        conn.send([pages.region(0, uuid(1)), staging.region(1, uuid(1))])
+        receiver = StagedReceiver(staging)
+        while (asked := conn.recv()) is not None:
+            what, sequence, run = asked
+            if what == "poison":
+                seen = torch.from_dlpack(pool).view(torch.uint8)
+                seen.fill_(0xEE)
+                torch.cuda.synchronize(1)
+            elif what == "compare":
+                width, source = shape(run)[3], DeviceMemory(POOL, 1)
+                assert seen is not None
+                compare(program(run), width, random_bytes(source, 1), seen)
+                torch.cuda.synchronize(1)
+                source.close()
+            else:
+                _receive(conn, receiver, sequence, place.packer(program(run), "sink", {0: pool}))
+            conn.send(None)
+
+
+def _receive(conn: Connection, receiver: StagedReceiver, sequence: int, packer: Any) -> None:
+    receiver.open(sequence, 1, packer)
+    conn.send(None)
+    while not receiver.complete(sequence, 1):
+        if (credit := receiver.credit(1)) is not None:
+            conn.send(credit)
+        if conn.poll(0):
+            receiver.chunk(conn.recv())
+    receiver.close(sequence, 1)
+
+
+class _Source:
+    def __init__(self, conn: Connection, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int, writes: int) -> None:
+        self._conn, self._agent, self._place, self._pool = conn, agent, place, pool
+        self._own, staging = agent.register(place.of(pool)), agent.register(place.allocate(slots * chunk), chunk)
+        self._pages, theirs = (agent.connect(region, "regions") for region in self.hear())
+        require_fast(probe(staging, theirs), theirs)
+        self._link = Link(staging, theirs, writes)
+        self._sequence = 0
+
+    def hear(self) -> Any:
+        if not self._conn.poll(PATIENCE):
+            raise TimeoutError("no word of the sink")
+        return self._conn.recv()
+
+    def ask(self, what: str, run: int) -> None:
+        self._conn.send((what, self._sequence, run))
+        while (message := self.hear()) is not None:
+            self._link.grant(message)
+
+    def packed(self, run: int, made: CopyProgram) -> float:
+        """GB/s."""
+        self._sequence += 1
+        self.ask("receive", run)
+        begin = time.perf_counter()
+        sender = StagedSender(self._link, self._place.packer(made, "source", {0: self._pool}))
+        while not sender.done:
+            while self._conn.poll(0):
+                self._link.grant(self._conn.recv())
+            for piece in sender.step():
+                self._conn.send(piece.chunk(1, self._sequence, 1))
+            if time.perf_counter() > begin + PATIENCE:
+                raise TimeoutError("a stream under way")
+        while (message := self.hear()) is not None:
+            self._link.grant(message)
+        return made.bytes / (time.perf_counter() - begin) / 1e9
+
+    def ceiling(self, made: CopyProgram) -> float:
+        """GB/s."""
+        begin = time.perf_counter()
+        if not Direct(self._agent, made, {0: self._own}, {0: self._pages}).post().wait(PATIENCE):
+            raise TimeoutError("a write under way")
+        return made.bytes / (time.perf_counter() - begin) / 1e9
+
+
+def _write(conn: Connection, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None, writes: int) -> None:
+    try:
+        place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
+        random_bytes(pool, 1)
+        torch.cuda.synchronize(0)
+        with Agent(place.pause) as agent:
+            source, long = _Source(conn, agent, place, pool, chunk, slots, writes), program(LONG)
+            for run in runs:
+                made = program(run)
+                source.ask("poison", run)
+                source.packed(run, made)
+                source.ask("compare", run)
+                samples: dict[str, list[float]] = {PACKED: [], CEILING: []}
+                for i in range(rounds + 1):  # the first one warms up
+                    found = {PACKED: source.packed(run, made), CEILING: source.ceiling(long)}
+                    for name, rate in found.items():
+                        samples[name] += [rate] if i else []
+                told.send((run, samples))
+            conn.send(None)
+        told.send(None)
+    except (KvprotoError, TimeoutError, EOFError, OSError, AssertionError, RuntimeError) as error:
+        told.send(f"{type(error).__name__}: {error}")
+
+
+def measure(
+    runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None,
+    writes: int = WRITES,
+) -> Found | str:
+    """GB/s by contender and run length, or why there are none."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    result, told = context.Pipe()
+    sink = context.Process(target=_sink, args=(there, chunk, slots, blocks), daemon=True)
+    writer = context.Process(target=_write, args=(here, told, runs, rounds, chunk, slots, blocks, writes), daemon=True)
+    sink.start()
+    writer.start()
+    for each in (here, there, told):
+        each.close()  # so that an end that dies is heard
+    found: Found = {PACKED: {}, CEILING: {}}
+    try:
+        while True:
+            if not result.poll(3 * PATIENCE):
+                return "no answer in time"
+            word = result.recv()
+            if word is None:
+                return found
+            if isinstance(word, str):
+                return word
+            run, samples = word
+            for name, rates in samples.items():
+                found[name][run] = rates
+    except EOFError:
+        return "the process ended"
+    finally:
+        for process in (writer, sink):
+            process.kill()
+            process.join()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
+    options.add_argument("--slots", type=int, nargs="*", default=[4, 8])
+    options.add_argument("--writes", type=int, nargs="*", default=[WRITES], help="of the stream, at once")
+    options.add_argument("--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
+    args = options.parse_args()
+    print(f"{'chunk, MB':>10}{'slots':>7}{'writes':>8}{'run, bytes':>13}{'packed':>10}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
+    for chunk, slots, writes in itertools.product(args.chunk, args.slots, args.writes):
+        found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks, writes)
+        if isinstance(found, str):
+            print(f"{chunk:10}{slots:7}{writes:8}  {found}", flush=True)
+            continue
+        for run in args.runs:
+            packed, long = (median(found[name][run]) for name in (PACKED, CEILING))
+            print(f"{chunk:10}{slots:7}{writes:8}{run:13,}{packed:10.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

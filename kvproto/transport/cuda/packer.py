@@ -1,0 +1,92 @@
+"""Packs and unpacks streams of device memory: `kvproto.transport.packed.Packer` by the copy kernel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from kvproto.program import CopyProgram
+from kvproto.transport.cuda.copier import Copier, Copy, Room
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.stream import StreamTable
+
+__all__ = ["DevicePacker", "DeviceStream"]
+
+
+class DevicePacker:
+    """Makes the streams of one GPU; they share a copier and what it needs on the device."""
+
+    def __init__(self, device: int = 0, blocks: int | None = None) -> None:
+        self.copier = Copier(device, blocks)
+        self._idle: list[Room] = []
+
+    def stream(
+        self,
+        program: CopyProgram,
+        side: Literal["source", "sink"],
+        memory: Mapping[int, DeviceMemory],
+        after: Sequence[int] = (),
+    ) -> DeviceStream:
+        """One side's end of a program's stream, its memory by region id; the first chunk waits for the events `after`.
+
+        Raises OUT_OF_REGION, POOL_MOVED.
+        """
+        for each in memory.values():
+            each.check()
+        addresses, lengths = ({i: getattr(m, name) for i, m in memory.items()} for name in ("address", "length"))
+        made = StreamTable(program, side, addresses, lengths)
+        room = self._room(*made.sizes)
+        size = made.write(room.view, room.image.address, room.rows.address)
+        if made.most_rows:
+            self.copier.expand(room, size, made.n_maps, made.most_rows)
+        stream = DeviceStream(self.copier, made, room, after)
+        weakref.finalize(stream, self._idle.append, room)
+        return stream
+
+    def _room(self, image: int, rows: int) -> Room:
+        for room in self._idle:
+            if room.holds(image, rows) and room.event.is_done:
+                self._idle.remove(room)
+                return room
+        return self.copier.room(image, rows)
+
+
+@attrs.frozen
+class _Begun:
+    copy: Copy
+
+    def ready(self) -> bool:
+        return self.copy.done
+
+
+class DeviceStream:
+    """A stream of one program; chunks go to and from device memory, `nixl.Memory`."""
+
+    def __init__(self, copier: Copier, table: StreamTable, room: Room, after: Sequence[int]) -> None:
+        self._copier, self._table, self._room, self._after = copier, table, room, tuple(after)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the stream."""
+        return self._table.order.length
+
+    def cut(self, offset: int, most: int) -> int:
+        """To the end of a record, so that the kernel alone copies."""
+        return self._table.cut(offset, most)
+
+    def pack(self, offset: int, out: Any) -> _Begun:
+        """Begin to write stream bytes [offset, offset + out.length) to `out`; raises OUT_OF_RANGE beyond the end."""
+        return self._run(offset, out)
+
+    def unpack(self, offset: int, data: Any) -> _Begun:
+        """Begin to write stream bytes [offset, offset + data.length) to where they belong; raises OUT_OF_RANGE."""
+        return self._run(offset, data)
+
+    def _run(self, offset: int, slot: Any) -> _Begun:
+        chunk = self._table.chunk(offset, slot.length, slot.address)
+        after, self._after = self._after, ()
+        self._copier.follow(after)
+        return _Begun(self._copier.chunk(chunk, self._room, slot.length))

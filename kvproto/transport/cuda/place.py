@@ -1,0 +1,84 @@
+"""A GPU as the place of a NIXL mover's pools and staging slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from kvproto.errors import LocalError
+from kvproto.program import CopyProgram
+from kvproto.transport.base import Memory
+from kvproto.transport.cuda.driver import current, happened
+from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
+from kvproto.transport.nixl import Memory as Bytes
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+__all__ = ["DevicePlace"]
+
+
+class DevicePlace:
+    """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
+
+    slot_bytes, pause = 32 << 20, 50e-6
+    writes: int | None = 3
+
+    def __init__(self, device: int, blocks: int | None = None) -> None:
+        self.device = device
+        self._packer = DevicePacker(device, blocks)
+        self._allocated: dict[int, DeviceMemory] = {}
+
+    def allocate(self, length: int) -> Bytes:
+        """One cuMemAlloc, which UCX can share."""
+        made = DeviceMemory(length, self.device)
+        self._allocated[made.address] = made
+        return Bytes(made.address, length, MemoryKind.CUDA, self.device)
+
+    def free(self, memory: Bytes) -> None:
+        """Waits for what is packed or unpacked."""
+        self._allocated.pop(memory.address).close()
+
+    def of(self, memory: Memory) -> Bytes:
+        """Its addresses."""
+        own = self._own(memory)
+        return Bytes(own.address, own.length, MemoryKind.CUDA, own.device)
+
+    def mappable(self, memory: Memory) -> bool:
+        """What cuda_ipc opens: memory of cuMemAlloc, not virtual memory."""
+        return self._own(memory).legacy
+
+    def packer(
+        self,
+        program: CopyProgram,
+        side: Literal["source", "sink"],
+        memory: Mapping[int, Memory],
+        after: Sequence[int] = (),
+    ) -> DeviceStream:
+        """By the copy kernel."""
+        return self._packer.stream(program, side, {i: self._own(m) for i, m in memory.items()}, after)
+
+    def happened(self, events: Sequence[int]) -> bool:
+        """By a query of each."""
+        if events:
+            current(self.device)
+        return all(happened(event) for event in events)
+
+    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
+        """By a kernel."""
+        own = {i: self._own(m) for i, m in memory.items()}
+        for each in own.values():
+            each.check()
+        return self._packer.copier.checksums(program, {i: m.address for i, m in own.items()}, sink)
+
+    def close(self) -> None:
+        """Free the staging memory."""
+        for made in self._allocated.values():
+            made.close()
+        self._allocated.clear()
+
+    def _own(self, memory: Memory) -> DeviceMemory:
+        if not isinstance(memory, DeviceMemory) or memory.device != self.device:
+            what = f"GPU {memory.device}" if isinstance(memory, DeviceMemory) else type(memory).__name__
+            advice = "give NixlMover the pool's device"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "", f"memory of GPU {self.device}", what, advice)
+        return memory

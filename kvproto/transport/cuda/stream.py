@@ -1,0 +1,244 @@
+"""The packed stream as the copy kernel's work: one side's rows on one end, the stream as a linear region on the other.
+
+A record is a row of the stream, so the rows of a program's maps are expanded once, and a chunk is a few classes of
+operations over an interval of them: what it costs on the host does not depend on its runs. The stream's bytes lie in
+another slot each time, which is a number that the kernel adds. Bytes of a record that is cut are copied piece by piece.
+
+Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import LocalError
+from kvproto.program import CopyProgram, RowMap
+from kvproto.transport.cuda import table as tables
+from kvproto.transport.packed import Order
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["PART", "Chunk", "Part", "StreamTable"]
+
+_HEAD = struct.Struct("<IIQQ")
+PART = _HEAD.size + tables.FEW_CLASSES * tables.CLASS.itemsize
+"""Bytes of the parameters of `copy_part`."""
+_STREAM = -1
+"""The region that is the stream."""
+_WRAP = 1 << 64
+_WIDE = 1 << 32
+"""The device counts in 32 bits."""
+
+
+@attrs.frozen
+class Part:
+    """One launch of `copy_part`."""
+
+    word: int
+    chunks: int
+    parameters: bytes = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Chunk:
+    """Launches, and bytes of records that are cut."""
+
+    parts: tuple[Part, ...]
+    pieces: tuple[tuple[int, int, int], ...]
+    """(source, sink, length)"""
+
+
+class StreamTable:
+    """One side's end of the packed stream of one program; addresses and lengths are of its regions, by id.
+
+    Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    """
+
+    def __init__(
+        self,
+        program: CopyProgram,
+        side: Literal["source", "sink"],
+        addresses: Mapping[int, int],
+        lengths: Mapping[int, int],
+    ) -> None:
+        self.order = order = Order(program, side, lengths)
+        if order.most >= _WIDE:
+            raise LocalError(ErrorCode.OUT_OF_REGION, "", f"items and rows below {_WIDE}", str(order.most))
+        self._side, self._addresses = side, addresses
+        self._stream: Literal["source", "sink"] = "sink" if side == "source" else "source"
+        numbers = np.diff(order.first)
+        column = np.repeat(np.arange(len(numbers)), numbers)
+        bytes_ = order.ops["lanes"] * order.ops["lane_bytes"]
+        self._place = np.cumsum(bytes_) - bytes_
+        self._place -= np.repeat(self._place[order.first[:-1]], numbers)
+        ops = order.ops.copy()
+        ops["layer"] = column  # so that an interval of columns is one of layers
+        flat = {
+            "region": _STREAM, "offset": np.repeat(order.start, numbers) + self._place, "item_stride": 0,
+            "row_stride": np.repeat(order.width, numbers), "lane_stride": ops["lane_bytes"], "items": 1,
+            "rows": np.array([m.size for m in program.maps], np.int64)[ops["map"]],
+        }  # fmt: skip
+        for name, value in flat.items():
+            ops[f"{self._stream}_{name}"] = value
+        self._maps = tuple(_flat(m, self._stream) for m in program.maps)
+        sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
+        self._table = tables.table(CopyProgram(self._maps, ops, ()), sources, sinks, free=self._stream)
+        self._ops_at, self._rows_at = 0, [0] * len(self._maps)
+
+    @property
+    def n_maps(self) -> int:
+        """Maps to expand."""
+        return len(self._maps)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the longest map."""
+        return max((m.size for m in self._maps), default=0)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the image and of the expanded rows."""
+        runs = sum(len(m.rows) for m in self._maps)
+        return self._runs_at + tables.RUN_BYTES * runs + 16, 16 * sum(m.size for m in self._maps) + 16
+
+    @property
+    def _ops_begin(self) -> int:
+        return _up(len(self._maps) * tables.MAP.itemsize)
+
+    @property
+    def _runs_at(self) -> int:
+        return self._ops_begin + _up(self._table.ops.nbytes)
+
+    def write(self, image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
+        """Write maps, operations and runs, to be read at address `image_at`; returns the bytes that were written."""
+        ops = self._table.ops
+        self._ops_at = image_at + self._ops_begin
+        image[self._ops_begin : self._ops_begin + ops.nbytes] = ops.view(np.uint8)
+        at, row = self._runs_at, rows_at
+        for i, m in enumerate(self._maps):
+            n = len(m.rows)
+            tables.MAP_FIELDS.pack_into(image.data, i * tables.MAP.itemsize, image_at + at, row, n, m.size)
+            runs = image[at : at + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n)
+            for k, column in enumerate((m.source_item, m.source_row, m.sink_item, m.sink_row), start=1):
+                runs[k] = column  # the order has checked them
+            runs[0] = m.sink_row if self._stream == "sink" else m.source_row
+            self._rows_at[i] = row
+            at, row = at + tables.RUN_BYTES * n, row + 16 * m.size
+        return at
+
+    def cut(self, offset: int, most: int) -> int:
+        """Bytes of a chunk at `offset`, at most `most`, that ends with a record, if it reaches the end of one."""
+        order = self.order
+        if offset + most >= order.length:
+            return most
+        c = int(np.searchsorted(order.end, offset + most, "right"))
+        inside = offset + most - int(order.start[c])
+        return most - inside % int(order.width[c]) if most > inside % int(order.width[c]) else most
+
+    def chunk(self, offset: int, length: int, address: int) -> Chunk:
+        """What copies stream bytes [offset, offset + length) from or to `address`; raises OUT_OF_RANGE."""
+        order, end = self.order, offset + length
+        order.check(offset, end)
+        shift = address - offset
+        found: dict[int, list[tuple[int, ...]]] = {}
+        pieces: list[tuple[int, int, int]] = []
+        at = offset
+        c = int(np.searchsorted(order.end, offset, "right"))
+        while at < end:
+            begin, stop, width = int(order.start[c]), int(order.end[c]), int(order.width[c])
+            if at == begin and stop <= end:
+                after = int(np.searchsorted(order.end, end, "right"))
+                self._classes(found, shift, c, after, 0, None)
+                at, c = int(order.end[after - 1]), after
+                continue
+            stop = min(stop, end)
+            first, last = -(-(at - begin) // width), (stop - begin) // width
+            if first > last:  # within one record
+                pieces += self._pieces(shift, c, last, at - begin - last * width, stop - at)
+            else:
+                if at < begin + first * width:
+                    skip = at - begin - (first - 1) * width
+                    pieces += self._pieces(shift, c, first - 1, skip, width - skip)
+                if last > first:
+                    self._classes(found, shift, c, c + 1, first, last - first)
+                if begin + last * width < stop:
+                    pieces += self._pieces(shift, c, last, 0, stop - begin - last * width)
+            at, c = stop, c + 1
+        return Chunk(tuple(self._parts(found, shift)), tuple(pieces))
+
+    def _classes(
+        self, found: dict[int, list[tuple[int, ...]]], shift: int, first: int, last: int, row: int, rows: int | None
+    ) -> None:
+        """Columns [first, last), of them records [row, row + rows) or all."""
+        table = self._table
+        for shape in table.shapes:
+            columns = table.layers[shape.start : shape.stop]
+            lo, hi = (shape.start + int(n) for n in np.searchsorted(columns, (first, last)))
+            if lo == hi:
+                continue
+            low = int(np.bitwise_or.reduce(table.ops[self._stream][lo:hi] + np.uint64(shift % _WRAP)))
+            word = min(shape.word, low & -low or shape.word)
+            words = shape.words * (shape.word // word)
+            width, number = words * shape.units, self._maps[shape.map].size if rows is None else rows
+            of_word = found.setdefault(word, [])
+            for skip in range(0, number, tables.MOST // width):
+                some = min(tables.MOST // width, number - skip)
+                chunks = -(-some * width // (tables.THREADS * tables.DEPTH))
+                place = self._rows_at[shape.map] + 16 * (row + skip)
+                ops = self._ops_at + lo * tables.OP.itemsize
+                of_word.append((ops, place, some, words, shape.units, chunks, hi - lo))
+
+    def _parts(self, found: Mapping[int, list[tuple[int, ...]]], shift: int) -> Iterator[Part]:
+        shifts = (0, shift % _WRAP) if self._stream == "sink" else (shift % _WRAP, 0)
+        for word, classes in found.items():
+            for k in range(0, len(classes), tables.FEW_CLASSES):
+                some, first = classes[k : k + tables.FEW_CLASSES], 0
+                made = bytearray(PART)
+                for i, (*fields, chunks, number) in enumerate(some):
+                    place = _HEAD.size + i * tables.CLASS.itemsize
+                    tables.CLASS_FIELDS.pack_into(made, place, *fields, chunks, first, 0)
+                    first += chunks * number
+                _HEAD.pack_into(made, 0, len(some), first, *shifts)
+                yield Part(word, first, bytes(made))
+
+    def _pieces(self, shift: int, c: int, record: int, skip: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Bytes [skip, skip + size) of one record."""
+        order = self.order
+        begin, end = int(order.first[c]), int(order.first[c + 1])
+        which = int(order.ops[begin]["map"])
+        item, row, rows = order.runs(which)
+        run = int(np.searchsorted(order.rows_end[which], record, "right"))
+        row_ = int(row[run]) + record - (int(order.rows_end[which][run]) - int(rows[run]))
+        there = shift + int(order.start[c]) + record * int(order.width[c])
+        for k in range(begin, end):
+            op, place = order.ops[k], int(self._place[k])
+            side: dict[str, int] = {n: int(op[f"{self._side}_{n}"]) for n in _FIELDS}
+            here = self._addresses[side["region"]] + side["offset"]
+            here += int(item[run]) * side["item_stride"] + row_ * side["row_stride"]
+            unit, lanes = int(op["lane_bytes"]), int(op["lanes"])
+            stride = side["lane_stride"]
+            if lanes == 1 or stride == unit:
+                unit, lanes = unit * lanes, 1
+            for lane in range(lanes):
+                lo, hi = max(skip, place + lane * unit), min(skip + size, place + (lane + 1) * unit)
+                if lo < hi:
+                    own, at = here + lane * stride + lo - place - lane * unit, there + lo
+                    yield (own, at, hi - lo) if self._side == "source" else (at, own, hi - lo)
+
+
+_FIELDS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
+
+
+def _up(n: int) -> int:
+    return -(-n // 256) * 256
+
+
+def _flat(m: RowMap, stream: Literal["source", "sink"]) -> RowMap:
+    """The same rows on one side, those of the stream on the other."""
+    made: dict[str, Any] = {f"{stream}_item": np.zeros_like(m.rows), f"{stream}_row": np.cumsum(m.rows) - m.rows}
+    return attrs.evolve(m, **made)

@@ -1,0 +1,135 @@
+"""The packed stream by the copy kernel's own source, compiled for the host, against the numpy packer: byte for byte."""
+
+import ctypes
+import random
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvproto.errors import LocalError
+from kvproto.execute import execute
+from kvproto.program import CopyProgram
+from kvproto.transport.cuda.stream import StreamTable
+from kvproto.transport.packed import PackedStream
+from kvproto.wire.enums import ErrorCode
+from tests.plan.programs import random_pairs
+from tests.transport.test_cuda_kernel import Kernels, kernels, plain, small_blocks
+from tests.transport.test_packed import chunks
+
+__all__ = ["kernels", "small_blocks"]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Emulated:
+    """A stream as the device runs it: its image and rows in host memory, each launch by the compiled kernel."""
+
+    def __init__(
+        self, kernels: Kernels, program: CopyProgram, side: Literal["source", "sink"], regions: dict[int, Bytes], blocks: int
+    ) -> None:
+        self.kernels, self.blocks = kernels, blocks
+        self.table = StreamTable(
+            program, side, {i: a.ctypes.data for i, a in regions.items()}, {i: a.size for i, a in regions.items()}
+        )
+        most, rows = self.table.sizes
+        self.image, self.rows = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
+        image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (self.image, self.rows))
+        start = image_at - self.image.ctypes.data
+        assert self.table.write(self.image[start : start + most], image_at, rows_at) <= most
+        if self.table.n_maps:
+            kernels[16].run_expand(ctypes.c_void_p(image_at), self.table.n_maps, 2)
+        assert (self.rows[rows_at - self.rows.ctypes.data + rows :] == 0xEE).all()
+
+    def run(self, offset: int, slot: Bytes) -> None:
+        made = self.table.chunk(offset, slot.size, slot.ctypes.data)
+        for source, sink, length in made.pieces:
+            ctypes.memmove(sink, source, length)
+        for part in made.parts:
+            room = np.frombuffer(part.parameters, np.uint8).copy()
+            self.kernels[part.word].run_part(ctypes.c_void_p(room.ctypes.data), self.blocks)
+
+
+def slot(length: int, misaligned: int) -> tuple[Bytes, Bytes]:
+    """Memory as long as a chunk, between bytes that must stay."""
+    room = np.full(length + 96, 0xEE, np.uint8)
+    at = -room.ctypes.data % 16 + 16 + misaligned
+    return room, room[at : at + length]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 5), misaligned=st.sampled_from([0, 0, 4, 1]))
+def test_any_program_cut_anywhere(kernels: Kernels, seed: int, blocks: int, misaligned: int) -> None:
+    rng, dice = random.Random(seed), np.random.default_rng(seed)
+    for program, from_lengths, to_lengths in random_pairs(rng):
+        here = {r: dice.integers(0, 256, n, np.uint8) for r, n in from_lengths.items()}
+        there = {r: dice.integers(0, 256, n, np.uint8) for r, n in to_lengths.items()}
+        wanted = {r: a.copy() for r, a in there.items()}
+        execute(program, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
+        by_hand = PackedStream(program, "source", {r: memoryview(a) for r, a in here.items()})
+        out, into = Emulated(kernels, program, "source", here, blocks), Emulated(kernels, program, "sink", there, blocks)
+        assert out.table.order.length == into.table.order.length == by_hand.length
+        stream = np.zeros(by_hand.length, np.uint8)
+        by_hand.pack(0, stream)
+        for a, b in chunks(rng, by_hand.length, rng.choice([1, 6, 40])):
+            room, data = slot(b - a, misaligned)
+            out.run(a, data)
+            assert np.array_equal(data, stream[a:b])
+            assert (room != 0xEE).sum() <= b - a
+            into.run(a, data)
+        assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), most=st.integers(1, 700))
+def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) -> None:
+    rng = random.Random(seed)
+    for program, lengths, _ in random_pairs(rng):
+        made = StreamTable(program, "source", dict.fromkeys(lengths, 1 << 20), lengths)
+        order = made.order
+        ends = {0}
+        for start, end, width in zip(order.start.tolist(), order.end.tolist(), order.width.tolist(), strict=True):
+            ends |= set(range(start, end + 1, width))
+        at = 0
+        while at < order.length:
+            size = made.cut(at, min(most, order.length - at))
+            assert 0 < size <= most
+            assert at + size in ends or not any(at < e <= at + size for e in ends)
+            at += size
+        assert at == order.length
+
+
+def test_wide_words_where_the_chunk_begins_with_a_record() -> None:
+    program, here, _, _ = plain(rows=5, width=96)
+    made = StreamTable(program, "source", {0: here.ctypes.data}, {0: here.size})
+    assert [p.word for p in made.chunk(96, 192, 1 << 16).parts] == [16]
+    assert not made.chunk(96, 192, 1 << 16).pieces
+    assert [p.word for p in made.chunk(96, 192, (1 << 16) + 4).parts] == [4]
+    assert made.chunk(97, 95, 1 << 16).pieces
+    assert not made.chunk(97, 95, 1 << 16).parts
+
+
+def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.transport.cuda.table.MOST", 24)
+    program, here, _, _ = plain(rows=90, width=96)
+    made = Emulated(kernels, program, "source", {0: here}, 3)
+    stream = np.zeros(made.table.order.length, np.uint8)
+    made.run(0, stream)
+    assert len(made.table.chunk(0, stream.size, stream.ctypes.data).parts) == 3  # 23 classes of 4 rows
+    by_hand = np.zeros_like(stream)
+    PackedStream(program, "source", {0: memoryview(here)}).pack(0, by_hand)
+    assert np.array_equal(stream, by_hand)
+
+
+def test_what_is_beyond_the_stream_is_refused() -> None:
+    program, here, _, _ = plain(rows=5, width=96)
+    regions = {0: here}
+    made = StreamTable(program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()})
+    for offset, length in ((-1, 4), (0, made.order.length + 1), (made.order.length, 1)):
+        with pytest.raises(LocalError) as caught:
+            made.chunk(offset, length, 1 << 20)
+        assert caught.value.code == ErrorCode.OUT_OF_RANGE
+    with pytest.raises(LocalError) as caught:
+        StreamTable(program, "source", dict.fromkeys(regions, 1 << 20), {r: a.size - 1 for r, a in regions.items()})
+    assert caught.value.code == ErrorCode.OUT_OF_REGION
