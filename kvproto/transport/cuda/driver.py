@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
@@ -12,7 +10,7 @@ from cuda.core import Device
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["call", "current", "driver", "enable_peer", "ordinal_of", "pid_namespace", "start_time", "uuid"]
+__all__ = ["call", "current", "driver", "enable_peer", "ordinal_of", "uuid"]
 
 
 def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
@@ -66,18 +64,3 @@ def enable_peer(device: int, owner: int) -> bool:
         call((code,), "peer access")
     _peers.add((device, owner))
     return True
-
-
-def pid_namespace() -> int:
-    """Names the PID namespace: legacy handles open only within one."""
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def start_time(pid: int) -> int | None:
-    """When the process began, in ticks since boot; None where it has ended. With the pid it names one process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

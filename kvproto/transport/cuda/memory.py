@@ -18,18 +18,9 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda.driver import (
-    call,
-    current,
-    driver,
-    enable_peer,
-    ordinal_of,
-    pid_namespace,
-    start_time,
-    uuid,
-)
+from kvproto.transport.cuda.driver import call, current, driver, enable_peer, ordinal_of, uuid
 from kvproto.transport.cuda.virtual import MOST_PIECES, Piece, VirtualMap, piece_at, share, unshare
-from kvproto.transport.shm import boot_id
+from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
