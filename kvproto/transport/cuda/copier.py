@@ -24,7 +24,7 @@ from cuda.core import (
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.driver import call, current, driver, is_done
 from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Copier", "Copy", "Job", "Prepared"]
@@ -105,19 +105,16 @@ class Copy:
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises LocalError(TRANSPORT_FAILED) after a device fault."""
-        return bool(self.event.is_done)
+        """Whether every byte is at its destination; raises DeviceFault, whoever caused it."""
+        return is_done(self.event.handle)
 
     def stop(self) -> Proof | None:
-        """A launch cannot be stopped: PROVEN when it is done, UNPROVABLE after a device fault."""
-        try:
-            return Proof.PROVEN if self.done else None
-        except LocalError:
-            return Proof.UNPROVABLE
+        """A launch cannot be stopped: PROVEN when it is done; raises DeviceFault: the end of this process is proof."""
+        return Proof.PROVEN if self.done else None
 
     def wait(self) -> None:
-        """Block until done."""
-        self.event.sync()
+        """Block until done; raises DeviceFault."""
+        call(driver.cuEventSynchronize(self.event.handle), "copy")
 
 
 class Copier:
@@ -217,7 +214,7 @@ class Copier:
             return {}
         call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
         self._run(16, "checksum", (self.blocks, operations), memory.address)
-        self.stream.sync()
+        call(driver.cuStreamSynchronize(self.stream.handle), "checksum")
         totals = np.empty(len(groups), np.uint64)
         call(driver.cuMemcpyDtoH(totals.ctypes.data, memory.address + size - totals.nbytes, totals.nbytes), "download")
         return dict(zip(groups, totals.tolist(), strict=True))
@@ -226,7 +223,7 @@ class Copier:
         """The next slot of the ring, once its launch is over, as large as is needed."""
         at = self._next
         slot = self._slots[at]
-        if slot is not None and not slot.event.is_done:
+        if slot is not None and not is_done(slot.event.handle):
             raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
         if slot is None or slot.view.size < image or slot.rows.size < rows:
             size = 1 << max(image - 1, 4095).bit_length()

@@ -18,7 +18,7 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda.driver import call, current, driver, enable_peer, ordinal_of, uuid
+from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
 from kvproto.transport.cuda.virtual import MOST_PIECES, Piece, VirtualMap, piece_at, share, unshare
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
@@ -52,6 +52,8 @@ def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
     """A number that the driver knows of an address; 0 where it knows none."""
     value = ctypes.c_uint64()
     known = _plain().cuPointerGetAttribute(ctypes.byref(value), attribute.value, ctypes.c_uint64(address))
+    if known in FAULTS:  # freed memory is another matter
+        call((driver.CUresult(known),), "pointer attribute")
     return value.value if known == 0 else 0
 
 

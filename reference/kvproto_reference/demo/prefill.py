@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvproto.errors import KvprotoError, LocalError
+from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.geometry import validate
 from kvproto.net import Listener
 from kvproto.net.sockets import wait
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse("prefill", argv)
         return launch(_run, options, options.tp, options.folder)
-    except (EngineError, KvprotoError) as error:
+    except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
