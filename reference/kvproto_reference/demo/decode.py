@@ -13,7 +13,6 @@ from kvproto.grants import items_needed
 from kvproto.net import Dialer
 from kvproto.net.sockets import wait
 from kvproto.node import SinkNode
-from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Lost, Proven, Ready, SessionClosed, SessionRefused, Troubled
@@ -61,7 +60,7 @@ class DecodeRank:
             options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
         )
         self._device = options.device(tp.rank)
-        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages}, self._device)
+        pool = options.allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
         target, draft = (
             ModelRunner(
                 checkpoint.load(folder, tp, dtype=config.dtype, device=device_of(self._device)),
