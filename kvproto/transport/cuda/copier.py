@@ -24,7 +24,7 @@ from cuda.core import (
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import call, current, driver, is_done
+from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
 from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Copier", "Copy", "Job", "Prepared"]
@@ -143,6 +143,12 @@ class Copier:
 
     def _kernels(self, word: int) -> tuple[Kernel, ...]:
         return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
+
+    def check(self) -> None:
+        """Raise DeviceFault where the context is lost: then what else the driver says of memory means nothing."""
+        code = driver.cuStreamQuery(self.stream.handle)[0]
+        if code.value in FAULTS:
+            call((code,), "stream")
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
