@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvproto.node.sink
-from kvproto.errors import LocalError
+from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
@@ -209,6 +209,45 @@ def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatc
         decode.node.transfer(ticket(), CONTENT, 0, TOKENS, dict.fromkeys((0, 1), PAGES))
     assert (caught.value.code, caught.value.path) == (ErrorCode.BUSY, "quarantine[target]")
     assert not [e for e in decode.node.poll() if isinstance(e, Proven)]
+
+
+@attrs.frozen
+class Broken:
+    """A copy whose GPU has lost its context."""
+
+    bytes = 0
+
+    @property
+    def done(self) -> bool:
+        raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", "copy", "CUDA_ERROR_ILLEGAL_ADDRESS", ""))
+
+    def stop(self) -> Proof | None:
+        return Proof.PROVEN
+
+
+class BrokenMover(HostMover):
+    def start(self, moves: Sequence[Move]) -> Any:
+        return Broken()
+
+
+def test_a_device_fault_is_no_refusal(world: World) -> None:
+    """It leaves `poll`, again and again, and says nothing to peers: the end of the process is what they hear."""
+    pool, made = allocate(geometry(1), 0, ITEMS), ticket()
+    address = private_address(world.folder, "kv")
+    party = Party("p", 0, 0, secrets.randbits(60))
+    source = SourceNode(party, geometry(1), pool, Listener(address), {0: address}, movers=[BrokenMover()])
+    world.stack.callback(source.close, "over")
+    decode = world.decode(address, allocate(geometry(1), 0, ITEMS))
+    decode.until(lambda: (source.poll(), decode.node.endpoint.ready)[1])
+    source.expect(made, CONTENT)
+    items = {g: [1, 2, 3] for g in (0, 1)}
+    source.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
+    decode.ask(made)
+    with pytest.raises(DeviceFault):
+        decode.until(lambda: source.poll() and None)
+    with pytest.raises(DeviceFault):
+        source.poll()
+    assert not [e for e in decode.node.poll() if isinstance(e, Lost)]
 
 
 def later(seconds: float) -> Any:
