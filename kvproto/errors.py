@@ -30,6 +30,17 @@ class LocalError(KvprotoError):
     """Our own caller asked for something that cannot be."""
 
 
+class DeviceFault(RuntimeError):
+    """A GPU's context is lost: each call fails from now on, so this process has to end, and that is its peers' proof.
+
+    No KvprotoError, so that nothing takes it for a refusal and goes on; `error` says it in the same words.
+    """
+
+    def __init__(self, error: LocalError) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
 class WireError(RemoteError):
     """Bytes or fields that the spec refuses."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.grants import items_needed
 from kvproto.lowering import lower
@@ -17,15 +17,20 @@ from kvproto.node.pool import Pool, pack
 from kvproto.node.pulling import Puller
 from kvproto.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
-from kvproto.session.events import Arrived, Event, Lost, Offered, RegisterAsked, SessionRefused
+from kvproto.session.events import Arrived, Event, Lost, Offered, Proven, RegisterAsked, SessionRefused
 from kvproto.transport import mover_of
 from kvproto.transport.base import Mover
 from kvproto.transport.nixl_mover import NixlMover
+from kvproto.transport.process import Watch
 from kvproto.transport.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
 from kvproto.wire.messages import Columns, Done, Grants, Handle, Region, Ticket
 
 __all__ = ["Received", "SinkNode"]
+
+
+QUARANTINE = 0.5
+"""Share of a pool that may wait for proof."""
 
 
 @attrs.frozen
@@ -56,10 +61,12 @@ class SinkNode:
         verify: bool = True,
         movers: Sequence[Mover] = (),
         pull: bool = False,
+        quarantine: float = QUARANTINE,
     ) -> None:
         """`movers` are offered in order of preference; without any, the one of the pool's memory is.
 
-        With `pull` this side reads, where the source offers that too (feature PULL).
+        With `pull` this side reads, where the source offers that too (feature PULL). With more than the share
+        `quarantine` of a group's items without proof, `transfer` refuses.
         """
         self.movers = tuple(movers) or (mover_of(pool.memory),)
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
@@ -71,6 +78,11 @@ class SinkNode:
             party, geometry, (pool.memory.region,), columns, features, seed, self._registration
         )
         self._grants: dict[int, dict[int, Grants]] = {}
+        self._unproven: dict[int, dict[int, int]] = {}
+        """Items in quarantine, by transfer and group."""
+        self._most = quarantine
+        self._watches: dict[int, Watch | None] = {}
+        """Of the writers' processes, by session; None: its end cannot be seen from here."""
         self._failed: list[Event] = []
         self._receivers: dict[int, StagedReceiver] = {}
         """The latest of each source rank."""
@@ -116,7 +128,11 @@ class SinkNode:
             return Runs(0, 0)
 
     def transfer(self, ticket: Ticket, content: bytes, first: int, tokens: int, items: dict[int, list[int]]) -> int:
-        """Ask for tokens [first, tokens); `items` by group id, from the one that holds the first owned row."""
+        """Ask for tokens [first, tokens); `items` by group id, from the one that holds the first owned row.
+
+        Raises BUSY where too many items are in quarantine.
+        """
+        self._check_quarantine()
         grants = {}
         for group in self.endpoint.geometry.groups:
             real = group.kind != ItemKind.HANDOFF
@@ -141,8 +157,14 @@ class SinkNode:
         """Receive and answer; returns what the engine should know."""
         now = time.monotonic()
         self._flush()
-        for address, frame in self._dialer.receive():
+        dead = self._dead()
+        for address, frame in self._dialer.receive():  # what they said last is heard before they are given up
             self.endpoint.receive(address, frame, now)
+        for session in dead:
+            self.endpoint.died(session, now)
+        for session, process in self.endpoint.writers().items():
+            if session not in self._watches:
+                self._watches[session] = Watch.of(process)
         self.endpoint.on_time(now)
         self._flush()
         told: list[Event | Received] = [*self._failed]
@@ -158,11 +180,47 @@ class SinkNode:
                     self._puller.offered(event, windows(self._grants[event.transfer].values()))
                 else:
                     if isinstance(event, Lost):
-                        self._grants.pop(event.transfer, None)
+                        grants = self._grants.pop(event.transfer, {})
+                        if event.proof != Proof.PROVEN:
+                            self._unproven[event.transfer] = {
+                                g: 0 if some.items is None else len(some.items) for g, some in grants.items()
+                            }
+                    elif isinstance(event, Proven):
+                        self._unproven.pop(event.transfer, None)
                     told.append(event)
             more = self._puller.advance()
         self._flush()
         return told
+
+    def _dead(self) -> list[int]:
+        """Sessions whose writer has ended."""
+        found = [session for session, watch in self._watches.items() if watch is not None and watch.ended]
+        for session in found:
+            self._watches[session] = None
+        return found
+
+    @property
+    def quarantined(self) -> dict[int, int]:
+        """Items by group id that may still be written: nothing proves that they are not. Poll on until there are none.
+
+        They come back with Proven, once their writers have ended; to replace this node by one for the source's next
+        incarnation, keep this one until then.
+        """
+        total: dict[int, int] = {}
+        for items in self._unproven.values():
+            for group, count in items.items():
+                total[group] = total.get(group, 0) + count
+        return {group: count for group, count in total.items() if count}
+
+    def _check_quarantine(self) -> None:
+        for group, count in self.quarantined.items():
+            whole = self.pool.side.columns[group].items
+            if count > self._most * whole:
+                raise LocalError(
+                    ErrorCode.BUSY, f"quarantine[{self.pool.side.group(group).name}]",
+                    f"at most {self._most:.0%} of {whole} items", str(count),
+                    "end the engines that may still write them, or start this one anew",
+                )  # fmt: skip
 
     @property
     def busy(self) -> bool:
@@ -259,6 +317,9 @@ class SinkNode:
         self._puller.close()
         self.endpoint.goodbye(reason)
         self._flush()
+        for watch in self._watches.values():
+            if watch is not None:
+                watch.close()
         self._dialer.close()
         for mover in self.movers:
             mover.close()

@@ -25,6 +25,7 @@ from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
+from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
 from kvproto.wire.messages import Checksum, Grants, HandOff, Ticket
 
@@ -157,7 +158,7 @@ class SourceNode:
         self._offers: list[tuple[Serve, CopyProgram, float]] = []
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
-        self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1)
+        self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1, this_process())
         self._part = part
         self._late: dict[bytes, Expired | Released] = {}
         """Over while a copy still reads their items."""

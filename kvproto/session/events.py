@@ -17,6 +17,7 @@ __all__ = [
     "Lost",
     "Offered",
     "Planned",
+    "Proven",
     "Ready",
     "RegisterAsked",
     "Released",
@@ -107,11 +108,18 @@ class Arrived:
 
 @attrs.frozen
 class Lost:
-    """Sink: the transfer failed; items are free only if `proof` is PROVEN."""
+    """Sink: the transfer failed; items are free only if `proof` is PROVEN, else once Proven tells of the transfer."""
 
     transfer: int
     error: KvprotoError
     proof: Proof
+
+
+@attrs.frozen
+class Proven:
+    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: its writers are dead."""
+
+    transfer: int
 
 
 @attrs.frozen
@@ -151,6 +159,7 @@ Event = (
     | Offered
     | Arrived
     | Lost
+    | Proven
     | SessionRefused
     | SessionClosed
     | Troubled

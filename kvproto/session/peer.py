@@ -124,6 +124,10 @@ class Peer:
                 self.outbox.append(pending.frame)
         return names
 
+    def hush(self) -> None:
+        """Ask nothing again: nobody is there."""
+        self._pending.clear()
+
     def step(self, event: str) -> None:
         """Move the session."""
         self.state = next_session(self.state, event)

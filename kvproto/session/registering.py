@@ -6,10 +6,13 @@ from kvproto.errors import RemoteError
 from kvproto.geometry import Geometry
 from kvproto.grants import check_columns
 from kvproto.plan import Plan
-from kvproto.wire.enums import Access, ErrorCode
+from kvproto.wire.enums import Access, ErrorCode, Transport
 from kvproto.wire.messages import Register, Registered
 
-__all__ = ["agrees", "check_register"]
+__all__ = ["DYING", "agrees", "check_register"]
+
+DYING = (Transport.SHM, Transport.CUDA)
+"""Transports whose writes end with the writer's process."""
 
 
 def check_register(

@@ -15,7 +15,7 @@ from kvproto.session.events import Planned, RegisterAsked, SessionClosed, Sessio
 from kvproto.session.leases import Lease
 from kvproto.session.negotiation import Terms, check_welcome, greased
 from kvproto.session.peer import Attempt, Party, Peer, refusal, refused
-from kvproto.session.registering import agrees, check_register
+from kvproto.session.registering import DYING, agrees, check_register
 from kvproto.session.staging import Slots
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Role, Transport
@@ -36,6 +36,7 @@ from kvproto.wire.messages import (
     Hello,
     Limits,
     Offer,
+    Process,
     Pulled,
     Refused,
     Region,
@@ -78,6 +79,10 @@ class SinkSession(Peer):
         self.done: dict[tuple[int, int], Done] = {}
         self.failures: dict[tuple[int, int], KvprotoError] = {}
         self.proofs: dict[tuple[int, int], Proof] = {}
+        self.process: Process | None = None
+        """That writes, where its end is proof (KVP-REG-DEATH)."""
+        self.dead = False
+        """Whether it has ended."""
         self.readable = False
         """Whether the source's memory is mapped here."""
         self.source_columns: dict[int, Columns] = {}
@@ -178,6 +183,7 @@ class SinkSession(Peer):
                 except RemoteError as error:
                     self._give_up(error)
                 else:
+                    self.process = message.process if message.transport in DYING and not self.pulls else None
                     self._took(message.transport)
 
     def _took(self, transport: int) -> None:
@@ -270,7 +276,7 @@ class SinkSession(Peer):
         """Whether no write of the transfer can arrive any more: only this side writes what it pulls or unpacks."""
         if self.pulls:
             return key not in self._unproven
-        return self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN
+        return self.dead or self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN
 
     def settled(self, key: tuple[int, int]) -> bool:
         """Whether it is over and the endpoint has taken its outcome."""

@@ -11,20 +11,34 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, WireError
 from kvproto.geometry import Geometry, encode_geometry, validate
 from kvproto.plan import Plan
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Arrived, Lost, Offered, Planned, Ready, SessionClosed, SessionRefused, Troubled
+from kvproto.session.events import (
+    Arrived,
+    Lost,
+    Offered,
+    Planned,
+    Proven,
+    Ready,
+    SessionClosed,
+    SessionRefused,
+    Troubled,
+)
 from kvproto.session.peer import PATIENCE, Party, refusal
 from kvproto.session.sink import SinkSession
 from kvproto.session.staging import Slots
 from kvproto.session.table import SessionState
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Chunk, Columns, Done, Error, Grants, Offer, Region, Released
+from kvproto.wire.messages import Chunk, Columns, Done, Error, Grants, Offer, Process, Region, Released
 
 __all__ = ["SinkEndpoint"]
 
 
 _PARTS = (Chunk, Offer, Released, Done)
 """What a transfer does not survive where it is refused; Done where the sink should have been offered something."""
+
+
+_OURS = 0
+"""No session has that number."""
 
 
 @attrs.define
@@ -57,6 +71,11 @@ class SinkEndpoint(Endpoint):
         self._sessions: dict[str, SinkSession] = {}
         self._ranks: dict[int, str] = {}
         self._wants: dict[int, _Want] = {}
+        self._unproven: dict[int, set[int]] = {}
+        """Transfers that were Lost as UNPROVABLE, and the sessions that no proof has come from.
+
+        _OURS: copies of this side, which no death of a peer proves.
+        """
         self._next = 1
 
     def dial(self, now: float) -> None:
@@ -205,6 +224,24 @@ class SinkEndpoint(Endpoint):
                     error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
                     self._fail(want, error, now)
 
+    def writers(self) -> dict[int, Process]:
+        """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
+        return {s.session: s.process for s in self._sessions.values() if s.process is not None and not s.dead}
+
+    def died(self, number: int, now: float) -> None:
+        """The writer of this session has ended: nothing of it is awaited, and no write of it can arrive any more."""
+        session = self._numbered(number)
+        session.dead = True
+        session.hush()
+        if session.state != SessionState.CLOSED:
+            self._gone(session, "its process has ended", now)
+        self._after(now)
+        for transfer, sessions in list(self._unproven.items()):
+            sessions.discard(number)
+            if not sessions:
+                del self._unproven[transfer]
+                self._events.append(Proven(transfer))
+
     def _session(self, rank: int) -> SinkSession:
         return self._sessions[self._ranks[rank]]
 
@@ -309,8 +346,11 @@ class SinkEndpoint(Endpoint):
             self._events.append(Arrived(number, done, now - want.started))
             self._settle(want)
             return
-        drained = [self._session(r).proven(k) for r, k in want.parts.items()]
-        self._events.append(Lost(number, want.error, Proof.PROVEN if all(drained) else Proof.UNPROVABLE))
+        sessions = [self._session(r) for r, k in want.parts.items() if not self._session(r).proven(k)]
+        unproven = {_OURS if s.pulls else s.session for s in sessions}
+        if unproven:
+            self._unproven[number] = unproven
+        self._events.append(Lost(number, want.error, Proof.UNPROVABLE if unproven else Proof.PROVEN))
         self._settle(want)
 
     def _over(self, rank: int, key: tuple[int, int]) -> bool:

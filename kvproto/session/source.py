@@ -13,7 +13,7 @@ from kvproto.grants import check_grants
 from kvproto.plan import Plan, differences, plan
 from kvproto.session.events import Fetched, Planned, RegisterAsked, SessionClosed, SessionRefused
 from kvproto.session.peer import PATIENCE, Attempt, Party, Peer, refusal, refused
-from kvproto.session.registering import agrees, check_register
+from kvproto.session.registering import DYING, agrees, check_register
 from kvproto.session.staging import Granted, Piece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Outcome, Proof, RequestState, Transport
@@ -33,6 +33,7 @@ from kvproto.wire.messages import (
     Grants,
     HandOff,
     Offer,
+    Process,
     Pulled,
     Refused,
     Region,
@@ -70,10 +71,10 @@ class SourceSession(Peer):
 
     def __init__(
         self, me: Party, peer: Party, session: int, greeting: int, geometry: Geometry, encoded: bytes,
-        features: tuple[int, ...],
+        features: tuple[int, ...], process: Process | None = None,
     ) -> None:  # fmt: skip
         super().__init__(me)
-        self.features = features
+        self.features, self._process = features, process
         self.peer, self.session, self.greeting = peer, session, greeting
         self.geometry, self._encoded = geometry, encoded
         self.sink: Geometry | None = None
@@ -198,7 +199,7 @@ class SourceSession(Peer):
         self.reply(
             Registered(
                 session=self.session, request=asked.request, epoch=asked.epoch, transport=transport, routes=routes,
-                plan=self.plan.digest,
+                plan=self.plan.digest, process=self._process if transport in DYING and not self.pulls else None,
             ),
             asked.request,
         )  # fmt: skip

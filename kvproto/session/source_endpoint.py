@@ -19,7 +19,19 @@ from kvproto.session.staging import Piece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
-from kvproto.wire.messages import Checksum, Error, Grants, HandOff, Hello, Refused, Ticket, Transfer, Version, Welcome
+from kvproto.wire.messages import (
+    Checksum,
+    Error,
+    Grants,
+    HandOff,
+    Hello,
+    Process,
+    Refused,
+    Ticket,
+    Transfer,
+    Version,
+    Welcome,
+)
 from kvproto.wire.messages import Endpoint as Address
 
 __all__ = ["SourceEndpoint"]
@@ -56,7 +68,9 @@ class SourceEndpoint(Endpoint):
         endpoints: dict[int, str],
         features: tuple[Feature, ...],
         first_session: int,
+        process: Process | None = None,
     ) -> None:
+        """`process` is the one that will write."""
         super().__init__()
         validate(geometry)
         self.me, self.geometry = me, geometry
@@ -65,7 +79,7 @@ class SourceEndpoint(Endpoint):
         self.sessions: dict[int, SourceSession] = {}
         self._of: dict[int, Hashable] = {}
         self._claims: dict[bytes, _Claim] = {}
-        self._next_session = first_session
+        self._next_session, self._process = first_session, process
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame; whatever it holds, no other session is touched."""
@@ -108,7 +122,7 @@ class SourceEndpoint(Endpoint):
         if number is None:
             number, self._next_session = self._next_session, self._next_session + 1
             self.sessions[number] = SourceSession(
-                self.me, peer, number, hello.request, self.geometry, self._encoded, chosen.features
+                self.me, peer, number, hello.request, self.geometry, self._encoded, chosen.features, self._process
             )
             self._of[number] = conn
         welcome = Welcome(

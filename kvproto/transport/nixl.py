@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.shm import boot_id
+from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 

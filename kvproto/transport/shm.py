@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import weakref
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,17 +23,13 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.execute import checksums, execute
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
+from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["HostCopy", "HostMover", "Mapping", "SharedMemory", "boot_id", "connect"]
+__all__ = ["HostCopy", "HostMover", "Mapping", "SharedMemory", "connect"]
 
 _NAME = "kvproto-"
-
-
-def boot_id() -> bytes:
-    """Names the host and its run."""
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
 class SharedMemory:

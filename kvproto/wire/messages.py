@@ -193,6 +193,20 @@ class Handle:
 
 
 @attrs.frozen(kw_only=True)
+class Process:
+    """One process of one host, for peers of that host."""
+
+    boot: bytes
+    """Boot id of the host. [byte] Since 1.0."""
+    namespace: int
+    """PID namespace (inode of /proc/self/ns/pid). Since 1.0."""
+    pid: int
+    """PID. Since 1.0."""
+    start: int
+    """When it began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
 class Columns:
     """Where the layers and parts of a group lie: one entry for each owned layer, then part."""
 
@@ -508,6 +522,8 @@ class Registered:
     """Routes as the receiver computed them. Since 1.0."""
     plan: bytes
     """Digest of the plan as the receiver computed it. [byte] Since 1.0."""
+    process: "Process | None" = attrs.field(default=None)
+    """Process that maps the memory, where its end is proof that it writes no more. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

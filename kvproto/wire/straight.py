@@ -959,6 +959,80 @@ def _e_Handle(o: Any, out: list[Any]) -> None:
     write_bin(f2, 0, 8388608, out)
 
 
+Process = messages.Process
+_Process_boot = setter(Process, "boot")
+_Process_namespace = setter(Process, "namespace")
+_Process_pid = setter(Process, "pid")
+_Process_start = setter(Process, "start")
+
+
+def _d_Process(b: Any, p: int) -> tuple[Process, int]:
+    if b[p] != 132:
+        raise Doubt
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 16:
+        raise Doubt
+    p = p + 1 + 18
+    f1 = bytes(b[p - 16 : p])
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        if f2 == 207:
+            (f2,) = u64(b, p)
+            if f2 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f2, p = read_uint(b, f2, p)
+    if b[p] != 3:
+        raise Doubt
+    f3 = b[p + 1]
+    p += 2
+    if f3 > 127:
+        f3, p = read_uint(b, f3, p)
+    if f3 < 1:
+        raise Doubt
+    if f3 > 4294967295:
+        raise Doubt
+    if b[p] != 4:
+        raise Doubt
+    f4 = b[p + 1]
+    p += 2
+    if f4 > 127:
+        if f4 == 207:
+            (f4,) = u64(b, p)
+            if f4 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f4, p = read_uint(b, f4, p)
+    o = new(Process)
+    _Process_boot(o, f1); _Process_namespace(o, f2); _Process_pid(o, f3); _Process_start(o, f4)
+    return o, p
+
+
+def _e_Process(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Process:
+        raise Doubt
+    f1 = o.boot
+    f2 = o.namespace
+    f3 = o.pid
+    f4 = o.start
+    if f1.__class__ is not bytes or len(f1) != 16:
+        raise Doubt
+    if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
+        raise Doubt
+    if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
+        raise Doubt
+    if f4.__class__ is not int or not 0 <= f4 <= 18446744073709551615:
+        raise Doubt
+    out += (b'\x84\x01', b'\xc4\x10', f1, b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
+
+
 Columns = messages.Columns
 _Columns_group = setter(Columns, "group")
 _Columns_items = setter(Columns, "items")
@@ -2434,11 +2508,14 @@ _Registered_epoch = setter(Registered, "epoch")
 _Registered_transport = setter(Registered, "transport")
 _Registered_routes = setter(Registered, "routes")
 _Registered_plan = setter(Registered, "plan")
+_Registered_process = setter(Registered, "process")
 
 
 def _d_Registered(b: Any, p: int) -> tuple[Registered, int]:
-    if b[p] != 134:
+    left = b[p]
+    if not 134 <= left <= 135:
         raise Doubt
+    left -= 134
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -2497,10 +2574,17 @@ def _d_Registered(b: Any, p: int) -> tuple[Registered, int]:
         raise Doubt
     p = p + 1 + 34
     f6 = bytes(b[p - 32 : p])
+    if left and b[p] == 7:
+        left -= 1
+        f7, p = _d_Process(b, p + 1)
+    else:
+        f7 = None
+    if left:
+        raise Doubt
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
     o = new(Registered)
-    _Registered_session(o, f1); _Registered_request(o, f2); _Registered_epoch(o, f3); _Registered_transport(o, f4); _Registered_routes(o, f5); _Registered_plan(o, f6)
+    _Registered_session(o, f1); _Registered_request(o, f2); _Registered_epoch(o, f3); _Registered_transport(o, f4); _Registered_routes(o, f5); _Registered_plan(o, f6); _Registered_process(o, f7)
     return o, p
 
 
@@ -2513,8 +2597,10 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
     f4 = o.transport
     f5 = o.routes
     f6 = o.plan
+    f7 = o.process
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
+    out.append(BYTE_OF[135 - (f7 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
@@ -2523,7 +2609,7 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f4.__class__ is not enums.Transport and f4.__class__ is not int or not 0 <= f4 <= 65535:
         raise Doubt
-    out += (b'\x86\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
     if f5.__class__ is not tuple:
         raise Doubt
     out.append(write_count(len(f5), 0, 65536))
@@ -2532,6 +2618,9 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
     if f6.__class__ is not bytes or len(f6) != 32:
         raise Doubt
     out += (b'\x06', b'\xc4 ', f6,)
+    if f7 is not None:
+        out.append(b'\x07')
+        _e_Process(f7, out)
 
 
 Unregister = messages.Unregister
@@ -4615,6 +4704,7 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "LaneSpan": _d_LaneSpan,
     "Region": _d_Region,
     "Handle": _d_Handle,
+    "Process": _d_Process,
     "Columns": _d_Columns,
     "RouteRef": _d_RouteRef,
     "Grants": _d_Grants,
@@ -4667,6 +4757,7 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     LaneSpan: _e_LaneSpan,
     Region: _e_Region,
     Handle: _e_Handle,
+    Process: _e_Process,
     Columns: _e_Columns,
     RouteRef: _e_RouteRef,
     Grants: _e_Grants,

@@ -109,6 +109,12 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (1, "transport", "enum:Transport", True, None, None, None),
         (2, "data", "bytes", True, None, None, None),
     ),
+    "Process": (
+        (1, "boot", "bytes", True, None, None, 16),
+        (2, "namespace", "u64", True, None, None, None),
+        (3, "pid", "u32", True, 1, None, None),
+        (4, "start", "u64", True, None, None, None),
+    ),
     "Columns": (
         (1, "group", "u32", True, None, None, None),
         (2, "items", "u32", True, 1, None, None),
@@ -238,6 +244,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (4, "transport", "enum:Transport", True, None, None, None),
         (5, "routes", "list<struct:RouteRef>", True, None, None, None),
         (6, "plan", "bytes", True, None, None, 32),
+        (7, "process", "struct:Process", False, None, None, None),
     ),
     "Unregister": (
         (1, "session", "u64", True, None, None, None),
@@ -475,6 +482,7 @@ UNITS: dict[str, dict[str, str]] = {
     "LaneSpan": {"lo": "lane", "hi": "lane"},
     "Region": {"base": "byte", "length": "byte", "boot": "byte"},
     "Handle": {"data": "byte"},
+    "Process": {"boot": "byte"},
     "Columns": {"items": "item", "offset": "byte", "item_stride": "byte", "row_stride": "byte", "lane_stride": "byte"},
     "RouteRef": {"digest": "byte"},
     "Grants": {"first": "token", "count": "token", "valid": "token", "items": "item", "state_after": "token"},

@@ -89,6 +89,7 @@ def test_address_in_use(start: Started, folder: Path) -> None:
     [
         (["--prefill", "tcp://127.0.0.1:27712"], "--insecure"),
         (["--tp", "0"], "at least 1"),
+        (["--pools", "jax"], "--transport cuda"),
         (["--draft", "/no/such/checkpoint"], "checkpoint folder /no/such/checkpoint does not exist"),
     ],
 )

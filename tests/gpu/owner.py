@@ -42,6 +42,13 @@ def main() -> None:
         if "fill" in what:
             put(mine, np.random.default_rng(what["fill"]).integers(0, 256, length, np.uint8))
             print("filled", flush=True)
+        if "torch" in what:
+            import torch
+
+            data = np.random.default_rng(what["torch"]).integers(0, 256, length, np.uint8)
+            torch.from_dlpack(mine).view(torch.uint8).copy_(torch.from_numpy(data))
+            torch.cuda.synchronize(device)
+            print("written", flush=True)
         if "inside" in what:
             part = DeviceMemory.adopt(mine.address + what["inside"], length - what["inside"], id=1)
             print(encode_struct(part.region).hex(), flush=True)
@@ -58,4 +65,5 @@ def main() -> None:
                 copies[-1].wait()
 
 
-main()
+if __name__ == "__main__":
+    main()

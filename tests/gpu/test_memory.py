@@ -213,7 +213,9 @@ def test_jax_takes_memory() -> None:
 
 
 @pytest.mark.parametrize("whose", ["jax", "torch", "torch, expandable"])
-def test_pull_from_the_pool_of_a_framework(devices: tuple[int, int], whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_from_the_pool_of_a_framework(
+    devices: tuple[int, int], whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pool that the engine allocated, by legacy handle or by descriptor."""
     pytest.importorskip(whose.split(",")[0])
     if "expandable" in whose:

@@ -25,7 +25,7 @@ from cuda.core import (
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
 from kvproto.transport.cuda.stream import PART, Chunk
 from kvproto.wire.enums import ErrorCode, Proof
 
@@ -115,19 +115,16 @@ class Copy:
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises LocalError(TRANSPORT_FAILED) after a device fault."""
-        return bool(self.event.is_done)
+        """Whether every byte is at its destination; raises DeviceFault, whoever caused it."""
+        return is_done(self.event.handle)
 
     def stop(self) -> Proof | None:
-        """A launch cannot be stopped: PROVEN when it is done, UNPROVABLE after a device fault."""
-        try:
-            return Proof.PROVEN if self.done else None
-        except LocalError:
-            return Proof.UNPROVABLE
+        """A launch cannot be stopped: PROVEN when it is done; raises DeviceFault: the end of this process is proof."""
+        return Proof.PROVEN if self.done else None
 
     def wait(self) -> None:
-        """Block until done."""
-        self.event.sync()
+        """Block until done; raises DeviceFault."""
+        call(driver.cuEventSynchronize(self.event.handle), "copy")
 
 
 class Copier:
@@ -158,6 +155,12 @@ class Copier:
 
     def _kernels(self, word: int) -> tuple[Kernel, ...]:
         return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
+
+    def check(self) -> None:
+        """Raise DeviceFault where the context is lost: then what else the driver says of memory means nothing."""
+        code = driver.cuStreamQuery(self.stream.handle)[0]
+        if code.value in FAULTS:
+            call((code,), "stream")
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
@@ -277,7 +280,7 @@ class Copier:
         tables.rebase(image, operations, memory.address)
         call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
         self._run(16, "checksum", (self.blocks, operations), memory.address)
-        self.stream.sync()
+        call(driver.cuStreamSynchronize(self.stream.handle), "checksum")
         totals = np.empty(len(groups), np.uint64)
         last = memory.address + image.size - totals.nbytes
         call(driver.cuMemcpyDtoH(totals.ctypes.data, last, totals.nbytes), "download")
@@ -287,7 +290,7 @@ class Copier:
         """Raise BUSY where the launches of the next slots of the ring are not over."""
         for i in range(number):
             slot = self._slots[(self._next + i) % len(self._slots)]
-            if slot is not None and not slot.event.is_done:
+            if slot is not None and not is_done(slot.event.handle):
                 raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
 
     def _slot(self, image: int, rows: int) -> Room:

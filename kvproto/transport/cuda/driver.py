@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 from cuda.core import Device
 
-from kvproto.errors import LocalError
+from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["call", "current", "driver", "enable_peer", "happened", "ordinal_of", "pid_namespace", "start_time", "uuid"]
+__all__ = ["FAULTS", "call", "current", "driver", "enable_peer", "is_done", "ordinal_of", "uuid"]
+
+
+_R = driver.CUresult
+FAULTS = frozenset(
+    code.value
+    for code in (
+        _R.CUDA_ERROR_ASSERT,
+        _R.CUDA_ERROR_CONTAINED,
+        _R.CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        _R.CUDA_ERROR_DEINITIALIZED,
+        _R.CUDA_ERROR_ECC_UNCORRECTABLE,
+        _R.CUDA_ERROR_EXTERNAL_DEVICE,
+        _R.CUDA_ERROR_HARDWARE_STACK_ERROR,
+        _R.CUDA_ERROR_ILLEGAL_ADDRESS,
+        _R.CUDA_ERROR_ILLEGAL_INSTRUCTION,
+        _R.CUDA_ERROR_INVALID_ADDRESS_SPACE,
+        _R.CUDA_ERROR_INVALID_PC,
+        _R.CUDA_ERROR_LAUNCH_FAILED,
+        _R.CUDA_ERROR_LAUNCH_TIMEOUT,
+        _R.CUDA_ERROR_MISALIGNED_ADDRESS,
+        _R.CUDA_ERROR_MPS_CLIENT_TERMINATED,
+        _R.CUDA_ERROR_NVLINK_UNCORRECTABLE,
+        _R.CUDA_ERROR_TENSOR_MEMORY_LEAK,
+    )
+)
+"""Codes after which a context is of no use to anybody."""
 
 
 def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
-    """The values of a driver call; raises LocalError(TRANSPORT_FAILED) with the driver's words."""
+    """The values of a driver call; raises LocalError(TRANSPORT_FAILED) with the driver's words, or DeviceFault."""
     code, *values = result
-    if code != driver.CUresult.CUDA_SUCCESS:
+    if code != _R.CUDA_SUCCESS:
         said = driver.cuGetErrorString(code)[1]
-        text = said.decode() if said else str(code)
-        raise LocalError(ErrorCode.TRANSPORT_FAILED, "", what, f"{code.name}: {text}", advice)
+        text = f"{code.name}: {said.decode() if said else code}"
+        if code.value in FAULTS:
+            raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", what, text, "end this process, start another"))
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "", what, text, advice)
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def is_done(event: Any) -> bool:
+    """Whether the device has come to an event, by its handle; raises DeviceFault."""
+    code = driver.cuEventQuery(event)[0]
+    if code == _R.CUDA_ERROR_NOT_READY:
+        return False
+    call((code,), "copy")
+    return True
 
 
 def current(device: int) -> Device:
@@ -49,15 +84,6 @@ def ordinal_of(name: str) -> int | None:
     return None
 
 
-def happened(event: int) -> bool:
-    """Whether the work before a device event is complete, by its handle; raises TRANSPORT_FAILED."""
-    code = driver.cuEventQuery(event)[0]
-    if code == driver.CUresult.CUDA_ERROR_NOT_READY:
-        return False
-    call((code,), "producer's event")
-    return True
-
-
 _peers: set[tuple[int, int]] = set()
 
 
@@ -75,18 +101,3 @@ def enable_peer(device: int, owner: int) -> bool:
         call((code,), "peer access")
     _peers.add((device, owner))
     return True
-
-
-def pid_namespace() -> int:
-    """Names the PID namespace: legacy handles open only within one."""
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def start_time(pid: int) -> int | None:
-    """When the process began, in ticks since boot; None where it has ended. With the pid it names one process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

@@ -18,25 +18,28 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda.driver import (
-    call,
-    current,
-    driver,
-    enable_peer,
-    ordinal_of,
-    pid_namespace,
-    start_time,
-    uuid,
+from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
+from kvproto.transport.cuda.virtual import (
+    FABRIC,
+    MOST_PIECES,
+    Piece,
+    VirtualMap,
+    by_descriptor,
+    by_fabric,
+    fabric,
+    piece_at,
+    share,
+    share_fabric,
+    unshare,
 )
-from kvproto.transport.cuda.virtual import MOST_PIECES, Piece, VirtualMap, piece_at, share, unshare
-from kvproto.transport.shm import boot_id
+from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
 __all__ = ["DeviceMemory", "Mapped", "connect"]
 
-_LEGACY, _VIRTUAL = 1, 2
-"""Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory."""
+_LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
+"""Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
 _NONCE = secrets.token_bytes(16)
 """Names this process, also to itself."""
 _Attribute = driver.CUpointer_attribute
@@ -61,6 +64,8 @@ def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
     """A number that the driver knows of an address; 0 where it knows none."""
     value = ctypes.c_uint64()
     known = _plain().cuPointerGetAttribute(ctypes.byref(value), attribute.value, ctypes.c_uint64(address))
+    if known in FAULTS:  # freed memory is another matter
+        call((driver.CUresult(known),), "pointer attribute")
     return value.value if known == 0 else 0
 
 
@@ -130,26 +135,30 @@ class DeviceMemory:
         """What Register says of it; raises NO_TRANSPORT, with a way out, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
+        made = []
+        allowed = self._known["handles"]
         if self._known["legacy"]:
-            body: Any = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
-            kind, offset, size = _LEGACY, self.address - self._known["start"], self._known["size"]
-        elif self._known["handles"] & 1:
+            ipc = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
+            made.append(_handle(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
+        elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
                 self._shared = share(pieces)
-            kind, offset, size = _VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-        else:
+            made.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
+        if allowed & FABRIC.value and fabric(self.device):
+            pieces = self._pieces()
+            size = sum(p.size for p in pieces)
+            made.append(_handle(_FABRIC, self.address - pieces[0].base, size, share_fabric(pieces)))
+        if not made:
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
                 "virtual memory or a memory pool without",
                 "allocate with kvproto.memory, or turn expandable segments and stream-ordered pools off",
             )  # fmt: skip
-        pid = os.getpid()
-        data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
         return Region(
             id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
-            boot=boot_id(), handles=(Handle(transport=Transport.CUDA, data=data),), namespace=pid_namespace(),
+            boot=boot_id(), handles=tuple(made), namespace=pid_namespace(),
         )  # fmt: skip
 
     def _pieces(self) -> list[Piece]:
@@ -189,6 +198,12 @@ class DeviceMemory:
             call(driver.cuMemFree(self.address), "free")
 
 
+def _handle(kind: int, offset: int, size: int, body: Any) -> Handle:
+    pid = os.getpid()
+    data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
+    return Handle(transport=Transport.CUDA, data=data)
+
+
 @attrs.define
 class _Opened:
     base: int
@@ -199,6 +214,10 @@ class _Opened:
 
 _opened: dict[tuple[int, bytes], _Opened] = {}
 """An allocation is opened once in a context, whatever number of regions lie in it."""
+
+
+_Read = tuple[int, int, int, bytes, int, int, Any]
+"""What a handle says."""
 
 
 @attrs.define
@@ -226,34 +245,50 @@ class Mapped:
 
 def connect(region: Region, path: str, device: int) -> Mapped:
     """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
-    handle = next((h for h in region.handles if h.transport == Transport.CUDA), None)
-    if handle is None or region.boot != boot_id():
-        raise _no(f"{path}.handles", "CUDA on this host", "none", "use a common transport")
+    here = region.boot == boot_id()
+    try:
+        read = [_read(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise _failed(path, "a handle", "bytes that are none") from error
+    # best first; from elsewhere, FABRIC alone
+    near = here and region.namespace == pid_namespace()
+    found = next((each for each in read if near or each[0] == _FABRIC), read[0] if here and read else None)
+    if found is None:
+        raise _no(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
+    kind, pid, began, nonce, *_ = found
+    if kind == _FABRIC and not fabric(device):
+        advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
+        raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
+    if not here:
+        return _mapped(region, path, device, found)
     owner = ordinal_of(region.device or "")
     if owner is None:
         advice = "let CUDA_VISIBLE_DEVICES name the GPUs of both sides"
         raise _no(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
     if not Device(device).can_access_peer(owner) and device != owner:
         raise _no(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
-    try:
-        kind, pid, began, nonce, offset, size, body = _read(bytes(handle.data))
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise _failed(path, "a handle", "bytes that are none") from error
     if nonce == _NONCE and (kind == _LEGACY or device == owner):
         known = facts(region.base)
         if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
             raise _failed(path, "memory of this process", "freed memory")
         return Mapped(region.base, region.length, device, pid)
-    if region.namespace != pid_namespace():
+    if kind == _FABRIC:
+        return _mapped(region, path, device, found)
+    if not near:
         advice = "run both engines in one PID namespace, or use transport NIXL"
         raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a process that lives", f"process {pid} has ended")
+    return _mapped(region, path, device, found)
+
+
+def _mapped(region: Region, path: str, device: int, found: _Read) -> Mapped:
+    kind, pid, _, _, offset, size, body = found
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
     key = (device, msgpack.packb(body))
     try:
-        opened = _opened.get(key) or (_open if kind == _LEGACY else _map)(device, body)
+        opened = _opened.get(key) or _OPEN[kind](device, body)
     except (KvprotoError, OSError) as error:
         raise _failed(path, "a handle that opens", getattr(error, "yours", str(error))) from error
     _opened[key] = opened
@@ -281,24 +316,34 @@ def _close(device: int, base: int) -> None:
 
 
 def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
-    made = VirtualMap(device, *body)
+    path, pieces = body
+    made = VirtualMap(device, [(by_descriptor(path, token), size) for token, size in pieces])
     return _Opened(made.base, made.size, made.close)
 
 
-def _read(data: bytes) -> tuple[int, int, int, bytes, int, int, Any]:
+def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _Opened:
+    made = VirtualMap(device, [(by_fabric(data), size) for data, size in body])
+    return _Opened(made.base, made.size, made.close)
+
+
+_OPEN: dict[int, Callable[[int, Any], _Opened]] = {_LEGACY: _open, _VIRTUAL: _map, _FABRIC: _map_fabric}
+
+
+def _read(data: bytes) -> _Read:
     kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
     numbers = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size))
-    if not numbers or type(nonce) is not bytes or kind not in (_LEGACY, _VIRTUAL):
+    if not numbers or type(nonce) is not bytes or kind not in _OPEN:
         raise ValueError("not a handle")
     if kind == _LEGACY:
         if type(body) is not bytes or len(body) != 64:
             raise ValueError("not a handle")
         return kind, pid, began, nonce, offset, size, body
-    path, pieces = body
+    path, pieces = ("", body) if kind == _FABRIC else body
+    name = 64 if kind == _FABRIC else 16
     if type(path) is not str or not 0 < len(pieces) <= MOST_PIECES:
         raise ValueError("not a handle")
     for token, length in pieces:
-        if type(token) is not bytes or len(token) != 16 or type(length) is not int or not 0 < length < 1 << 48:
+        if type(token) is not bytes or len(token) != name or type(length) is not int or not 0 < length < 1 << 48:
             raise ValueError("not a handle")
     return kind, pid, began, nonce, offset, size, body
 

@@ -42,7 +42,8 @@ class DeviceMover:
         return connect_device(region, path, self.copier.device)
 
     def start(self, moves: Sequence[Move]) -> Copy:
-        """One launch for all; raises LocalError, POOL_MOVED, OUT_OF_REGION or BUSY, before any byte moves."""
+        """One launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before any byte moves, or DeviceFault."""
+        self.copier.check()
         jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
         return self.copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 

@@ -10,6 +10,7 @@ import attrs
 
 from kvproto.program import CopyProgram
 from kvproto.transport.cuda.copier import Copier, Copy, Room
+from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.stream import StreamTable
 
@@ -48,7 +49,7 @@ class DevicePacker:
 
     def _room(self, image: int, rows: int) -> Room:
         for room in self._idle:
-            if room.holds(image, rows) and room.event.is_done:
+            if room.holds(image, rows) and is_done(room.event.handle):
                 self._idle.remove(room)
                 return room
         return self.copier.room(image, rows)

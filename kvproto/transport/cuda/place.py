@@ -8,7 +8,7 @@ from typing import Literal
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Memory
-from kvproto.transport.cuda.driver import current, happened
+from kvproto.transport.cuda.driver import current, is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
 from kvproto.transport.nixl import Memory as Bytes
@@ -61,7 +61,7 @@ class DevicePlace:
         """By a query of each."""
         if events:
             current(self.device)
-        return all(happened(event) for event in events)
+        return all(is_done(event) for event in events)
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """By a kernel."""

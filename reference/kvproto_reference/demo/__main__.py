@@ -24,7 +24,7 @@ from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
-from .options import TRANSPORTS, add_models, checkpoint_folder, numbers, shared_tokenizer
+from .options import POOLS, TRANSPORTS, add_models, checkpoint_folder, numbers, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
 from .router import LOAD, START, Engines, Request, Router, engine_command
@@ -46,6 +46,7 @@ class DemoOptions:
     json: bool = False
     verify: bool = True
     pull: bool = False
+    pools: str = "own"
     max_new: int = 48
     page_size: int = 16
     part: int | None = None
@@ -71,6 +72,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prompt-file", type=Path, help="prompts parted by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
+    add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--pull", action="store_true", help="decode reads what prefill offers (draft feature PULL)")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
@@ -134,6 +136,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
               "--transport", options.transport]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
     shared += ["--pull"] if options.pull else []
+    shared += ["--pools", options.pools]
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))

@@ -8,15 +8,14 @@ from typing import Any
 import attrs
 import torch
 
-from kvproto.errors import KvprotoError
+from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.grants import items_needed
 from kvproto.net import Dialer
 from kvproto.net.sockets import wait
 from kvproto.node import SinkNode
-from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
-from kvproto.session.events import Lost, Ready, SessionClosed, SessionRefused, Troubled
+from kvproto.session.events import Lost, Proven, Ready, SessionClosed, SessionRefused, Troubled
 from kvproto.wire import from_json
 from kvproto.wire.enums import Outcome, Proof
 from kvproto.wire.messages import Ticket
@@ -61,7 +60,7 @@ class DecodeRank:
             options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size
         )
         self._device = options.device(tp.rank)
-        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages}, self._device)
+        pool = options.allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
         target, draft = (
             ModelRunner(
                 checkpoint.load(folder, tp, dtype=config.dtype, device=device_of(self._device)),
@@ -86,7 +85,8 @@ class DecodeRank:
         self._queue: deque[Job] = deque()
         self._fetching: dict[int, Job] = {}
         self._running: deque[Job] = deque()
-        self._quarantined = 0
+        self._quarantine: dict[int, tuple[Job, set[int]]] = {}
+        """By transfer: jobs that may still be written, and the ranks without proof."""
 
     def serve(self) -> int:
         """Until told to stop, or refused."""
@@ -137,6 +137,8 @@ class DecodeRank:
                             "proven": event.proof == Proof.PROVEN,
                         }
                     )
+                case Proven():
+                    said.append({"op": "proven", "transfer": event.transfer})
                 case SessionRefused():
                     names = (self.options.name, event.peer) if event.by_us else (event.peer, self.options.name)
                     said.append(
@@ -204,6 +206,18 @@ class DecodeRank:
         """A rank's transfer failed."""
         self._verdict(rank, word)
 
+    def on_proven(self, rank: int, word: dict[str, Any]) -> None:
+        """Nothing can write the pages that a lost request has on one rank any more."""
+        number = word["transfer"]
+        if number in self._fetching:
+            self._fetching[number].verdicts[rank]["proven"] = True
+            return
+        job, unproven = self._quarantine[number]
+        unproven.discard(rank)
+        if not unproven:
+            del self._quarantine[number]
+            self._release(job)
+
     def _fetch(self) -> None:
         """Ask for the caches of waiting requests while there are pages."""
         while self._queue and len(self._ready) == self.tp.size:
@@ -233,10 +247,11 @@ class DecodeRank:
         words = [job.verdicts[r] for r in sorted(job.verdicts)]
         lost = next((w for w in words if w["op"] == "lost"), None)
         if lost is not None:
-            if all(w.get("proven", True) for w in words):
-                self._release(job)
+            unproven = {r for r, w in job.verdicts.items() if not w.get("proven", True)}
+            if unproven:
+                self._quarantine[word["transfer"]] = job, unproven
             else:
-                self._quarantined += len(job.sequence.target_pages)
+                self._release(job)
             self._tell("failed", id=job.id, error=lost["error"])
             return
         first = next(w["first"] for w in words if w["first"] is not None)
@@ -283,7 +298,7 @@ def main(argv: list[str] | None = None, node: type[SinkNode] = SinkNode) -> int:
     try:
         options = parse("decode", argv)
         return launch(functools.partial(_run, node), options, options.tp, options.folder)
-    except (EngineError, KvprotoError) as error:
+    except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

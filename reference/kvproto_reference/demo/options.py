@@ -2,11 +2,14 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
 from kvproto.errors import LocalError
+from kvproto.geometry import Geometry
+from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode
@@ -17,6 +20,7 @@ from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
 TRANSPORTS = ("shm", "nixl", "cuda")
+POOLS = ("own", "jax")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -50,10 +54,21 @@ class EngineOptions:
     """GPUs of the ranks, in turn, with transport cuda or nixl; none: the host."""
     pull: bool = False
     """Whether decode reads, rather than prefill writes."""
+    pools: str = "own"
+    """Who allocates the pools."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
         return self.devices[rank % len(self.devices)] if self.devices and self.transport != "shm" else None
+
+    def allocate(self, geometry: Geometry, rank: int, items: Mapping[int, int]) -> Pool:
+        """The pools of a rank."""
+        device = self.device(rank)
+        if self.pools == "jax" and device is not None:
+            from ..engine import jax_memory
+
+            return jax_memory.allocate(geometry, rank, items, device)
+        return allocate(geometry, rank, items, device)
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
@@ -101,12 +116,15 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
     gpus = "GPUs of the ranks, with --transport cuda (default 0) or nixl (default: the host)"
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
+    add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
     for name in ("tp", "pages", "page_size", "chunk", "part", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.pools == "jax" and args.transport != "cuda":
+        raise EngineError("--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared")
     if args.pull and args.transport == "nixl":
         raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
@@ -114,7 +132,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
-        transport=args.transport, devices=devices, part=args.part, pull=args.pull,
+        transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

@@ -9,12 +9,11 @@ from typing import Any
 import attrs
 import torch
 
-from kvproto.errors import KvprotoError, LocalError
+from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.geometry import validate
 from kvproto.net import Listener
 from kvproto.net.sockets import wait
 from kvproto.node import Computed, Finished, SourceNode
-from kvproto.node.pool import allocate
 from kvproto.node.source import Sent
 from kvproto.session import Party
 from kvproto.session.events import Expired, Released, SessionRefused, Troubled
@@ -65,7 +64,7 @@ class PrefillRank:
         )
         validate(self._geometry)
         self._device = options.device(tp.rank)
-        pool = allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages}, self._device)
+        pool = options.allocate(self._geometry, tp.rank, {TARGET: options.pages, DRAFT: options.pages})
         self.target, self.draft = (
             ModelRunner(
                 checkpoint.load(folder, tp, dtype=config.dtype, device=device_of(self._device)),
@@ -257,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse("prefill", argv)
         return launch(_run, options, options.tp, options.folder)
-    except (EngineError, KvprotoError) as error:
+    except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

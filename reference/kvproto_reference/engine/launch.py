@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvproto.errors import KvprotoError
+from kvproto.errors import DeviceFault, KvprotoError
 
 from ..errors import EngineError
 from ..models import SOLO, TensorParallel
@@ -71,6 +71,6 @@ def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path) -> int:
             return run(options, TensorParallel(rank, size, dist.group.WORLD))
         finally:
             dist.destroy_process_group()
-    except (EngineError, KvprotoError) as error:
+    except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,0 +1,97 @@
+"""Processes of one host: names that no other process ever has, and proof that one has ended.
+
+A pidfd is opened first and the start compared after, so that a PID that was given anew is not taken for it. That a
+pidfd is readable proves that all threads are over, and that the process's files, a GPU's among them, are closed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from functools import cache
+from pathlib import Path
+
+from kvproto.wire.messages import Process
+
+__all__ = ["Watch", "boot_id", "pid_namespace", "start_time", "this_process"]
+
+
+def boot_id() -> bytes:
+    """Names the host and its run."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+def pid_namespace() -> int:
+    """Names the PID namespace: PIDs mean something only within one."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start of a process; None where nothing can be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
+
+
+def start_time(pid: int) -> int | None:
+    """When the process began, in ticks since boot; None where it has ended. With the pid it names one process."""
+    found = _stat(pid)
+    return None if found is None or found[0] in "ZX" else found[1]
+
+
+@cache
+def _named(pid: int) -> Process:
+    found = _stat(pid)
+    assert found is not None
+    return Process(boot=boot_id(), namespace=pid_namespace(), pid=pid, start=found[1])
+
+
+def this_process() -> Process:
+    """The name of this process; after a fork, of the child."""
+    return _named(os.getpid())
+
+
+class Watch:
+    """One process, until it has ended; `of` says whether it can be watched from here at all."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._ended = fd is None
+        self._poll = select.poll()
+        if fd is not None:
+            self._poll.register(fd, select.POLLIN)
+
+    @classmethod
+    def of(cls, process: Process) -> Watch | None:
+        """None where its end cannot be seen from here: another host, namespace or start, a /proc that hides it."""
+        if (bytes(process.boot), process.namespace) != (boot_id(), pid_namespace()):
+            return None
+        try:
+            fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return cls(None)
+        except (OSError, OverflowError):  # no descriptor left, a number that is no PID
+            return None
+        found = _stat(process.pid)
+        if found is not None and found[1] == process.start:
+            return cls(fd)
+        ended = select.select([fd], [], [], 0)[0]
+        os.close(fd)
+        # gone between the two calls; another start may be another process, or another time namespace: no proof
+        return cls(None) if found is None and ended else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended: nothing of it runs any more."""
+        if not self._ended and self._poll.poll(0):
+            self.close()
+            self._ended = True
+        return self._ended
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
