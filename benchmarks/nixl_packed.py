@@ -47,7 +47,7 @@ def _sink(conn: Connection, chunk: int, slots: int, blocks: int | None) -> None:
     """Pages and slots on GPU 1; does what it is asked."""
     place = DevicePlace(1, blocks)
     pool, seen = DeviceMemory(POOL, 1), None
-    with Agent(place.pause) as agent:
+    with Agent(place.eager) as agent:
         pages = agent.register(place.of(pool))
         staging = agent.register(place.allocate(slots * chunk), chunk)
         conn.send([pages.region(0, uuid(1)), staging.region(1, uuid(1))])
@@ -129,7 +129,7 @@ def _write(conn: Connection, told: Connection, runs: list[int], rounds: int, chu
         place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
         random_bytes(pool, 1)
         torch.cuda.synchronize(0)
-        with Agent(place.pause) as agent:
+        with Agent(place.eager) as agent:
             source, long = _Source(conn, agent, place, pool, chunk, slots, writes), program(LONG)
             for run in runs:
                 made = program(run)

@@ -52,7 +52,7 @@ class _Place:
     slots: Memory
     device: str | None
     """Its name."""
-    pause: float
+    eager: bool
     """Of the agent."""
     writes: int | None
     """Of a stream, at once."""
@@ -67,7 +67,7 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
         regions = {0: pages.buffer}
-        yield _Place(pages, staging, None, HostPlace.pause, None, lambda made, side: PackedStream(made, side, regions))
+        yield _Place(pages, staging, None, HostPlace.eager, None, lambda made, side: PackedStream(made, side, regions))
         return
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
@@ -79,7 +79,7 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pool.zero()
         pages, staging = on.of(pool), on.allocate(slots)
         yield _Place(
-            pages, staging, uuid(number), on.pause, on.writes, lambda made, side: on.packer(made, side, {0: pool})
+            pages, staging, uuid(number), on.eager, on.writes, lambda made, side: on.packer(made, side, {0: pool})
         )
     finally:
         on.close()
@@ -165,7 +165,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
         peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         theirs.close()
         try:
-            with _open(source, memory) as place, Agent(place.pause) as agent:
+            with _open(source, memory) as place, Agent(place.eager) as agent:
                 own = agent.register(place.pages)
                 staging = agent.register(place.slots, _slot(memory, source))
                 if not ours.poll(_PATIENCE):
@@ -194,7 +194,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
 
 def _serve(conn: Connection, memory: int, place: str) -> None:
     """Pages and staging slots; unpacks what chunks name."""
-    with _open(place, memory) as own, Agent(own.pause) as agent:
+    with _open(place, memory) as own, Agent(own.eager) as agent:
         pages, staging = agent.register(own.pages), agent.register(own.slots, _slot(memory, place))
         conn.send([pages.region(0, own.device), staging.region(1, own.device)])
         receiver = StagedReceiver(staging)

@@ -1,8 +1,10 @@
 """Transport `nixl`: one-sided writes by NIXL over UCX, between hosts or over loopback.
 
-One thread owns the NIXL agent: every call of NIXL is made there, one after the other, so nothing depends on NIXL's own
-locking, and a post that copies before it returns (shared memory, cuda_ipc) blocks that thread alone; NIXL lets Python
-run meanwhile. Callers put work into a queue and get a `Write`, which they ask from any thread.
+One thread at a time has the NIXL agent: every call of NIXL is made in turn, so nothing depends on NIXL's own locking.
+Callers put work into a queue and get a `Write`, which they ask from any thread. As a rule a thread of ours does the
+work: a post that copies before it returns (shared memory) blocks that thread alone; NIXL lets Python run meanwhile. An
+`eager` agent's callers do it themselves, as far as they come to it: a write between GPUs ends sooner than a thread
+wakes.
 
 What is complete, and what can be proved. NIXL says DONE when the bytes are at the peer: a write that is ready has no
 more to arrive. A write that is released before it is ready may arrive all the same (it does, over TCP), so nothing is
@@ -28,6 +30,7 @@ import re
 import secrets
 import select
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -128,6 +131,7 @@ class Registered:
         if self._list is not None:
             list_, self._list = self._list, None
             self._agent._call(lambda nixl: nixl.deregister(list_))
+            self._agent._open.discard(self)
 
 
 @attrs.frozen
@@ -184,6 +188,8 @@ class Write:
 
     def ready(self) -> bool:
         """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED where that failed."""
+        if not self._future.done():
+            self._agent.move()
         if not self._future.done():
             return False
         self._future.result()
@@ -265,15 +271,20 @@ Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
 class Agent:
     """NIXL in this process; one for a rank. Close it, or leave a `with` block.
 
-    A write that is under way is looked at every `pause` seconds at the latest. Raises NO_TRANSPORT where NIXL is not
+    With `eager`, whoever posts a write or asks after one moves NIXL on. Raises NO_TRANSPORT where NIXL is not
     installed, TRANSPORT_FAILED where UCX cannot start.
     """
 
-    def __init__(self, pause: float = _LATE) -> None:
-        self._pause = pause
+    def __init__(self, eager: bool = False) -> None:
+        self._eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
-        self._jobs: queue.SimpleQueue[Callable[[_Nixl], None] | None] = queue.SimpleQueue()
+        self._jobs: deque[Callable[[_Nixl], None]] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._nixl: _Nixl | None = None
         self._posted: list[Write] = []
+        self._open: set[Registered] = set()
+        """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
         self._stuck: list[int] = []
         self._closed, self._door = False, threading.Lock()
@@ -305,7 +316,9 @@ class Agent:
 
         def work(nixl: _Nixl) -> Registered:
             list_, metadata = nixl.register(some)
-            return Registered(self, some, slot_bytes, list_, metadata)
+            made = Registered(self, some, slot_bytes, list_, metadata)
+            self._open.add(made)
+            return made
 
         return self._call(work)
 
@@ -360,33 +373,43 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-            self._jobs.put(None)
+        self._bell.put(None)
         self._thread.join()
         os.close(self._wake)
 
-    # from here on: the thread that owns NIXL
+    # the thread
 
     def _run(self, started: Future[None]) -> None:
         try:
-            nixl = _start(self.name)
+            self._nixl = _start(self.name)
         except Exception as e:
             started.set_exception(e if isinstance(e, KvprotoError) else _local("cannot start UCX", e))
             return
         started.set_result(None)
-        pause = _SOON
-        while True:
-            try:
-                job = self._jobs.get(timeout=pause if self._posted else None)
-            except queue.Empty:
-                pass
-            else:
-                if job is None:
-                    break
-                job(nixl)
-                pause = _SOON
-            if self._posted:
-                pause = _SOON if self._look(nixl) else min(pause * 2, self._pause)
-        self._finish(nixl)
+        soon = _LATE if self._eager else _SOON
+        pause = soon
+        while not self._closed:
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=pause if self._posted else None)
+            with self._turn:
+                pause = soon if self._move() else min(pause * 2, _LATE)
+        with self._turn:
+            self._move()
+            nixl, self._nixl = self._nixl, None
+            assert nixl is not None
+            self._finish(nixl)
+        self._open.clear()
+
+    # whoever has the turn
+
+    def _move(self) -> bool:
+        """Do what was asked for, and look at what is under way; whether anything came of it."""
+        if self._nixl is None:
+            return False
+        some = bool(self._jobs)
+        while self._jobs:
+            self._jobs.popleft()(self._nixl)
+        return self._look(self._nixl) or some
 
     def _finish(self, nixl: _Nixl) -> None:
         for write in self._posted:
@@ -465,14 +488,24 @@ class Agent:
 
     # any thread
 
+    def move(self) -> None:
+        """Of an eager agent: do what its thread would do next, unless that is at it."""
+        if self._eager and self._turn.acquire(blocking=False):
+            try:
+                self._move()
+            finally:
+                self._turn.release()
+
     def _enqueue(self, job: Callable[[_Nixl], None]) -> None:
         with self._door:
             if self._closed:
                 raise _closed()
-            self._jobs.put(job)
+            self._jobs.append(job)
+        self.move()
+        self._bell.put(None)
 
     def _call(self, work: Callable[[_Nixl], T]) -> T:
-        """Do it on the thread that owns NIXL; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
+        """Do it with NIXL, in turn; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
         answer: Future[T] = Future()
 
         def job(nixl: _Nixl) -> None:

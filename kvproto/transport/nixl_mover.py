@@ -125,7 +125,7 @@ class NixlMover:
         """`floor`: bytes a second below which a GPU is refused as reached a slow way; 0 takes any."""
         self._place, self._floor = place_of(device), floor  # first, so that UCX finds the GPU's context
         self.way, self.slots, self.slot_bytes = way, slots, slot_bytes or self._place.slot_bytes
-        self.agent = Agent(self._place.pause)
+        self.agent = Agent(self._place.eager)
         self._registered: dict[int, tuple[Memory, Registered]] = {}
         self._probed: Registered | None = None
         """What peers, or we, write to see how fast it is."""

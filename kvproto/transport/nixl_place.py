@@ -24,8 +24,8 @@ class Place(Protocol):
     """Of a staging slot, where nobody says another number."""
     writes: int | None
     """Of a stream that are under way at once; None: as many as there are slots."""
-    pause: float
-    """Seconds between looks at writes, at most."""
+    eager: bool
+    """Whether whoever asks after a write moves NIXL on: where writes end sooner than a thread wakes."""
 
     def allocate(self, length: int) -> Bytes:
         """Staging memory, until `free` or `close`."""
@@ -61,7 +61,7 @@ class Place(Protocol):
 class HostPlace:
     """Shared memory of this host."""
 
-    slot_bytes, pause = 1 << 20, 500e-6
+    slot_bytes, eager = 1 << 20, False
     writes: int | None = None
 
     def allocate(self, length: int) -> Bytes:

@@ -47,7 +47,7 @@ def places(lengths: dict[int, int]) -> tuple[dict[int, int], int]:
 
 def sink(conn: Connection, device: int, slots: int, slot_bytes: int) -> None:
     place, arena = DevicePlace(device), DeviceMemory(ARENA, device)
-    with Agent(place.pause) as agent:
+    with Agent(place.eager) as agent:
         staging = agent.register(place.allocate(slots * slot_bytes), slot_bytes)
         written = agent.register(place.of(arena))
         conn.send([staging.region(1, uuid(device)), written.region(0, uuid(device))])

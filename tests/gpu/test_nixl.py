@@ -56,7 +56,7 @@ class Peer:
         self.process.start()
         theirs.close()
         self.place = DevicePlace(0)
-        self.agent = Agent(self.place.pause)
+        self.agent = Agent(self.place.eager)
         staging, arena = self.hear()
         self.target = self.agent.connect(staging, "regions[1]")
         self.arena = self.agent.connect(arena, "regions[0]")

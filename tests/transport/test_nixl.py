@@ -45,6 +45,11 @@ LONG = 20.0
 PAGES, LAYERS, SLOT = 24, 3, 100_000
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["by a thread", "eager"])
+def who_moves_nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agent.__init__, "__defaults__", (request.param,))
+
+
 def program(seed: int) -> tuple[CopyProgram, int]:
     """Pages of 16 rows of 1152 bytes in random order on both sides, and the length of a region."""
     rng = np.random.default_rng(seed)

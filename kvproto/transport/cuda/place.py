@@ -20,7 +20,7 @@ __all__ = ["DevicePlace"]
 class DevicePlace:
     """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
 
-    slot_bytes, pause = 32 << 20, 50e-6
+    slot_bytes, eager = 32 << 20, True
     writes: int | None = 3
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
