@@ -191,7 +191,7 @@ class Copier:
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
-        parts = tables.parts(works)
+        parts = tables.parts(works, len(self._slots))
         self._spare(len(parts))
         began = self._record() if self._timed else None
         total = 0

@@ -192,11 +192,11 @@ _FIRST_RUNS, _GROWTH = 4096, 3
 """A host writes 4,096 runs in some 50 us. A part is copied while the next, three times as long, is written."""
 
 
-def parts(works: Sequence[Work]) -> list[Sequence[Work]]:
-    """The same works, cut between runs: those of many runs become several launches."""
+def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
+    """The same works, cut between runs: those of many runs become several launches, at most so many."""
     runs = sum(len(m.rows) for w in works for m in w.maps)
     cuts, size = [0], _FIRST_RUNS
-    while runs - cuts[-1] > 2 * size:
+    while len(cuts) < most and runs - cuts[-1] > 2 * size:
         cuts.append(cuts[-1] + size)
         size *= _GROWTH
     if len(cuts) == 1:
