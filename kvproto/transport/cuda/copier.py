@@ -130,10 +130,11 @@ class Copy:
 class Copier:
     """One GPU's executor; not for use by several threads at once.
 
-    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take.
+    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches of
+    many runs at once; a copy of very many takes up to half of them.
     """
 
-    def __init__(self, device: int = 0, blocks: int | None = None, slots: int = 4, timed: bool = False) -> None:
+    def __init__(self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False) -> None:
         self._device = current(device)
         self.device = device
         self.stream: Stream = self._device.create_stream()
@@ -191,7 +192,7 @@ class Copier:
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
-        parts = tables.parts(works, len(self._slots))
+        parts = tables.parts(works, max(len(self._slots) // 2, 1))
         self._spare(len(parts))
         began = self._record() if self._timed else None
         total = 0
