@@ -130,8 +130,8 @@ class Copy:
 class Copier:
     """One GPU's executor; not for use by several threads at once.
 
-    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches of
-    many runs at once; a copy of very many takes up to half of them.
+    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches
+    of many runs at once; a copy of very many takes up to half of them.
     """
 
     def __init__(self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False) -> None:
