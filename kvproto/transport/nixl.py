@@ -489,12 +489,13 @@ class Agent:
     # any thread
 
     def move(self) -> None:
-        """Of an eager agent: do what its thread would do next, unless that is at it."""
-        if self._eager and self._turn.acquire(blocking=False):
-            try:
+        """Of an eager agent: do what its thread would do next.
+
+        It waits for its turn: a thread that has it needs the interpreter, which the wait leaves to it.
+        """
+        if self._eager:
+            with self._turn:
                 self._move()
-            finally:
-                self._turn.release()
 
     def _enqueue(self, job: Callable[[_Nixl], None]) -> None:
         with self._door:
