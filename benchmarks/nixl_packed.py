@@ -1,9 +1,9 @@
 """NIXL between two GPUs as transport `nixl` uses it: packed through staging slots, and long writes as its ceiling.
 
 `python benchmarks/nixl_packed.py [--chunk MB ...] [--slots N ...] [--writes N ...]` compares sizes of slots; `measure` is what
-transfer_gpu.py calls. Two processes, a GPU each. Packed: from the upload of item ids to the last byte that is unpacked,
-host clock; what a sink makes when it asks for a request is made before. Ceiling: 1 GB in writes of 64 MB by the same agent.
-Every byte of the sink's pool is compared before anything is timed.
+transfer_gpu.py calls. Two processes, a GPU each; Chunk and Credit are frames of the wire format over a Unix socket. Packed: from the upload of
+item ids to the last byte that is unpacked, host clock; tables of a request, on both sides, are made before. Ceiling: 1 GB in
+writes of 64 MB by the same agent. Every byte of the sink's pool is compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -29,11 +30,13 @@ from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl import Agent
 from kvproto.transport.nixl_direct import Direct, probe, require_fast
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.wire import decode, encode
+from kvproto.wire.messages import Message
 
 POOL = 4 << 30
 LONG = 64 << 20
 CHUNK, SLOTS, WRITES = 64 << 20, 8, 3
-PACKED, CEILING = "NIXL, packed", "NIXL, writes of 64 MB"
+PACKED, CALLED, CEILING = "NIXL, packed", "NIXL, packed, with its tables", "NIXL, writes of 64 MB"
 PATIENCE = 60.0
 Found = dict[str, dict[int, list[float]]]
 
@@ -43,9 +46,27 @@ def program(run: int) -> CopyProgram:
     return scattered(width, number, layers, POOL // layers // width, seed=run, run=rows)
 
 
-def _sink(conn: Connection, chunk: int, slots: int, blocks: int | None) -> None:
+class Notices:
+    """Frames between the two sides."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._end = end
+
+    def send(self, message: Message) -> None:
+        self._end.send(encode(message))
+
+    def receive(self) -> Any:
+        """The next one, or None."""
+        try:
+            return decode(self._end.recv(1 << 16))
+        except BlockingIOError:
+            return None
+
+
+def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: int | None) -> None:
     """Pages and slots on GPU 1; does what it is asked."""
-    place = DevicePlace(1, blocks)
+    place, notices = DevicePlace(1, blocks), Notices(end)
     pool, seen = DeviceMemory(POOL, 1), None
     with Agent(place.eager) as agent:
         pages = agent.register(place.of(pool))
@@ -65,29 +86,41 @@ def _sink(conn: Connection, chunk: int, slots: int, blocks: int | None) -> None:
                 torch.cuda.synchronize(1)
                 source.close()
             else:
-                _receive(conn, receiver, sequence, place.packer(program(run), "sink", {0: pool}))
+                _receive(conn, notices, receiver, sequence, place.packer(program(run), "sink", {0: pool}))
             conn.send(None)
 
 
-def _receive(conn: Connection, receiver: StagedReceiver, sequence: int, packer: Any) -> None:
+def _receive(conn: Connection, notices: Notices, receiver: StagedReceiver, sequence: int, packer: Any) -> None:
     receiver.open(sequence, 1, packer)
     conn.send(None)
     while not receiver.complete(sequence, 1):
         if (credit := receiver.credit(1)) is not None:
-            conn.send(credit)
-        if conn.poll(0):
-            receiver.chunk(conn.recv())
+            notices.send(credit)
+        if (chunk := notices.receive()) is not None:
+            receiver.chunk(chunk)
     receiver.close(sequence, 1)
+    if (credit := receiver.credit(1)) is not None:
+        notices.send(credit)
 
 
 class _Source:
-    def __init__(self, conn: Connection, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int, writes: int) -> None:
-        self._conn, self._agent, self._place, self._pool = conn, agent, place, pool
+    def __init__(
+        self, conn: Connection, end: socket.socket, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int, writes: int
+    ) -> None:
+        self._conn, self._notices, self._agent, self._place, self._pool = conn, Notices(end), agent, place, pool
         self._own, staging = agent.register(place.of(pool)), agent.register(place.allocate(slots * chunk), chunk)
         self._pages, theirs = (agent.connect(region, "regions") for region in self.hear())
         require_fast(probe(staging, theirs), theirs)
         self._link = Link(staging, theirs, writes)
-        self._sequence = 0
+        self._sequence, self._uploaded = 0, 0.0
+        copier = place.copier
+        expand = copier.expand
+
+        def upload(*room: Any) -> None:
+            self._uploaded = time.perf_counter()
+            expand(*room)
+
+        copier.expand = upload  # type: ignore[method-assign]
 
     def hear(self) -> Any:
         if not self._conn.poll(PATIENCE):
@@ -96,25 +129,24 @@ class _Source:
 
     def ask(self, what: str, run: int) -> None:
         self._conn.send((what, self._sequence, run))
-        while (message := self.hear()) is not None:
-            self._link.grant(message)
+        self.hear()
 
-    def packed(self, run: int, made: CopyProgram) -> float:
-        """GB/s."""
+    def packed(self, run: int, made: CopyProgram) -> tuple[float, float]:
+        """GB/s from the upload on, and from the call on; the end is that all slots are free again."""
         self._sequence += 1
         self.ask("receive", run)
-        begin = time.perf_counter()
+        called = time.perf_counter()
         sender = StagedSender(self._link, self._place.packer(made, "source", {0: self._pool}))
-        while not sender.done:
-            while self._conn.poll(0):
-                self._link.grant(self._conn.recv())
+        while not sender.done or len(self._link.granted) < self._link.target.slots:
+            while (credit := self._notices.receive()) is not None:
+                self._link.grant(credit)
             for piece in sender.step():
-                self._conn.send(piece.chunk(1, self._sequence, 1))
-            if time.perf_counter() > begin + PATIENCE:
+                self._notices.send(piece.chunk(1, self._sequence, 1))
+            if time.perf_counter() > called + PATIENCE:
                 raise TimeoutError("a stream under way")
-        while (message := self.hear()) is not None:
-            self._link.grant(message)
-        return made.bytes / (time.perf_counter() - begin) / 1e9
+        over = time.perf_counter()
+        self.hear()
+        return made.bytes / (over - self._uploaded) / 1e9, made.bytes / (over - called) / 1e9
 
     def ceiling(self, made: CopyProgram) -> float:
         """GB/s."""
@@ -124,21 +156,21 @@ class _Source:
         return made.bytes / (time.perf_counter() - begin) / 1e9
 
 
-def _write(conn: Connection, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None, writes: int) -> None:
+def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None, writes: int) -> None:
     try:
         place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
         random_bytes(pool, 1)
         torch.cuda.synchronize(0)
         with Agent(place.eager) as agent:
-            source, long = _Source(conn, agent, place, pool, chunk, slots, writes), program(LONG)
+            source, long = _Source(conn, end, agent, place, pool, chunk, slots, writes), program(LONG)
             for run in runs:
                 made = program(run)
                 source.ask("poison", run)
                 source.packed(run, made)
                 source.ask("compare", run)
-                samples: dict[str, list[float]] = {PACKED: [], CEILING: []}
+                samples: dict[str, list[float]] = {PACKED: [], CALLED: [], CEILING: []}
                 for i in range(rounds + 1):  # the first one warms up
-                    found = {PACKED: source.packed(run, made), CEILING: source.ceiling(long)}
+                    found = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
                     for name, rate in found.items():
                         samples[name] += [rate] if i else []
                 told.send((run, samples))
@@ -155,14 +187,15 @@ def measure(
     """GB/s by contender and run length, or why there are none."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     result, told = context.Pipe()
-    sink = context.Process(target=_sink, args=(there, chunk, slots, blocks), daemon=True)
-    writer = context.Process(target=_write, args=(here, told, runs, rounds, chunk, slots, blocks, writes), daemon=True)
+    sink = context.Process(target=_sink, args=(there, ends[1], chunk, slots, blocks), daemon=True)
+    writer = context.Process(target=_write, args=(here, ends[0], told, runs, rounds, chunk, slots, blocks, writes), daemon=True)
     sink.start()
     writer.start()
-    for each in (here, there, told):
+    for each in (here, there, told, *ends):
         each.close()  # so that an end that dies is heard
-    found: Found = {PACKED: {}, CEILING: {}}
+    found: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
     try:
         while True:
             if not result.poll(3 * PATIENCE):
@@ -192,15 +225,15 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
     args = options.parse_args()
-    print(f"{'chunk, MB':>10}{'slots':>7}{'writes':>8}{'run, bytes':>13}{'packed':>10}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
+    print(f"{'chunk, MB':>10}{'slots':>7}{'writes':>8}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
     for chunk, slots, writes in itertools.product(args.chunk, args.slots, args.writes):
         found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks, writes)
         if isinstance(found, str):
             print(f"{chunk:10}{slots:7}{writes:8}  {found}", flush=True)
             continue
         for run in args.runs:
-            packed, long = (median(found[name][run]) for name in (PACKED, CEILING))
-            print(f"{chunk:10}{slots:7}{writes:8}{run:13,}{packed:10.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
+            packed, called, long = (median(found[name][run]) for name in (PACKED, CALLED, CEILING))
+            print(f"{chunk:10}{slots:7}{writes:8}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
     return 0
 
 

@@ -58,6 +58,8 @@ _MOST_METADATA = 1 << 16
 _NAME = re.compile(r"kvproto-[0-9a-f]{32}")
 _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
+_SELDOM = 2e-3
+"""The same, of an eager agent's thread: for callers that do not ask."""
 
 
 # memory
@@ -87,7 +89,7 @@ class Memory:
         if not 0 <= offset <= offset + length <= self.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
         buffer = None if self.buffer is None else self.buffer[offset : offset + length]
-        return attrs.evolve(self, address=self.address + offset, length=length, buffer=buffer)
+        return Memory(self.address + offset, length, self.kind, self.device, buffer)
 
     @property
     def descriptor(self) -> tuple[int, int, int]:
@@ -280,6 +282,8 @@ class Agent:
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[_Nixl], None]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._rests = False
+        """Whether the thread waits for the bell alone."""
         self._turn = threading.Lock()
         self._nixl: _Nixl | None = None
         self._posted: list[Write] = []
@@ -386,13 +390,16 @@ class Agent:
             started.set_exception(e if isinstance(e, KvprotoError) else _local("cannot start UCX", e))
             return
         started.set_result(None)
-        soon = _LATE if self._eager else _SOON
+        soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
         pause = soon
         while not self._closed:
+            self._rests = True  # before the look at what is posted: who posts rings after it
+            timeout = pause if self._posted else None
+            self._rests = timeout is None
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=pause if self._posted else None)
+                self._bell.get(timeout=timeout)
             with self._turn:
-                pause = soon if self._move() else min(pause * 2, _LATE)
+                pause = soon if self._move() else min(pause * 2, late)
         with self._turn:
             self._move()
             nixl, self._nixl = self._nixl, None
@@ -503,7 +510,8 @@ class Agent:
                 raise _closed()
             self._jobs.append(job)
         self.move()
-        self._bell.put(None)
+        if self._rests or not self._eager:
+            self._bell.put(None)
 
     def _call(self, work: Callable[[_Nixl], T]) -> T:
         """Do it with NIXL, in turn; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""

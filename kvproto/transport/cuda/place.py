@@ -8,6 +8,7 @@ from typing import Literal
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Memory
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import current, is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
@@ -27,6 +28,11 @@ class DevicePlace:
         self.device = device
         self._packer = DevicePacker(device, blocks)
         self._allocated: dict[int, DeviceMemory] = {}
+
+    @property
+    def copier(self) -> Copier:
+        """Packs and unpacks."""
+        return self._packer.copier
 
     def allocate(self, length: int) -> Bytes:
         """One cuMemAlloc, which UCX can share."""
@@ -68,7 +74,7 @@ class DevicePlace:
         own = {i: self._own(m) for i, m in memory.items()}
         for each in own.values():
             each.check()
-        return self._packer.copier.checksums(program, {i: m.address for i, m in own.items()}, sink)
+        return self.copier.checksums(program, {i: m.address for i, m in own.items()}, sink)
 
     def close(self) -> None:
         """Free the staging memory."""
