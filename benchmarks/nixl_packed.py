@@ -35,7 +35,7 @@ from kvproto.wire.messages import Message
 
 POOL = 4 << 30
 LONG = 64 << 20
-CHUNK, SLOTS, WRITES = 64 << 20, 8, 3
+CHUNK, SLOTS, WRITES = 64 << 20, 8, 8
 PACKED, CALLED, CEILING = "NIXL, packed", "NIXL, packed, with its tables", "NIXL, writes of 64 MB"
 PATIENCE = 60.0
 Found = dict[str, dict[int, list[float]]]

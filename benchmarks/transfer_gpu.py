@@ -199,7 +199,7 @@ def main() -> int:
     options.add_argument("--only-kernel", action="store_true")
     options.add_argument("--chunk", type=int, default=64, metavar="MB", help="staging slots of NIXL, packed")
     options.add_argument("--slots", type=int, default=8)
-    options.add_argument("--writes", type=int, default=3, help="of NIXL, packed, at once")
+    options.add_argument("--writes", type=int, default=8, help="of NIXL, packed, at once")
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
     bench = Bench(int(args.pool * 1e9) // (1 << 27) * (1 << 27), args.blocks)

@@ -30,6 +30,7 @@ import re
 import secrets
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -199,7 +200,9 @@ class Write:
 
     def wait(self, timeout: float) -> bool:
         """The same, after at most `timeout` seconds."""
-        wait_for([self._future], timeout)
+        until = time.monotonic() + timeout
+        while not self.ready() and (left := until - time.monotonic()) > 0:
+            wait_for([self._future], self._agent.patience(left))
         return self.ready()
 
     @property
@@ -503,6 +506,10 @@ class Agent:
         if self._eager:
             with self._turn:
                 self._move()
+
+    def patience(self, seconds: float) -> float:
+        """How long a caller that waits leaves it to the thread."""
+        return min(seconds, _SOON) if self._eager else seconds
 
     def _enqueue(self, job: Callable[[_Nixl], None]) -> None:
         with self._door:

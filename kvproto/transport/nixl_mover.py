@@ -106,7 +106,7 @@ class NixlMover:
     """Writes peers' memory by NIXL; `way` and the slots are what this side registers as a sink.
 
     With costs for `way`, pages are registered where runs are long, else staging memory. `device` is the GPU of the
-    pools, None the host; a slot has 32 MB on a GPU, 1 MB on the host, if nobody says another number. Raises
+    pools, None the host; a slot has 64 MB on a GPU, 1 MB on the host, if nobody says another number. Raises
     NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX cannot start.
     """
 

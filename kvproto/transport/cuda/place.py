@@ -21,8 +21,8 @@ __all__ = ["DevicePlace"]
 class DevicePlace:
     """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
 
-    slot_bytes, eager = 32 << 20, True
-    writes: int | None = 3
+    slot_bytes, eager = 64 << 20, True
+    writes: int | None = None
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device
