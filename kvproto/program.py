@@ -96,14 +96,20 @@ class RowMap:
         """Rows in all."""
         return int(self.rows.sum())
 
+    @property
+    def places(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Source items, source rows, sink items, sink rows."""
+        return self.source_item, self.source_row, self.sink_item, self.sink_row
+
     @cached_property
-    def reach(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Lowest and highest source item, source row, sink item and sink row of any run; 0 and -1: there is none."""
+    def reach(self) -> tuple[int, list[int]]:
+        """The lowest of all places, and the highest of each; 0 and -1 where there is none."""
         if not len(self.rows):
-            return (0,) * 4, (-1,) * 4
-        low = (int(_LEAST(p)) for p in (self.source_item, self.source_row, self.sink_item, self.sink_row))
-        ends = (self.source_item + 1, self.source_row + self.rows, self.sink_item + 1, self.sink_row + self.rows)
-        return tuple(low), tuple(int(_MOST(e)) - 1 for e in ends)
+            return 0, [-1] * 4
+        places = np.array(self.places)
+        low = int(places.min())
+        places[1::2] += self.rows - 1
+        return low, places.max(axis=1).tolist()
 
     @cached_property
     def global_rows(self) -> IntArray:
@@ -136,7 +142,6 @@ class RowMap:
         )  # fmt: skip
 
 
-_MOST, _LEAST = np.maximum.reduce, np.minimum.reduce
 _NONE = np.empty(0, np.int64)
 _EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 

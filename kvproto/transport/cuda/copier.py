@@ -194,11 +194,12 @@ class Copier:
             return Copy(self._record(), few.bytes, began)
         parts = tables.parts(works, max(len(self._slots) // 2, 1))
         self._spare(len(parts))
-        began = self._record() if self._timed else None
+        began = None
         total = 0
         for part in parts:
             slot = self._slot(*tables.sizes(part))
             made = tables.launch(part, slot.view, slot.image.address, slot.rows.address)
+            began = began or (self._record() if self._timed else None)
             self._launch(made, slot)
             slot.event = self._record()
             total += made.bytes

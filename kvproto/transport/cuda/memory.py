@@ -261,6 +261,7 @@ def connect(region: Region, path: str, device: int) -> Mapped:
         raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
         return _mapped(region, path, device, found)
+    current(device)
     owner = ordinal_of(region.device or "")
     if owner is None:
         advice = "let CUDA_VISIBLE_DEVICES name the GPUs of both sides"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
+from operator import ge
 from typing import Any, Literal
 
 import attrs
@@ -106,6 +108,12 @@ class Table:
     """Whether the rows of a run touch on both sides."""
     extents: npt.NDArray[np.int64]
     """[map, 4]: items and rows of the source's pool, items and rows of the sink's, the least of any operation."""
+
+    @cached_property
+    def bounds(self) -> list[list[int]]:
+        """The extents, for Python."""
+        found: list[list[int]] = self.extents.tolist()
+        return found
 
     @property
     def n_maps(self) -> int:
@@ -218,14 +226,17 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 def check(works: Sequence[Work]) -> None:
     """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
     for work in works:
-        for m, extents in zip(work.maps, work.table.extents.tolist(), strict=True):
-            for name, low, high, extent in zip(_RANGES, *m.reach, extents, strict=True):
-                if low < 0 or high >= extent:
-                    came, pool = str(high if high >= extent else low), f"0 to {extent - 1}"
-                    raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
+        for m, extents in zip(work.maps, work.table.bounds, strict=True):
+            low, high = m.reach
+            if low < 0 or any(map(ge, high, extents)):
+                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                    least = int(place.min())
+                    if least < 0 or most >= extent:
+                        came, pool = str(most if most >= extent else least), f"0 to {extent - 1}"
+                        raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
 
 
-_RANGES = ("source item", "source row", "sink item", "sink row")
+_PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
 
 
 def sizes(works: Sequence[Work]) -> tuple[int, int]:
@@ -350,7 +361,7 @@ def _write(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
     if len(m.rows):
         runs[0, 0] = 0
         np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
-        for row, place in zip(runs[1:], (m.source_item, m.source_row, m.sink_item, m.sink_row), strict=True):
+        for row, place in zip(runs[1:], m.places, strict=True):
             row[:] = place
 
 
