@@ -201,8 +201,8 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=16)
-    options.add_argument("--blocks", type=int, nargs="*", default=[16, 24, 132], help="thread blocks of the copy kernel")
+    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--blocks", type=int, nargs="*", default=[16, 132], help="thread blocks of the copy kernel")
     options.add_argument("--chunks", type=int, nargs="*", default=[TOKENS, 2048], help="tokens of a chunk")
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()

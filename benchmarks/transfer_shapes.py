@@ -177,6 +177,29 @@ def latency() -> dict[str, list[float]]:
     return found
 
 
+def wire_latency() -> dict[str, list[float]]:
+    """Seconds of one small message over ZeroMQ, which a push's Done is, every 10 ms: mostly that its threads wake."""
+    from kvproto.net import Dialer, Listener
+
+    address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
+    listener, dialer = Listener(address), Dialer()
+    dialer.send(address, b"first")
+    while not (found := listener.receive()):
+        pass
+    samples = []
+    for _ in range(200):
+        until = time.perf_counter() + 0.01
+        while time.perf_counter() < until:
+            dialer.receive()
+        began = time.perf_counter()
+        listener.send(found[0][0], bytes(80))
+        while not dialer.receive():
+            pass
+        samples.append(time.perf_counter() - began)
+    dialer.close(), listener.close()
+    return {"a message over ZeroMQ, every 10 ms": samples}
+
+
 def session_latency(pull: bool) -> dict[str, list[float]]:
     """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
     from kvproto.net import Dialer, Listener
@@ -279,7 +302,7 @@ def main() -> int:
     for _ in range(200):
         ceiling.rate()
     made: dict[str, Any] = {"shapes": shapes(ceiling, args.rounds), "latency": latency()}
-    made["latency"] |= session_latency(pull=False) | session_latency(pull=True)
+    made["latency"] |= session_latency(pull=False) | session_latency(pull=True) | wire_latency()
     for name, samples in made["latency"].items():
         ordered = sorted(samples)
         print(f"latency, 1 page of 64 tokens, 61 layers MLA, {name:30} p50 {median(samples) * 1e6:7.1f} us  p99 {ordered[len(ordered) * 99 // 100] * 1e6:8.1f} us")
