@@ -48,6 +48,12 @@ CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 3
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 ALLOWED = 100e-6
+WAYS: dict[str, dict[str, Any]] = {
+    "kernel, 16 SMs": {"blocks": 16},
+    "kernel, all SMs": {},
+    "kernel, all SMs, urgent": {"urgent": True},
+    "copy engine": {"long": 64 << 10},
+}
 
 
 class Model:
@@ -103,9 +109,9 @@ class Marked(DeviceMover):
 class Pair:
     """A source and a sink, ready."""
 
-    def __init__(self, geometry: Geometry, pools: Sequence[Pool], blocks: int) -> None:
+    def __init__(self, geometry: Geometry, pools: Sequence[Pool], way: str) -> None:
         address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
-        self.mover = Marked(0, blocks)
+        self.mover = Marked(0, **WAYS[way])
         self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover])
         self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
         while not any(isinstance(e, Ready) for e in self.sink.poll()):
@@ -202,7 +208,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
     options.add_argument("--rounds", type=int, default=12)
-    options.add_argument("--blocks", type=int, nargs="*", default=[16, 132], help="thread blocks of the copy kernel")
+    options.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of copying")
     options.add_argument("--chunks", type=int, nargs="*", default=[TOKENS, 2048], help="tokens of a chunk")
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
@@ -213,10 +219,10 @@ def main() -> int:
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
     model = Model(pools[0], items)
     found: list[dict[str, Any]] = []
-    for blocks in args.blocks:
-        pair = Pair(geometry, pools, blocks)
+    for way in args.ways:
+        pair = Pair(geometry, pools, way)
         for chunk in args.chunks:
-            print(f"\r{blocks} blocks, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
+            print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
             torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
             torch.cuda.synchronize(1)
             for _ in range(2):
@@ -229,10 +235,10 @@ def main() -> int:
                 else:
                     alone.append(prefill(model, chunk, items)["compute"])
             rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
-            found.append({"blocks": blocks, "chunk": chunk, "handed": handed, "alone": alone, "rate": rates})
+            found.append({"way": way, "chunk": chunk, "handed": handed, "alone": alone, "rate": rates})
             middle = {name: median(s[name] for s in handed) for name in handed[0]}
             allowed = middle["left"] / median(rates) + ALLOWED
-            print(f"\r{blocks:4} blocks, chunks of {chunk:5}: prefill {median(alone) * 1e3:7.2f} ms, with hand-over {(middle['compute'] / median(alone) - 1) * 100:+6.2f} %; "
+            print(f"\r{way:24}, chunks of {chunk:5}: prefill {median(alone) * 1e3:7.2f} ms, with hand-over {(middle['compute'] / median(alone) - 1) * 100:+6.2f} %; "
                   f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:6.0f} us of {allowed * 1e6:6.0f} allowed, "
                   f"to the sink's node {middle['told'] * 1e6:6.0f} us", flush=True)  # fmt: skip
         pair.close()

@@ -4,7 +4,7 @@ import ctypes
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -59,13 +59,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return made
 
 
-def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
+def run(kernels: Kernels, works: Sequence[Work], blocks: int, long: int = tables.LONG) -> Launch:
     """As the executor does it: an image, the rows expanded, a copy for each width of word."""
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at)
+    made = launch(works, memory[start : start + most], image_at, rows_at, long)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:
@@ -82,7 +82,6 @@ def run(kernels: Kernels, works: list[Work], blocks: int) -> Launch:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
-    monkeypatch.setattr("kvproto.transport.cuda.table.LONG", tables.LONG)
     monkeypatch.setattr("kvproto.transport.cuda.table._FIRST_RUNS", 3)
 
 
@@ -90,7 +89,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans(), direct=st.booleans(), long=st.sampled_from([1, 24, 1 << 30]), most=st.integers(1, 4))
 def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, direct: bool, long: int, most: int) -> None:
     """Several rank pairs in one launch; all of it, or the layers of an interval."""
-    tables.LONG = long  # runs that the copy engine takes
     rng = random.Random(seed)
     dice = np.random.default_rng(seed)
     pairs = random_pairs(rng)
@@ -106,11 +104,11 @@ def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, di
         works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
     image = np.zeros(FEW, np.uint8)
-    small = few(works, image, 1000) if direct else None
+    small = few(works, image, 1000, long) if direct else None
     if small is not None:
         kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
     assert len(parts(works, most)) <= most
-    launched = [small] if small else [run(kernels, part, blocks) for part in parts(works, most)]
+    launched = [small] if small else [run(kernels, part, blocks, long) for part in parts(works, most)]
     assert sum(each.bytes for each in launched) == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)

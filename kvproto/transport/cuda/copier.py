@@ -20,6 +20,7 @@ from cuda.core import (
     Program,
     ProgramOptions,
     Stream,
+    StreamOptions,
 )
 
 from kvproto.errors import LocalError
@@ -131,19 +132,24 @@ class Copier:
     """One GPU's executor; not for use by several threads at once.
 
     blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches
-    of many runs at once; a copy of very many takes up to half of them.
+    of many runs at once; a copy of very many takes up to half of them. long: bytes of a run from which on the copy
+    engine takes it, which takes no multiprocessors. urgent: multiprocessors that are free go to copies first.
     """
 
-    def __init__(self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False) -> None:
+    def __init__(
+        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG,
+        urgent: bool = False,
+    ) -> None:  # fmt: skip
         self._device = current(device)
-        self.device = device
-        self.stream: Stream = self._device.create_stream()
+        self.device, self._long = device, long
+        _, first = call(driver.cuCtxGetStreamPriorityRange(), "priorities of streams")
+        self.stream: Stream = self._device.create_stream(options=StreamOptions(priority=first if urgent else None))
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
         self._functions: dict[tuple[int, str], object] = {}
         self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
-        first, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
-        self._places = (ctypes.c_void_p * 3)(*(first + i * size for i in range(3)))
+        begin, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
+        self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
         self._few = np.zeros(tables.FEW, np.uint8)
         self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
         self._part = np.zeros(PART, np.uint8)
@@ -186,7 +192,7 @@ class Copier:
         tables.check(works)
         for event in after:
             call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
-        few = tables.few(works, self._few, 4 * self.blocks)
+        few = tables.few(works, self._few, 4 * self.blocks, self._long)
         if few is not None:
             began = self._record() if self._timed else None
             if few.chunks:
@@ -198,7 +204,7 @@ class Copier:
         total = 0
         for part in parts:
             slot = self._slot(*tables.sizes(part))
-            made = tables.launch(part, slot.view, slot.image.address, slot.rows.address)
+            made = tables.launch(part, slot.view, slot.image.address, slot.rows.address, self._long)
             began = began or (self._record() if self._timed else None)
             self._launch(made, slot)
             slot.event = self._record()

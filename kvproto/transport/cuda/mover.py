@@ -12,6 +12,7 @@ from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
+from kvproto.transport.cuda.table import LONG
 from kvproto.wire.enums import Transport
 from kvproto.wire.messages import Region
 
@@ -33,8 +34,9 @@ class DeviceMover:
     together = True
     in_parts = True
 
-    def __init__(self, device: int = 0, blocks: int | None = None) -> None:
-        self.copier = Copier(device, blocks, _LAUNCHES)
+    def __init__(self, device: int = 0, blocks: int | None = None, long: int = LONG, urgent: bool = False) -> None:
+        """As of `Copier`."""
+        self.copier = Copier(device, blocks, _LAUNCHES, long=long, urgent=urgent)
         self._known: dict[int, _Known] = {}
 
     def connect(self, region: Region, path: str) -> DeviceMapped:

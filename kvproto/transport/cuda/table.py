@@ -257,15 +257,17 @@ def _up(n: int) -> int:
     return -(-n // 256) * 256
 
 
-def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> Launch:
+def launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG
+) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-    `image` has room for `sizes`; the works have passed `check`.
+    `image` has room for `sizes`; the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[int, list[tuple[int, ...]]] = {}
     chunks_of: dict[int, int] = {}
-    long: list[tuple[int, int, int]] = []
+    engine: list[tuple[int, int, int]] = []
     row, n_runs, most_rows, total = rows_at, 0, 0, 0
     for work in works:
         begins = []
@@ -276,8 +278,8 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
         for shape, lo, hi in _wanted(work):
             rows_of, width = work.maps[shape.map], shape.words * shape.units
             total += rows_of.size * shape.word * width * (hi - lo)
-            if shape.units == 1 and _is_long(work, shape, lo, hi):
-                long += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
+            if _is_long(work, shape, lo, hi, long):
+                engine += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
                 continue
             ops = work.address + lo * OP.itemsize
             for skip in range(0, rows_of.size, MOST // width):
@@ -302,7 +304,7 @@ def launch(works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, r
         for numbers in some:
             CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
             at += CLASS.itemsize
-    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(long))
+    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(engine))
 
 
 _HEAD = struct.Struct("<II8x")
@@ -321,7 +323,7 @@ class Few:
     bytes: int
 
 
-def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -> Few | None:
+def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG) -> Few | None:
     """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, FEW bytes; None where it is larger.
 
     The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
@@ -340,7 +342,7 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int) -
             rows, width = work.maps[shape.map], shape.words * shape.units
             chunks = -(-rows.size * width // (THREADS * DEPTH))
             ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
-            big = first + chunks * (hi - lo) > most_chunks or (shape.units == 1 and _is_long(work, shape, lo, hi))
+            big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
             if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
@@ -360,15 +362,18 @@ def _write(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
     """Runs as the device reads them."""
     if len(m.rows):
         runs[0, 0] = 0
-        np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
-        for row, place in zip(runs[1:], m.places, strict=True):
-            row[:] = place
+        if len(m.rows) > 1:
+            np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
+        for row, place in enumerate(m.places, start=1):
+            runs[row] = place
 
 
-def _is_long(work: Work, shape: Shape, lo: int, hi: int) -> bool:
-    """Whether runs are so long that the copy engine, which starts each by itself, is faster than a kernel."""
-    rows = work.maps[shape.map].rows
-    return bool(work.table.joined[lo:hi].all()) and int(rows.min()) * shape.word * shape.words >= LONG
+def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
+    """Whether the copy engine takes the runs, which starts each by itself."""
+    m, width = work.maps[shape.map], shape.word * shape.words
+    if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
+        return False
+    return int(m.rows.min()) * width >= long
 
 
 def _long(ops: npt.NDArray[np.void], m: RowMap, width: int) -> Iterator[tuple[int, int, int]]:
