@@ -327,7 +327,7 @@ def test_a_probe_measures_staging_memory_and_nothing_else() -> None:
 def test_device_memory_that_is_reached_slowly_is_refused() -> None:
     with Agent() as agent, Agent() as other:
         peer = agent.connect(other.register(bytearray(64)).region(0), "regions[0]")
-        peer._named = attrs.evolve(peer._named, memory=attrs.evolve(peer.memory, kind=MemoryKind.CUDA))
+        peer.memory = attrs.evolve(peer.memory, kind=MemoryKind.CUDA)
         require_fast(9e9, peer)
         with pytest.raises(RemoteError) as caught:
             require_fast(2e9, peer)
