@@ -304,6 +304,8 @@ class Agent:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False
         """Whether the thread waits for the bell alone."""
+        self._lively = False
+        """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more than that."""
         self._turn = threading.Lock()
         self._nixl: _Nixl | None = None
         self._posted: dict[Write, None] = {}
@@ -421,7 +423,8 @@ class Agent:
         pause = soon
         while not self._closed:
             self._rests = True  # before the look at what is posted: who posts rings after it
-            timeout = pause if self._posted else None
+            lively, self._lively = self._lively, False
+            timeout = pause if self._posted or lively else None
             self._rests = timeout is None
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=timeout)
@@ -604,6 +607,7 @@ class Agent:
 
         def job(nixl: _Nixl) -> None:
             begun, ready = False, True
+            self._lively = self._eager
             try:
                 if write._cancelled:
                     raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
