@@ -305,7 +305,7 @@ class Agent:
         self._rests = False
         """Whether the thread waits for the bell alone."""
         self._lively = False
-        """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more than that."""
+        """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more."""
         self._turn = threading.Lock()
         self._nixl: _Nixl | None = None
         self._posted: dict[Write, None] = {}

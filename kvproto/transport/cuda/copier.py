@@ -35,6 +35,8 @@ _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _IN_ORDER = driver.CUmemcpyAttributes()
 _IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_EVENTS = 64
+"""Chunks whose ends are told apart: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
@@ -146,8 +148,11 @@ class Copier:
         self._places = (ctypes.c_void_p * 3)(*(first + i * size for i in range(3)))
         self._few = np.zeros(tables.FEW, np.uint8)
         self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
-        self._part = np.zeros(PART, np.uint8)
-        self._part_place = (ctypes.c_void_p * 1)(self._part.ctypes.data)
+        self._part = (ctypes.c_uint64 * -(-PART // 8))()
+        self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
+        self._events: list[Event] = []
+        """Of chunks, recorded in turn."""
+        self._chunks = 0
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots: list[Room | None] = [None] * slots
@@ -241,7 +246,8 @@ class Copier:
 
     def follow(self, events: Sequence[int]) -> None:
         """What is submitted from now on waits for these events (handles of producers')."""
-        self._device.set_current()
+        if events:
+            self._device.set_current()
         for event in events:
             call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
 
@@ -252,10 +258,19 @@ class Copier:
         for source, sink, length in chunk.pieces:
             call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
         for part in chunk.parts:
-            self._part[:] = np.frombuffer(part.parameters, np.uint8)
+            ctypes.memmove(self._part, part.parameters, PART)
             self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
-        room.event = self._record()
+        room.event = self._record_chunk()
         return Copy(room.event, bytes_)
+
+    def _record_chunk(self) -> Event:
+        """An event again after many chunks: who still asks after an earlier one learns of the later, in stream order."""
+        at, self._chunks = self._chunks % _EVENTS, self._chunks + 1
+        if at == len(self._events):
+            self._events.append(self._record())
+        else:
+            self.stream.record(self._events[at])
+        return self._events[at]
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)
