@@ -36,7 +36,7 @@ _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _IN_ORDER = driver.CUmemcpyAttributes()
 _IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _EVENTS = 64
-"""Chunks whose ends are told apart: more than the slots that are under way at once."""
+"""Chunks of a stream whose ends are told apart: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
@@ -94,6 +94,9 @@ class Room:
     rows: _Bytes
     event: Event
     """After which it may be used again."""
+    ends: list[Event] = attrs.field(factory=list)
+    """Of chunks, recorded in turn."""
+    chunks: int = 0
 
     def holds(self, image: int, rows: int) -> bool:
         """Whether it is as large."""
@@ -150,9 +153,6 @@ class Copier:
         self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
         self._part = (ctypes.c_uint64 * -(-PART // 8))()
         self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
-        self._events: list[Event] = []
-        """Of chunks, recorded in turn."""
-        self._chunks = 0
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots: list[Room | None] = [None] * slots
@@ -260,17 +260,17 @@ class Copier:
         for part in chunk.parts:
             ctypes.memmove(self._part, part.parameters, PART)
             self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
-        room.event = self._record_chunk()
+        room.event = self._end(room)
         return Copy(room.event, bytes_)
 
-    def _record_chunk(self) -> Event:
-        """An event again after many chunks: who still asks after an earlier one learns of the later, in stream order."""
-        at, self._chunks = self._chunks % _EVENTS, self._chunks + 1
-        if at == len(self._events):
-            self._events.append(self._record())
+    def _end(self, room: Room) -> Event:
+        """Record an event again after many chunks: who still asks after the earlier one hears of the later."""
+        at, room.chunks = room.chunks % _EVENTS, room.chunks + 1
+        if at == len(room.ends):
+            room.ends.append(self._record())
         else:
-            self.stream.record(self._events[at])
-        return self._events[at]
+            self.stream.record(room.ends[at])
+        return room.ends[at]
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)
