@@ -17,6 +17,10 @@ the metadata are UCX addresses and keys that only UCX can read, and UCX ends the
 peer that passed the session's authentication is trusted with that; do not connect handles from anyone else. After NIXL
 has refused an agent's metadata half-way it refuses that agent for good: the peer makes a new one. A peer with a handle
 may write the memory that is named in it, no more: in packed mode name staging memory only.
+
+What is posted again. To make a transfer costs more than to post it, so that of a write from slot to slot is kept when
+the write is complete, and serves the next one of the same two slots and length: one at most for two slots. It is NIXL's
+until its write is over, and released before either side's memory is closed or registered anew.
 """
 
 from __future__ import annotations
@@ -32,9 +36,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 import attrs
@@ -98,21 +101,39 @@ class Memory:
         return self.address, self.length, self.device
 
 
-class Registered:
-    """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
+@attrs.frozen
+class _Slot(Memory):
+    """The first bytes of a staging slot."""
 
-    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
-        self._agent, self.memory, self.slot_bytes, self._list = agent, memory, slot_bytes, list_
-        self._metadata = metadata
+    owner: _Slotted | None = attrs.field(default=None, repr=False, eq=False)
 
-    @property
-    def slots(self) -> int:
-        """Staging slots; 0 where the memory is none."""
-        return self.memory.length // self.slot_bytes if self.slot_bytes else 0
+
+class _Slotted:
+    """Memory, of it equal staging slots, if any."""
+
+    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int) -> None:
+        self._agent, self.memory = agent, memory
+        self.slot_bytes = slot_bytes
+        """Of each slot; 0 where there is none."""
+        self.slots = memory.length // slot_bytes if slot_bytes else 0
+        """Staging slots."""
+        self._made: dict[int, _Slot] = {}
 
     def slot(self, number: int, length: int) -> Memory:
         """The first bytes of a staging slot."""
-        return self.memory.part(number * self.slot_bytes, length)
+        known = self._made.get(number)
+        if known is None or known.length != length:
+            m = self.memory.part(number * self.slot_bytes, length)
+            known = self._made[number] = _Slot(m.address, length, m.kind, m.device, m.buffer, self)
+        return known
+
+
+class Registered(_Slotted):
+    """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
+
+    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
+        super().__init__(agent, memory, slot_bytes)
+        self._list, self._metadata = list_, metadata
 
     @property
     def handle(self) -> Handle:
@@ -133,8 +154,9 @@ class Registered:
         """Deregister, when no write of it is under way; peers can write it no more."""
         if self._list is not None:
             list_, self._list = self._list, None
-            self._agent._call(lambda nixl: nixl.deregister(list_))
+            self._agent._call(lambda nixl: self._agent._deregister(nixl, self.memory, list_))
             self._agent._open.discard(self)
+            self._made.clear()  # their views of the buffer
 
 
 @attrs.frozen
@@ -181,28 +203,34 @@ def _read(data: bytes) -> _Named:
 class Write:
     """Bytes on their way to one peer's memory."""
 
-    def __init__(self, agent: Agent, bytes_: int) -> None:
-        self._agent, self.bytes = agent, bytes_
-        self._future: Future[None] = Future()
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], pair: _Pair | None = None) -> None:
+        self._agent, self.bytes, self._peers, self._pair = agent, bytes_, peers, pair
         self._proof: Proof | None = None
+        self._error: KvprotoError | None = None
+        self._over = False
+        """The last to be set: who sees it sees the others."""
+        self._bell: threading.Event | None = None
+        """Of those who wait, if any."""
         self._handles: list[int] = []
-        self._peers: tuple[Peer, ...] = ()
         self._cancelled = False
 
     def ready(self) -> bool:
         """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED where that failed."""
-        if not self._future.done():
-            self._agent.move()
-        if not self._future.done():
-            return False
-        self._future.result()
+        if not self._over:
+            self._agent.move(self)
+            if not self._over:
+                return False
+        if self._error is not None:
+            raise self._error
         return True
 
     def wait(self, timeout: float) -> bool:
         """The same, after at most `timeout` seconds."""
         until = time.monotonic() + timeout
         while not self.ready() and (left := until - time.monotonic()) > 0:
-            wait_for([self._future], self._agent.patience(left))
+            bell = self._agent._bell_of(self)  # before the look at whether it is over: who ends it rings after that
+            if not self._over:
+                bell.wait(self._agent.patience(left))
         return self.ready()
 
     @property
@@ -217,53 +245,40 @@ class Write:
             self._agent._enqueue(lambda nixl: self._agent._abandon(nixl, self))
 
     def _end(self, error: KvprotoError | None, proof: Proof) -> None:
-        if self._future.done():
+        if self._over:
             return
-        self._proof = proof
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
+        self._proof, self._error = proof, error
+        self._over = True
+        if self._bell is not None:
+            self._bell.set()
 
 
-class Peer:
-    """A peer's memory, as far as this agent may write it."""
+class Peer(_Slotted):
+    """A peer's memory, as far as this agent may write it; its addresses are the peer's."""
 
     def __init__(self, agent: Agent, named: _Named, path: str) -> None:
-        self._agent, self._named, self.path = agent, named, path
+        super().__init__(agent, named.memory, named.slot_bytes)
+        self.name, self.path = named.name, path
+        """Of the peer's agent; of the region."""
         self.lost: KvprotoError | None = None
         """Why no write can succeed any more."""
-
-    @property
-    def name(self) -> str:
-        """The peer's agent."""
-        return self._named.name
-
-    @property
-    def memory(self) -> Memory:
-        """Addresses in the peer."""
-        return self._named.memory
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a staging slot; 0 where the memory has none."""
-        return self._named.slot_bytes
-
-    @property
-    def slots(self) -> int:
-        """Staging slots."""
-        return self.memory.length // self.slot_bytes if self.slot_bytes else 0
-
-    def slot(self, number: int, length: int) -> Memory:
-        """The first bytes of a staging slot of the peer."""
-        return self.memory.part(number * self.slot_bytes, length)
 
     def write(self, source: Memory, to: Memory) -> Write:
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
-        local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
-        return self._agent.post([(local, source.kind, remote, self)], source.length)
+        pair = None
+        if isinstance(source, _Slot) and isinstance(to, _Slot) and to.owner is self:
+            own = source.owner
+            if isinstance(own, Registered) and own._agent is self._agent:
+                pair = own, source.address, self, to.address
+        write = Write(self._agent, source.length, (self,), pair)
+
+        def make(nixl: _Nixl) -> Iterator[int]:
+            local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
+            yield nixl.make((local, source.kind, remote, self))
+
+        return self._agent._post(write, make)
 
     def close(self) -> None:
         """Write no more; what is under way becomes UNPROVABLE. With the agent's last memory the connection ends."""
@@ -271,6 +286,8 @@ class Peer:
 
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
+_Pair = tuple[Registered, int, Peer, int]
+"""Slots, by address."""
 
 
 class Agent:
@@ -287,15 +304,21 @@ class Agent:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False
         """Whether the thread waits for the bell alone."""
+        self._lively = False
+        """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more."""
         self._turn = threading.Lock()
         self._nixl: _Nixl | None = None
-        self._posted: list[Write] = []
+        self._posted: dict[Write, None] = {}
+        self._kept: dict[_Pair, tuple[int, int]] = {}
+        """Transfers to post again, none of them under way: bytes, handle."""
         self._open: set[Registered] = set()
         """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
         self._stuck: list[int] = []
         self._closed, self._door = False, threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._told, self._telling = False, threading.Lock()
+        """Whether that is readable."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvproto-nixl", daemon=True)
         self._thread.start()
@@ -348,6 +371,7 @@ class Agent:
             connection, peers = self._remotes.get(named.name, (named.connection, []))
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
+            self._let_go(nixl, lambda pair, _: pair[2].name == named.name)  # NIXL may put new keys for old ones
             try:
                 nixl.load(named)
             except Exception as e:
@@ -369,10 +393,12 @@ class Agent:
         """Wait until a write has ended, or `timeout` seconds; whether one has."""
         poller = select.poll()  # `select` knows 1024 descriptors
         poller.register(self._wake, select.POLLIN)
-        readable = bool(poller.poll(timeout * 1000))
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        return readable
+        poller.poll(timeout * 1000)
+        with self._telling:
+            told, self._told = self._told, False
+            if told:
+                os.eventfd_read(self._wake)
+        return told
 
     def close(self) -> None:
         """End all writes as UNPROVABLE, forget all peers, stop the thread."""
@@ -397,7 +423,8 @@ class Agent:
         pause = soon
         while not self._closed:
             self._rests = True  # before the look at what is posted: who posts rings after it
-            timeout = pause if self._posted else None
+            lively, self._lively = self._lively, False
+            timeout = pause if self._posted or lively else None
             self._rests = timeout is None
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=timeout)
@@ -408,6 +435,8 @@ class Agent:
             nixl, self._nixl = self._nixl, None
             assert nixl is not None
             self._finish(nixl)
+        for registered in self._open:
+            registered._made.clear()
         self._open.clear()
 
     # whoever has the turn
@@ -419,13 +448,15 @@ class Agent:
         some = bool(self._jobs)
         while self._jobs:
             self._jobs.popleft()(self._nixl)
-        return self._look(self._nixl) or some
+        ended = [self._look(self._nixl, write) for write in list(self._posted)]
+        return some or any(ended)
 
     def _finish(self, nixl: _Nixl) -> None:
         for write in self._posted:
             self._release(nixl, write)
             write._end(_closed(), Proof.UNPROVABLE)
         self._posted.clear()
+        self._let_go(nixl, lambda *_: True)
         for name in self._remotes:
             nixl.forget(name)
         for handle in self._stuck:
@@ -433,33 +464,53 @@ class Agent:
                 nixl.release(handle)
         nixl.close()
 
-    def _look(self, nixl: _Nixl) -> bool:
-        """Ask after every posted write; whether one ended."""
-        ended = False
-        for write in list(self._posted):
-            error: KvprotoError | None = None
-            try:
-                if not all(nixl.ask(h) for h in write._handles):
-                    continue
-            except Exception as e:
-                error = self._lost(write._peers, e)
-            self._posted.remove(write)
+    def _look(self, nixl: _Nixl, write: Write) -> bool:
+        """Ask after a posted write; whether it ended."""
+        try:
+            for handle in write._handles:
+                if not nixl.ask(handle):
+                    return False
+        except Exception as e:
+            self._over(nixl, write, self._lost(nixl, write._peers, e))
+        else:
+            self._over(nixl, write)
+        return True
+
+    def _over(self, nixl: _Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
+        """A write is complete, or has failed with an error."""
+        self._posted.pop(write, None)
+        pair = write._pair
+        if error is None and pair and pair[0]._list is not None and not pair[2].lost and pair not in self._kept:
+            (handle,) = write._handles
+            self._kept[pair] = write.bytes, handle
+            write._handles.clear()
+        else:
             self._release(nixl, write)
-            write._end(error, Proof.UNPROVABLE if error else Proof.PROVEN)
-            ended = True
-        if ended:
-            self._tell()
-        return ended
+        write._end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
+        self._tell()
 
     def _release(self, nixl: _Nixl, write: Write) -> None:
         for handle in write._handles:
-            try:
-                nixl.release(handle)
-            except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
-                self._stuck.append(handle)
+            self._drop(nixl, handle)
         write._handles.clear()
 
-    def _lost(self, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
+    def _drop(self, nixl: _Nixl, handle: int) -> None:
+        try:
+            nixl.release(handle)
+        except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
+            self._stuck.append(handle)
+
+    def _let_go(self, nixl: _Nixl, which: Callable[[_Pair, int], bool]) -> None:
+        """Release kept transfers, asked for by their slots and length."""
+        for pair in [pair for pair, (length, _) in self._kept.items() if which(pair, length)]:
+            self._drop(nixl, self._kept.pop(pair)[1])
+
+    def _deregister(self, nixl: _Nixl, memory: Memory, registration: Any) -> None:
+        begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
+        self._let_go(nixl, lambda pair, length: pair[1] < end and begin < pair[1] + length)
+        nixl.deregister(registration)
+
+    def _lost(self, nixl: _Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
         """The typed error of what NIXL raised; where it says that the peer is gone, all its memory is."""
         if isinstance(cause, KvprotoError):
             return cause
@@ -470,19 +521,18 @@ class Agent:
         for name in names:
             for peer in self._remotes.get(name, (b"", []))[1]:
                 peer.lost = error
+        self._let_go(nixl, lambda pair, _: pair[2].name in names)
         return error
 
     def _tell(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._wake, 1)
+        with self._telling:
+            if not self._told:
+                self._told = True
+                os.eventfd_write(self._wake, 1)
 
     def _abandon(self, nixl: _Nixl, write: Write) -> None:
-        self._look(nixl)  # it may be complete
-        if write in self._posted:
-            self._posted.remove(write)
-            self._release(nixl, write)
-        write._end(RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""), Proof.UNPROVABLE)
-        self._tell()
+        if write in self._posted and not self._look(nixl, write):  # it may be complete
+            self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
 
     def _disconnect(self, nixl: _Nixl, peer: Peer) -> None:
         _, peers = self._remotes.get(peer.name, (b"", []))
@@ -490,6 +540,7 @@ class Agent:
             return
         for write in [w for w in self._posted if peer in w._peers]:
             self._abandon(nixl, write)
+        self._let_go(nixl, lambda pair, _: pair[2] is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
@@ -498,14 +549,26 @@ class Agent:
 
     # any thread
 
-    def move(self) -> None:
-        """Of an eager agent: do what its thread would do next.
+    def move(self, write: Write | None = None) -> None:
+        """Of an eager agent: do what was asked for, and look at one write, where its thread would look at all.
 
         It waits for its turn: a thread that has it needs the interpreter, which the wait leaves to it.
         """
-        if self._eager:
-            with self._turn:
-                self._move()
+        if not self._eager:
+            return
+        with self._turn:
+            nixl = self._nixl
+            if nixl is None:
+                return
+            while self._jobs:
+                self._jobs.popleft()(nixl)
+            if write in self._posted:
+                self._look(nixl, write)
+
+    def _bell_of(self, write: Write) -> threading.Event:
+        with self._door:
+            write._bell = write._bell or threading.Event()
+            return write._bell
 
     def patience(self, seconds: float) -> float:
         """How long a caller that waits leaves it to the thread."""
@@ -517,7 +580,7 @@ class Agent:
                 raise _closed()
             self._jobs.append(job)
         self.move()
-        if self._rests or not self._eager:
+        if not self._eager or (self._posted and self._rests):
             self._bell.put(None)
 
     def _call(self, work: Callable[[_Nixl], T]) -> T:
@@ -537,33 +600,39 @@ class Agent:
 
     def post(self, postings: list[Posting], bytes_: int) -> Write:
         """One write of descriptor lists, each to one peer."""
-        write = Write(self, bytes_)
-        write._peers = tuple(p for *_, p in postings)
+        return self._post(Write(self, bytes_, tuple(p for *_, p in postings)), lambda nixl: map(nixl.make, postings))
+
+    def _post(self, write: Write, make: Callable[[_Nixl], Iterator[int]]) -> Write:
+        """Post transfers that are kept or made."""
 
         def job(nixl: _Nixl) -> None:
             begun, ready = False, True
+            self._lively = self._eager
             try:
                 if write._cancelled:
                     raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
                 for peer in write._peers:
                     if peer.lost:
                         raise peer.lost
-                for posting in postings:
-                    write._handles.append(nixl.make(posting))
+                length, kept = self._kept.pop(write._pair, (0, 0)) if write._pair else (0, 0)
+                if kept and length == write.bytes:
+                    write._handles.append(kept)
+                else:
+                    if kept:
+                        self._drop(nixl, kept)
+                    for made in make(nixl):
+                        write._handles.append(made)  # so that it is released if the next one is refused
                 for handle in write._handles:
                     begun = True
                     ready &= nixl.post(handle)
             except Exception as e:
-                self._release(nixl, write)
-                write._end(self._lost(write._peers, e), Proof.UNPROVABLE if begun else Proof.PROVEN)
-                self._tell()
+                error = self._lost(nixl, write._peers, e)
+                self._over(nixl, write, error, Proof.UNPROVABLE if begun else Proof.PROVEN)
                 return
-            if not ready:
-                self._posted.append(write)
-                return
-            self._release(nixl, write)
-            write._end(None, Proof.PROVEN)
-            self._tell()
+            if ready:
+                self._over(nixl, write)
+            else:
+                self._posted[write] = None
 
         self._enqueue(job)
         return write

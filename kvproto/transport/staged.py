@@ -114,15 +114,13 @@ class Link:
     def grant(self, credit: Credit) -> None:
         """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
         slots = [] if credit.slots is None else credit.slots.tolist()
-        away = set(self._away)
         for i, slot in enumerate(slots):
-            if slot not in away:
+            if slot not in self._away or slot in slots[:i]:
                 raise RemoteError(
                     ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
                     str(slot), "return a slot once, after its Chunk",
                 )  # fmt: skip
-            away.remove(slot)
-        self._away = away
+        self._away.difference_update(slots)
         self.granted.extend(slots)
 
     def named(self, slot: int) -> None:
@@ -147,6 +145,8 @@ class StagedSender:
         self._link, self._packer = link, packer
         self._at = 0
         self._parts: deque[_Part] = deque()
+        self._writing = 0
+        """So many of them, from the first on, are written."""
         self._stopped = False
         self._lost = False
 
@@ -163,7 +163,8 @@ class StagedSender:
     def step(self) -> list[Piece]:
         """Ask after what is under way, begin one more piece if slots allow; returns pieces now at the sink, in order.
 
-        Raises what a write or the packer raises: the transfer has failed then, and `abort` says what is known.
+        Pieces are asked after in order, up to one that is not ready: as a rule the later ones are not either. Raises
+        what a write or the packer raises: the transfer has failed then, and `abort` says what is known.
         """
         try:
             return self._step()
@@ -172,14 +173,14 @@ class StagedSender:
             raise
 
     def _step(self) -> list[Piece]:
-        link = self._link
+        link, packer = self._link, self._packer
         self._post()
         found = self._take()
-        if not self._stopped and self._at < self._packer.length and link.free and link.granted:
-            size = self._packer.cut(self._at, min(link.slot_bytes, self._packer.length - self._at))
+        if not self._stopped and (left := packer.length - self._at) and link.free and link.granted:
+            size = packer.cut(self._at, min(link.slot_bytes, left))
             own, slot = link.free[0], link.granted[0]
-            piece = Piece(slot, self._at, size, self._at + size == self._packer.length)
-            self._parts.append(_Part(piece, own, self._packer.pack(self._at, link.own.slot(own, size))))
+            piece = Piece(slot, self._at, size, size == left)
+            self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
             link.free.popleft()
             link.granted.popleft()
             self._at += size
@@ -187,21 +188,27 @@ class StagedSender:
         return found
 
     def _post(self) -> None:
-        under_way = sum(p.writing is not None and not p.writing.ready() for p in self._parts)
-        for part in self._parts:
-            if under_way >= self._link.writes:
+        link = self._link
+        while self._writing < len(self._parts) and not self._stopped:
+            part = self._parts[self._writing]
+            if not part.packing.ready() or not self._may_write():
                 return
-            if part.writing is None and not self._stopped and part.packing.ready():
-                under_way += 1
-                size = part.piece.bytes
-                part.writing = self._link.target.write(
-                    self._link.own.slot(part.own, size), self._link.target.slot(part.piece.slot, size)
-                )
+            piece = part.piece
+            target = link.target.slot(piece.slot, piece.bytes)
+            part.writing = link.target.write(link.own.slot(part.own, piece.bytes), target)
+            self._writing += 1
+
+    def _may_write(self) -> bool:
+        most = self._link.writes
+        if self._writing < most:
+            return True
+        return sum(p.writing is not None and not p.writing.ready() for p in self._parts) < most
 
     def _take(self) -> list[Piece]:
         found = []
         while self._parts and (first := self._parts[0]).writing is not None and first.writing.ready():
             self._parts.popleft()
+            self._writing -= 1
             self._link.free.append(first.own)
             self._link.named(first.piece.slot)
             found.append(first.piece)
@@ -255,7 +262,7 @@ class _Stream:
     at: int = 0
     error: KvprotoError | None = None
     closing: bool = False
-    unpacking: list[tuple[int, Ready]] = attrs.field(factory=list)
+    unpacking: deque[tuple[int, Ready]] = attrs.field(factory=deque)
 
 
 class StagedReceiver:
@@ -319,15 +326,16 @@ class StagedReceiver:
             self._free.add(chunk.slot)
 
     def step(self) -> None:
-        """Ask after what is being unpacked."""
+        """Ask after what is being unpacked: of each stream in order, up to what is not ready."""
         for stream in self._streams.values():
-            for slot, unpacking in list(stream.unpacking):
+            while stream.unpacking:
+                slot, unpacking = stream.unpacking[0]
                 try:
                     if not unpacking.ready():
-                        continue
+                        break
                 except KvprotoError as error:
                     stream.error = error
-                stream.unpacking.remove((slot, unpacking))
+                stream.unpacking.popleft()
                 self._free.add(slot)
 
     @property

@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -215,6 +216,136 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
         assert conn.recv() == b"\0"
 
 
+@needs_nixl
+def test_transfers_that_are_posted_again_carry_what_the_slots_have_now() -> None:
+    with Agent() as agent, Agent() as other:
+        memory, dice = bytearray(3 * 4096), random.Random(3)
+        own = agent.register(bytearray(3 * 4096), 4096)
+        peer = agent.connect(other.register(memory, 4096).region(0), "regions[0]")
+        wanted = bytearray(memory)
+        for round_ in range(300):
+            source, to = dice.randrange(3), dice.randrange(3)
+            size = 4096 if round_ < 200 else dice.choice([1, 100, 4096])
+            data = dice.randbytes(size)
+            own.slot(source, size).buffer[:] = data  # type: ignore[index]
+            write = peer.write(own.slot(source, size), peer.slot(to, size))
+            assert write.wait(LONG)
+            assert write.proof == Proof.PROVEN
+            wanted[to * 4096 : to * 4096 + size] = data
+            assert memory == wanted
+            if round_ == 199:
+                assert len(agent._kept) == 9
+        assert len(agent._kept) == 9
+        writes = [peer.write(own.slot(0, 4096), peer.slot(1, 4096)) for _ in range(20)]  # each by a transfer of its own
+        assert all(w.wait(LONG) for w in writes)
+        assert memory[4096:8192] == own.memory.buffer[:4096]  # type: ignore[index]
+        assert len(agent._kept) == 9
+        own.close()
+        assert not agent._kept
+
+
+@needs_nixl
+@pytest.mark.parametrize("transport", ["tcp", "all"])
+def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", transport)
+    with Agent() as agent:
+        own = agent.register(bytearray(b"here" * 1024), 1024)
+        with started(sink, 4096, 1024) as (process, _, region):
+            dead = agent.connect(region, "regions[0]")
+            for _ in range(3):
+                assert all(dead.write(own.slot(i, 1024), dead.slot(i, 1024)).wait(LONG) for i in range(4))
+            assert len(agent._kept) == 4
+            process.kill()
+            process.join()
+            again = [dead.write(own.slot(i, 1024), dead.slot(i, 1024)) for i in range(4)]
+            for write in again:
+                with contextlib.suppress(KvprotoError):
+                    write.wait(LONG)
+                assert write.proof is not None
+            with pytest.raises(KvprotoError) as caught:
+                written(dead, own.slot(0, 1024))
+            assert caught.value.code == ErrorCode.PEER_LOST
+            assert not agent._kept
+            dead.close()
+        with started(sink, 4096, 1024) as (_, conn, region):
+            living = agent.connect(region, "regions[0]")
+            for _ in range(2):
+                assert living.write(own.slot(0, 1024), living.slot(3, 1024)).wait(LONG)
+            conn.send((3072, 3076))
+            assert conn.recv() == b"here"
+
+
+@needs_nixl
+def test_memory_that_is_closed_is_written_by_no_kept_transfer() -> None:
+    with Agent() as agent, Agent() as other:
+        memory, buffer = bytearray(4096), bytearray(b"a" * 4096)
+        region = other.register(memory, 1024).region(0)
+        own, twin = (agent.register(buffer, 1024) for _ in range(2))
+        agent.connect(other.register(bytearray(8)).region(1), "regions[1]")  # so that the connection stays
+        peer = agent.connect(region, "regions[0]")
+        slot = own.slot(0, 1024)
+        for each in (slot, twin.slot(1, 1024)):
+            assert peer.write(each, peer.slot(0, 1024)).wait(LONG)
+        own.close()
+        assert not agent._kept  # NIXL may have taken the one for the other
+        assert peer.write(twin.slot(1, 1024), peer.slot(1, 1024)).wait(LONG)
+        twin.close()
+        gone = peer.write(slot, peer.slot(0, 1024))
+        with pytest.raises(KvprotoError) as caught:
+            gone.wait(LONG)
+        assert (caught.value.code, gone.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.PROVEN)
+        buffer[:] = b"b" * 4096
+        again = agent.register(buffer, 1024)
+        assert peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
+        assert memory == b"a" * 2048 + b"b" * 1024 + bytes(1024)
+        peer.close()
+        assert not agent._kept
+        with pytest.raises(KvprotoError):
+            peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
+        anew = agent.connect(region, "regions[0]")
+        assert anew.write(again.slot(0, 1024), anew.slot(3, 1024)).wait(LONG)
+        assert memory[3072:] == b"b" * 1024
+
+
+@needs_nixl
+def test_a_transfer_that_was_posted_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    size = 64 << 20
+    with Agent() as agent, started(sink, size, size) as (process, conn, region):
+        own, peer = agent.register(bytearray(size), size), agent.connect(region, "regions[0]")
+        for _ in range(2):
+            assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)
+        assert len(agent._kept) == 1
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        write = peer.write(own.slot(0, size), peer.slot(0, size))
+        agent.register(bytearray(1))  # so it is posted
+        assert not agent._kept
+        write.abandon()
+        with pytest.raises(KvprotoError) as caught:
+            write.wait(LONG)
+        assert (caught.value.code, write.proof) == (ErrorCode.ABORTED, Proof.UNPROVABLE)
+        assert not agent._kept
+        os.kill(process.pid or 0, signal.SIGCONT)
+        own.memory.buffer[-4:] = b"here"  # type: ignore[index]
+        assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)
+        conn.send((size - 4, size))
+        assert conn.recv() == b"here"
+
+
+@needs_nixl
+def test_the_descriptor_is_readable_from_the_end_of_a_write_to_the_next_wait() -> None:
+    with Agent() as agent, Agent() as other:
+        peer = agent.connect(other.register(bytearray(64)).region(0), "regions[0]")
+        own = agent.register(bytearray(64))
+        assert not agent.wait(0)
+        for _ in range(3):
+            assert all(written(peer, own.memory) for _ in range(3))
+            agent.register(bytearray(1))  # so the thread has told of all
+            assert select.select([agent.fileno()], [], [], LONG)[0]
+            assert agent.wait(0)
+            assert not agent.wait(0)
+
+
 def reframed(handle: Handle, **changes: Any) -> Handle:
     """A handle with other fields and the right digest."""
     data = bytes(handle.data)
@@ -327,7 +458,7 @@ def test_a_probe_measures_staging_memory_and_nothing_else() -> None:
 def test_device_memory_that_is_reached_slowly_is_refused() -> None:
     with Agent() as agent, Agent() as other:
         peer = agent.connect(other.register(bytearray(64)).region(0), "regions[0]")
-        peer._named = attrs.evolve(peer._named, memory=attrs.evolve(peer.memory, kind=MemoryKind.CUDA))
+        peer.memory = attrs.evolve(peer.memory, kind=MemoryKind.CUDA)
         require_fast(9e9, peer)
         with pytest.raises(RemoteError) as caught:
             require_fast(2e9, peer)

@@ -36,6 +36,8 @@ _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _IN_ORDER = driver.CUmemcpyAttributes()
 _IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_EVENTS = 64
+"""Chunks of a stream whose ends are told apart: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
@@ -93,6 +95,9 @@ class Room:
     rows: _Bytes
     event: Event
     """After which it may be used again."""
+    ends: list[Event] = attrs.field(factory=list)
+    """Of chunks, recorded in turn."""
+    chunks: int = 0
 
     def holds(self, image: int, rows: int) -> bool:
         """Whether it is as large."""
@@ -152,8 +157,8 @@ class Copier:
         self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
         self._few = np.zeros(tables.FEW, np.uint8)
         self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
-        self._part = np.zeros(PART, np.uint8)
-        self._part_place = (ctypes.c_void_p * 1)(self._part.ctypes.data)
+        self._part = (ctypes.c_uint64 * -(-PART // 8))()
+        self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots: list[Room | None] = [None] * slots
@@ -247,7 +252,8 @@ class Copier:
 
     def follow(self, events: Sequence[int]) -> None:
         """What is submitted from now on waits for these events (handles of producers')."""
-        self._device.set_current()
+        if events:
+            self._device.set_current()
         for event in events:
             call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
 
@@ -258,10 +264,19 @@ class Copier:
         for source, sink, length in chunk.pieces:
             call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
         for part in chunk.parts:
-            self._part[:] = np.frombuffer(part.parameters, np.uint8)
+            ctypes.memmove(self._part, part.parameters, PART)
             self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
-        room.event = self._record()
+        room.event = self._end(room)
         return Copy(room.event, bytes_)
+
+    def _end(self, room: Room) -> Event:
+        """Record an event again after many chunks: who still asks after the earlier one hears of the later."""
+        at, room.chunks = room.chunks % _EVENTS, room.chunks + 1
+        if at == len(room.ends):
+            room.ends.append(self._record())
+        else:
+            self.stream.record(room.ends[at])
+        return room.ends[at]
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)

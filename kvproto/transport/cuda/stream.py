@@ -10,6 +10,7 @@ Nothing here touches a device, so all of it is tested on a host with the kernel'
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -89,6 +90,15 @@ class StreamTable:
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
         self._table = tables.table(CopyProgram(self._maps, ops, ()), sources, sinks, free=self._stream)
         self._ops_at, self._rows_at = 0, [0] * len(self._maps)
+        # for Python: what a chunk asks for is too little for numpy
+        self._start, self._end, self._width = order.start.tolist(), order.end.tolist(), order.width.tolist()
+        self._columns, self._sizes = self._table.layers.tolist(), [m.size for m in self._maps]
+        places = self._table.ops[self._stream] % tables.WORDS[0]
+        self._misaligned = [
+            int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None
+            for s in self._table.shapes
+        ]
+        """Of each shape: where its operations begin in a word, if all begin alike."""
 
     @property
     def n_maps(self) -> int:
@@ -136,25 +146,25 @@ class StreamTable:
         order = self.order
         if offset + most >= order.length:
             return most
-        c = int(np.searchsorted(order.end, offset + most, "right"))
-        inside = offset + most - int(order.start[c])
-        return most - inside % int(order.width[c]) if most > inside % int(order.width[c]) else most
+        c = bisect_right(self._end, offset + most)
+        cut = (offset + most - self._start[c]) % self._width[c]
+        return most - cut if most > cut else most
 
     def chunk(self, offset: int, length: int, address: int) -> Chunk:
         """What copies stream bytes [offset, offset + length) from or to `address`; raises OUT_OF_RANGE."""
-        order, end = self.order, offset + length
-        order.check(offset, end)
+        end = offset + length
+        self.order.check(offset, end)
         shift = address - offset
         found: dict[int, list[tuple[int, ...]]] = {}
         pieces: list[tuple[int, int, int]] = []
         at = offset
-        c = int(np.searchsorted(order.end, offset, "right"))
+        c = bisect_right(self._end, offset)
         while at < end:
-            begin, stop, width = int(order.start[c]), int(order.end[c]), int(order.width[c])
+            begin, stop, width = self._start[c], self._end[c], self._width[c]
             if at == begin and stop <= end:
-                after = int(np.searchsorted(order.end, end, "right"))
+                after = bisect_right(self._end, end)
                 self._classes(found, shift, c, after, 0, None)
-                at, c = int(order.end[after - 1]), after
+                at, c = self._end[after - 1], after
                 continue
             stop = min(stop, end)
             first, last = -(-(at - begin) // width), (stop - begin) // width
@@ -176,15 +186,17 @@ class StreamTable:
     ) -> None:
         """Columns [first, last), of them records [row, row + rows) or all."""
         table = self._table
-        for shape in table.shapes:
-            columns = table.layers[shape.start : shape.stop]
-            lo, hi = (shape.start + int(n) for n in np.searchsorted(columns, (first, last)))
+        for shape, misaligned in zip(table.shapes, self._misaligned, strict=True):
+            lo, hi = (bisect_left(self._columns, n, shape.start, shape.stop) for n in (first, last))
             if lo == hi:
                 continue
-            low = int(np.bitwise_or.reduce(table.ops[self._stream][lo:hi] + np.uint64(shift % _WRAP)))
+            if misaligned is None:
+                low = int(np.bitwise_or.reduce(table.ops[self._stream][lo:hi] + np.uint64(shift % _WRAP)))
+            else:
+                low = (misaligned + shift) % tables.WORDS[0]
             word = min(shape.word, low & -low or shape.word)
             words = shape.words * (shape.word // word)
-            width, number = words * shape.units, self._maps[shape.map].size if rows is None else rows
+            width, number = words * shape.units, self._sizes[shape.map] if rows is None else rows
             of_word = found.setdefault(word, [])
             for skip in range(0, number, tables.MOST // width):
                 some = min(tables.MOST // width, number - skip)
