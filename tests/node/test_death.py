@@ -142,13 +142,19 @@ def rows(pool: Pool) -> Any:
     return pool.array(0, 0, "latent")[PAGES[:2]]
 
 
-def test_killed_in_the_middle_of_its_writes(world: World) -> None:
-    """The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves."""
+def written(world: World) -> tuple[Pool, Any, Any, int]:
+    """A sink's pool that a source process writes without end, both, and the transfer."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket()
     address, process = world.prefill(made, endless=True)
     decode = world.decode(address, pool)
     number = decode.ask(made)
     decode.until(lambda: rows(pool).any())
+    return pool, process, decode, number
+
+
+def test_killed_in_the_middle_of_its_writes(world: World) -> None:
+    """The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves."""
+    pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)
     lost = decode.first(Lost)
     seen = bytes(pool.memory.buffer)  # type: ignore[attr-defined]
@@ -169,11 +175,7 @@ def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped, not dead: silence is no proof, and what it may still write is counted."""
-    pool, made = allocate(geometry(1), 0, ITEMS), ticket()
-    address, process = world.prefill(made, endless=True)
-    decode = world.decode(address, pool)
-    number = decode.ask(made)
-    decode.until(lambda: rows(pool).any())
+    pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGSTOP)
     decode.node.abort(number, "enough")
     monkeypatch.setattr(kvproto.node.sink, "time", later(40))
@@ -195,11 +197,7 @@ def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
 def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another PID namespace, say: its pages stay in quarantine, and past a share of the pool the node says so."""
     monkeypatch.setattr(Watch, "of", lambda process: None)
-    pool, made = allocate(geometry(1), 0, ITEMS), ticket()
-    address, process = world.prefill(made, endless=True)
-    decode = world.decode(address, pool)
-    number = decode.ask(made)
-    decode.until(lambda: rows(pool).any())
+    _, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)
     decode.node.abort(number, "no answer")
     monkeypatch.setattr(kvproto.node.sink, "time", later(40))
