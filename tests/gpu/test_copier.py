@@ -21,9 +21,10 @@ SEEDS = 150
 
 def test_random_programs(devices: tuple[int, int]) -> None:
     """Several rank pairs in one launch; every byte of every region, written or not."""
-    copier = Copier(0)
+    copiers = Copier(0), Copier(0, long=64, urgent=True), Copier(0, blocks=2)
     enable_peer(0, 1) if max(devices) else None
     for seed in range(SEEDS):
+        copier = copiers[seed % len(copiers)]
         rng, dice = random.Random(seed), np.random.default_rng(seed)
         layers = tuple(sorted(rng.sample(range(6), 2))) if seed % 3 == 0 else None
         jobs, checks, keep = [], [], []
