@@ -114,13 +114,15 @@ class Link:
     def grant(self, credit: Credit) -> None:
         """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
         slots = [] if credit.slots is None else credit.slots.tolist()
+        came = set[int]()
         for i, slot in enumerate(slots):
-            if slot not in self._away or slot in slots[:i]:
+            if slot not in self._away or slot in came:
                 raise RemoteError(
                     ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
                     str(slot), "return a slot once, after its Chunk",
                 )  # fmt: skip
-        self._away.difference_update(slots)
+            came.add(slot)
+        self._away -= came
         self.granted.extend(slots)
 
     def named(self, slot: int) -> None:
