@@ -1,6 +1,6 @@
 """NIXL between two GPUs as transport `nixl` uses it: packed through staging slots, and long writes as its ceiling.
 
-`python benchmarks/nixl_packed.py [--chunk MB ...] [--slots N ...] [--writes N ...]` compares sizes of slots; `measure` is what
+`python benchmarks/nixl_packed.py [--chunk MB ...] [--slots N ...]` compares sizes of slots; `measure` is what
 transfer_gpu.py calls. Two processes, a GPU each; Chunk and Credit are frames of the wire format over a Unix socket. Packed: from the upload of
 item ids to the last byte that is unpacked, host clock; tables of a request, on both sides, are made before. Ceiling: 1 GB in
 writes of 64 MB by the same agent. Every byte of the sink's pool is compared before anything is timed.
@@ -35,7 +35,7 @@ from kvproto.wire.messages import Message
 
 POOL = 4 << 30
 LONG = 64 << 20
-CHUNK, SLOTS, WRITES = 64 << 20, 8, 8
+CHUNK, SLOTS = 64 << 20, 8
 PACKED, CALLED, CEILING = "NIXL, packed", "NIXL, packed, with its tables", "NIXL, writes of 64 MB"
 PATIENCE = 60.0
 Found = dict[str, dict[int, list[float]]]
@@ -105,13 +105,13 @@ def _receive(conn: Connection, notices: Notices, receiver: StagedReceiver, seque
 
 class _Source:
     def __init__(
-        self, conn: Connection, end: socket.socket, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int, writes: int
+        self, conn: Connection, end: socket.socket, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int
     ) -> None:
         self._conn, self._notices, self._agent, self._place, self._pool = conn, Notices(end), agent, place, pool
         self._own, staging = agent.register(place.of(pool)), agent.register(place.allocate(slots * chunk), chunk)
         self._pages, theirs = (agent.connect(region, "regions") for region in self.hear())
         require_fast(probe(staging, theirs), theirs)
-        self._link = Link(staging, theirs, writes)
+        self._link = Link(staging, theirs)
         self._sequence, self._uploaded = 0, 0.0
         copier = place.copier
         expand = copier.expand
@@ -156,13 +156,13 @@ class _Source:
         return made.bytes / (time.perf_counter() - begin) / 1e9
 
 
-def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None, writes: int) -> None:
+def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None) -> None:
     try:
         place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
         random_bytes(pool, 1)
         torch.cuda.synchronize(0)
         with Agent(place.eager) as agent:
-            source, long = _Source(conn, end, agent, place, pool, chunk, slots, writes), program(LONG)
+            source, long = _Source(conn, end, agent, place, pool, chunk, slots), program(LONG)
             for run in runs:
                 made = program(run)
                 source.ask("poison", run)
@@ -182,7 +182,6 @@ def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[in
 
 def measure(
     runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None,
-    writes: int = WRITES,
 ) -> Found | str:
     """GB/s by contender and run length, or why there are none."""
     context = multiprocessing.get_context("spawn")
@@ -190,7 +189,7 @@ def measure(
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     result, told = context.Pipe()
     sink = context.Process(target=_sink, args=(there, ends[1], chunk, slots, blocks), daemon=True)
-    writer = context.Process(target=_write, args=(here, ends[0], told, runs, rounds, chunk, slots, blocks, writes), daemon=True)
+    writer = context.Process(target=_write, args=(here, ends[0], told, runs, rounds, chunk, slots, blocks), daemon=True)
     sink.start()
     writer.start()
     for each in (here, there, told, *ends):
@@ -220,20 +219,19 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
     options.add_argument("--slots", type=int, nargs="*", default=[4, 8])
-    options.add_argument("--writes", type=int, nargs="*", default=[WRITES], help="of the stream, at once")
     options.add_argument("--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
     args = options.parse_args()
-    print(f"{'chunk, MB':>10}{'slots':>7}{'writes':>8}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
-    for chunk, slots, writes in itertools.product(args.chunk, args.slots, args.writes):
-        found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks, writes)
+    print(f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
+    for chunk, slots in itertools.product(args.chunk, args.slots):
+        found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
         if isinstance(found, str):
-            print(f"{chunk:10}{slots:7}{writes:8}  {found}", flush=True)
+            print(f"{chunk:10}{slots:7}  {found}", flush=True)
             continue
         for run in args.runs:
             packed, called, long = (median(found[name][run]) for name in (PACKED, CALLED, CEILING))
-            print(f"{chunk:10}{slots:7}{writes:8}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
+            print(f"{chunk:10}{slots:7}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
     return 0
 
 

@@ -197,9 +197,6 @@ def main() -> int:
     options.add_argument("--blocks", type=int, help="thread blocks of the kernel; by default one a multiprocessor")
     options.add_argument("--runs", type=int, nargs="*", default=list(RUNS))
     options.add_argument("--only-kernel", action="store_true")
-    options.add_argument("--chunk", type=int, default=64, metavar="MB", help="staging slots of NIXL, packed")
-    options.add_argument("--slots", type=int, default=8)
-    options.add_argument("--writes", type=int, default=8, help="of NIXL, packed, at once")
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
     bench = Bench(int(args.pool * 1e9) // (1 << 27) * (1 << 27), args.blocks)
@@ -227,7 +224,7 @@ def main() -> int:
         bench.close()
         import nixl_packed  # it needs this module
 
-        many = nixl_packed.measure(args.runs, args.rounds, args.chunk << 20, args.slots, args.blocks, args.writes)
+        many = nixl_packed.measure(args.runs, args.rounds, blocks=args.blocks)
         if isinstance(many, str):
             left_out[nixl_packed.PACKED] = many
             many = {}
@@ -252,7 +249,7 @@ def main() -> int:
         args.out.write_text(json.dumps({
             "date": datetime.now(UTC).strftime("%Y-%m-%d"), "unit": "GB/s", "machine": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
             "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.split("\n")[0],
-            "python": platform.python_version(), "torch": torch.__version__, "pool_bytes": bench.pool, "rounds": args.rounds, "nixl_packed": {"chunk_bytes": args.chunk << 20, "slots": args.slots, "writes": args.writes},
+            "python": platform.python_version(), "torch": torch.__version__, "pool_bytes": bench.pool, "rounds": args.rounds,
             "samples": {str(run): {n: [round(x, 2) for x in s] for n, s in samples.items()} for run, samples in table.items()},
         }, indent=1) + "\n")  # fmt: skip
     return 0

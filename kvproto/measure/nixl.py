@@ -54,8 +54,6 @@ class _Place:
     """Its name."""
     eager: bool
     """Of the agent."""
-    writes: int | None
-    """Of a stream, at once."""
     packer: Callable[[CopyProgram, Literal["source", "sink"]], Packer]
 
 
@@ -67,7 +65,7 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
         regions = {0: pages.buffer}
-        yield _Place(pages, staging, None, HostPlace.eager, None, lambda made, side: PackedStream(made, side, regions))
+        yield _Place(pages, staging, None, HostPlace.eager, lambda made, side: PackedStream(made, side, regions))
         return
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
@@ -78,9 +76,7 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
     try:
         pool.zero()
         pages, staging = on.of(pool), on.allocate(slots)
-        yield _Place(
-            pages, staging, uuid(number), on.eager, on.writes, lambda made, side: on.packer(made, side, {0: pool})
-        )
+        yield _Place(pages, staging, uuid(number), on.eager, lambda made, side: on.packer(made, side, {0: pool}))
     finally:
         on.close()
         pool.close()
@@ -173,7 +169,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
                 pages, slots = (agent.connect(region, "regions") for region in ours.recv())
                 lines: list[Line] = [
                     _Direct(agent, own, pages, source, sink),
-                    _Packed(ours, agent, place, Link(staging, slots, place.writes), source, sink),
+                    _Packed(ours, agent, place, Link(staging, slots), source, sink),
                 ]
                 yield lines
         except EOFError:

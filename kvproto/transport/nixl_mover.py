@@ -191,7 +191,7 @@ class NixlMover:
         size = min(self.slot_bytes, peer.slot_bytes)
         own = self._staging(self.slots * size, size)
         try:
-            link = Link(own, peer, self._place.writes)
+            link = Link(own, peer)
             self._see(lambda: own, peer)
         except KvprotoError:
             self._free(own)

@@ -22,8 +22,6 @@ class Place(Protocol):
 
     slot_bytes: int
     """Of a staging slot, where nobody says another number."""
-    writes: int | None
-    """Of a stream that are under way at once; None: as many as there are slots."""
     eager: bool
     """Whether whoever asks after a write moves NIXL on: where writes end sooner than a thread wakes."""
 
@@ -62,7 +60,6 @@ class HostPlace:
     """Shared memory of this host."""
 
     slot_bytes, eager = 1 << 20, False
-    writes: int | None = None
 
     def allocate(self, length: int) -> Bytes:
         """A buffer that lives as long as what is returned."""

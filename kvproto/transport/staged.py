@@ -95,12 +95,11 @@ class Piece:
 class Link:
     """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
 
-    `writes` of a stream are under way at most: many that share a link end together, and leave it idle until slots come
-    back. Raises OUT_OF_RANGE where either side has fewer than three slots.
+    Raises OUT_OF_RANGE where either side has fewer than three slots.
     """
 
-    def __init__(self, own: Staging, target: Target, writes: int | None = None) -> None:
-        self.own, self.target, self.writes = own, target, writes or own.slots
+    def __init__(self, own: Staging, target: Target) -> None:
+        self.own, self.target = own, target
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
         _enough(own.slots, own.slot_bytes)
         _enough(target.slots, target.slot_bytes)
@@ -193,18 +192,12 @@ class StagedSender:
         link = self._link
         while self._writing < len(self._parts) and not self._stopped:
             part = self._parts[self._writing]
-            if not part.packing.ready() or not self._may_write():
+            if not part.packing.ready():
                 return
             piece = part.piece
             target = link.target.slot(piece.slot, piece.bytes)
             part.writing = link.target.write(link.own.slot(part.own, piece.bytes), target)
             self._writing += 1
-
-    def _may_write(self) -> bool:
-        most = self._link.writes
-        if self._writing < most:
-            return True
-        return sum(p.writing is not None and not p.writing.ready() for p in self._parts) < most
 
     def _take(self) -> list[Piece]:
         found = []

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import numpy as np
@@ -142,21 +144,11 @@ def test_three_slots_are_under_way_at_once() -> None:
     assert sender.under_way == 3
 
 
-def test_no_more_writes_at_once_than_were_asked_for() -> None:
-    world = World()
-    world.credit()
-    world.link.writes = 1
-    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
-    for _ in range(3):
-        sender.step()
-    world.happen()  # all are packed
-    packed = len(world.events)
-    sender.step()
-    sender.step()
-    assert len(world.events) == packed + 1
-    world.events[-1].happen()
-    sender.step()
-    assert len(world.events) == packed + 2
+def test_a_credit_of_very_many_slots_is_taken_at_once() -> None:
+    many: Any = SimpleNamespace(slots=200_000, slot_bytes=1)
+    link = Link(many, many)
+    link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.arange(many.slots, dtype=np.uint32)))
+    assert len(link.granted) == many.slots
 
 
 def test_chunks_come_in_order_though_writes_do_not() -> None:

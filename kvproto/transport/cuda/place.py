@@ -22,7 +22,6 @@ class DevicePlace:
     """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
 
     slot_bytes, eager = 64 << 20, True
-    writes: int | None = None
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device
