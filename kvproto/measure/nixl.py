@@ -21,8 +21,9 @@ import numpy as np
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.measure.line import HOST, Go, Job, Line, program
 from kvproto.program import CopyProgram
-from kvproto.transport.nixl import Agent, Memory, Peer, Registered
+from kvproto.transport.nixl import Agent, Peer, Registered
 from kvproto.transport.nixl_direct import Direct
+from kvproto.transport.nixl_handle import Memory
 from kvproto.transport.nixl_place import HostPlace
 from kvproto.transport.packed import PackedStream, Packer
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender

@@ -11,13 +11,6 @@ more to arrive. A write that is released before it is ready may arrive all the s
 known of it: UNPROVABLE. To abort with proof, post nothing more and wait for what was posted. A write that the peer's
 death ended cannot be proved by this transport.
 
-What is trusted. A handle is a frame with magic, length and SHA-256, then msgpack whose types, ranges and names are
-checked, then NIXL's metadata, whose agent name must be the frame's own. The digest finds accidents, not malice: inside
-the metadata are UCX addresses and keys that only UCX can read, and UCX ends the process on some that it did not make. A
-peer that passed the session's authentication is trusted with that; do not connect handles from anyone else. After NIXL
-has refused an agent's metadata half-way it refuses that agent for good: the peer makes a new one. A peer with a handle
-may write the memory that is named in it, no more: in packed mode name staging memory only.
-
 What is posted again. To make a transfer costs more than to post it, so that of a write from slot to slot is kept when
 the write is complete, and serves the next one of the same two slots and length: one at most for two slots. It is NIXL's
 until its write is over, and released before either side's memory is closed or registered anew.
@@ -26,11 +19,8 @@ until its write is over, and released before either side's memory is closed or r
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 import os
 import queue
-import re
 import secrets
 import select
 import threading
@@ -41,25 +31,19 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import attrs
-import msgpack
 import numpy as np
-import numpy.typing as npt
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.nixl_binding import Descriptors, Nixl
+from kvproto.transport.nixl_handle import Memory, Named
 from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Agent", "Memory", "Peer", "Posting", "Registered", "Write"]
+__all__ = ["Agent", "Peer", "Posting", "Registered", "Write"]
 
-Descriptors = npt.NDArray[np.uint64]
-"""[descriptor, (address, bytes, device)]"""
 T = TypeVar("T")
 
-_MAGIC = b"KVNX\x01"
-_HEAD = len(_MAGIC) + 32
-_MOST_METADATA = 1 << 16
-_NAME = re.compile(r"kvproto-[0-9a-f]{32}")
 _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
@@ -67,38 +51,6 @@ _SELDOM = 2e-3
 
 
 # memory
-
-
-@attrs.frozen
-class Memory:
-    """Bytes of this process, on the host or on a device."""
-
-    address: int = attrs.field(repr=False)
-    length: int
-    kind: MemoryKind = MemoryKind.HOST
-    device: int = 0
-    """CUDA ordinal in this process; 0 on the host."""
-    buffer: memoryview | None = attrs.field(default=None, repr=False, eq=False)
-    """On the host: the same bytes."""
-
-    @classmethod
-    def of(cls, buffer: Any) -> Memory:
-        """A contiguous buffer of the host."""
-        view = memoryview(buffer).cast("B")
-        address = np.ndarray(view.nbytes, np.uint8, view).ctypes.data
-        return cls(address, view.nbytes, buffer=view)
-
-    def part(self, offset: int, length: int) -> Memory:
-        """Bytes [offset, offset + length); raises OUT_OF_RANGE beyond."""
-        if not 0 <= offset <= offset + length <= self.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
-        buffer = None if self.buffer is None else self.buffer[offset : offset + length]
-        return Memory(self.address + offset, length, self.kind, self.device, buffer)
-
-    @property
-    def descriptor(self) -> tuple[int, int, int]:
-        """Address, bytes, device: as NIXL takes it."""
-        return self.address, self.length, self.device
 
 
 @attrs.frozen
@@ -138,10 +90,8 @@ class Registered(_Slotted):
     @property
     def handle(self) -> Handle:
         """For `Region.handles`: about 600 bytes; names this memory alone."""
-        memory = self.memory
-        fields = [self._agent.name, *memory.descriptor, int(memory.kind), self.slot_bytes, self._metadata]
-        body = msgpack.packb(fields)
-        return Handle(transport=Transport.NIXL, data=_MAGIC + hashlib.sha256(body).digest() + body)
+        named = Named(self._agent.name, self.memory, self.slot_bytes, self._metadata)
+        return Handle(transport=Transport.NIXL, data=named.encode())
 
     def region(self, id: int, device: str | None = None) -> Region:
         """What Register says of it; `device` is the UUID of CUDA memory."""
@@ -157,44 +107,6 @@ class Registered(_Slotted):
             self._agent._call(lambda nixl: self._agent._deregister(nixl, self.memory, list_))
             self._agent._open.discard(self)
             self._made.clear()  # their views of the buffer
-
-
-@attrs.frozen
-class _Named:
-    """What a handle says."""
-
-    name: str
-    memory: Memory
-    slot_bytes: int
-    metadata: bytes = attrs.field(repr=False)
-
-    @property
-    def connection(self) -> bytes:
-        """The part of the metadata that is the same for all memory of an agent."""
-        return self.metadata.split(b"MemSection", 1)[0]
-
-
-def _read(data: bytes) -> _Named:
-    """A handle's bytes; raises ValueError with what is wrong."""
-    if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
-        raise ValueError("not a handle of NIXL")
-    if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:
-        raise ValueError("its digest differs")
-    fields = msgpack.unpackb(data[_HEAD:])
-    kinds = (str, int, int, int, int, int, bytes)
-    if not isinstance(fields, list) or [type(f) for f in fields] != list(kinds):
-        raise ValueError("its fields have other types")
-    name, address, length, device, kind, slot_bytes, metadata = fields
-    if not _NAME.fullmatch(name):
-        raise ValueError("its agent has another kind of name")
-    if address <= 0 or length <= 0 or address + length >= 1 << 63 or not 0 <= device < 1 << 16:
-        raise ValueError("its memory is none")
-    if not 0 <= slot_bytes <= length:
-        raise ValueError("its slots are none")
-    tagged = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"
-    if not metadata.startswith(tagged):
-        raise ValueError("its metadata is another agent's")
-    return _Named(name, Memory(address, length, MemoryKind(kind), device), slot_bytes, metadata)
 
 
 # writes
@@ -256,7 +168,7 @@ class Write:
 class Peer(_Slotted):
     """A peer's memory, as far as this agent may write it; its addresses are the peer's."""
 
-    def __init__(self, agent: Agent, named: _Named, path: str) -> None:
+    def __init__(self, agent: Agent, named: Named, path: str) -> None:
         super().__init__(agent, named.memory, named.slot_bytes)
         self.name, self.path = named.name, path
         """Of the peer's agent; of the region."""
@@ -274,9 +186,9 @@ class Peer(_Slotted):
                 pair = own, source.address, self, to.address
         write = Write(self._agent, source.length, (self,), pair)
 
-        def make(nixl: _Nixl) -> Iterator[int]:
+        def make(nixl: Nixl) -> Iterator[int]:
             local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
-            yield nixl.make((local, source.kind, remote, self))
+            yield nixl.make((local, source.kind), (remote, self.memory.kind), self.name)
 
         return self._agent._post(write, make)
 
@@ -300,14 +212,14 @@ class Agent:
     def __init__(self, eager: bool = False) -> None:
         self._eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
-        self._jobs: deque[Callable[[_Nixl], None]] = deque()
+        self._jobs: deque[Callable[[Nixl], None]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False
         """Whether the thread waits for the bell alone."""
         self._lively = False
         """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more."""
         self._turn = threading.Lock()
-        self._nixl: _Nixl | None = None
+        self._nixl: Nixl | None = None
         self._posted: dict[Write, None] = {}
         self._kept: dict[_Pair, tuple[int, int]] = {}
         """Transfers to post again, none of them under way: bytes, handle."""
@@ -344,7 +256,7 @@ class Agent:
         if not 0 <= slot_bytes <= most:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "slot_bytes", f"1 to {most}", str(slot_bytes))
 
-        def work(nixl: _Nixl) -> Registered:
+        def work(nixl: Nixl) -> Registered:
             list_, metadata = nixl.register(some)
             made = Registered(self, some, slot_bytes, list_, metadata)
             self._open.add(made)
@@ -358,7 +270,7 @@ class Agent:
         if handle is None:
             raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", "NIXL", "none", "use a common transport")
         try:
-            named = _read(bytes(handle.data))
+            named = Named.decode(bytes(handle.data))
             if named.name == self.name:
                 raise ValueError("it is our own")
             if named.memory.length < region.length or named.memory.kind != region.kind:
@@ -367,7 +279,7 @@ class Agent:
             reason = str(e) if type(e) is ValueError else type(e).__name__
             raise _unreachable(path, reason, "send the handle as `Registered` makes it") from None
 
-        def work(nixl: _Nixl) -> Peer:
+        def work(nixl: Nixl) -> Peer:
             connection, peers = self._remotes.get(named.name, (named.connection, []))
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
@@ -414,7 +326,7 @@ class Agent:
 
     def _run(self, started: Future[None]) -> None:
         try:
-            self._nixl = _start(self.name)
+            self._nixl = Nixl(self.name)
         except Exception as e:
             started.set_exception(e if isinstance(e, KvprotoError) else _local("cannot start UCX", e))
             return
@@ -445,13 +357,18 @@ class Agent:
         """Do what was asked for, and look at what is under way; whether anything came of it."""
         if self._nixl is None:
             return False
-        some = bool(self._jobs)
-        while self._jobs:
-            self._jobs.popleft()(self._nixl)
+        some = self._work(self._nixl)
         ended = [self._look(self._nixl, write) for write in list(self._posted)]
         return some or any(ended)
 
-    def _finish(self, nixl: _Nixl) -> None:
+    def _work(self, nixl: Nixl) -> bool:
+        """Do what was asked for; whether anything was."""
+        some = bool(self._jobs)
+        while self._jobs:
+            self._jobs.popleft()(nixl)
+        return some
+
+    def _finish(self, nixl: Nixl) -> None:
         for write in self._posted:
             self._release(nixl, write)
             write._end(_closed(), Proof.UNPROVABLE)
@@ -464,7 +381,7 @@ class Agent:
                 nixl.release(handle)
         nixl.close()
 
-    def _look(self, nixl: _Nixl, write: Write) -> bool:
+    def _look(self, nixl: Nixl, write: Write) -> bool:
         """Ask after a posted write; whether it ended."""
         try:
             for handle in write._handles:
@@ -476,7 +393,7 @@ class Agent:
             self._over(nixl, write)
         return True
 
-    def _over(self, nixl: _Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
+    def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
         """A write is complete, or has failed with an error."""
         self._posted.pop(write, None)
         pair = write._pair
@@ -489,28 +406,28 @@ class Agent:
         write._end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
         self._tell()
 
-    def _release(self, nixl: _Nixl, write: Write) -> None:
+    def _release(self, nixl: Nixl, write: Write) -> None:
         for handle in write._handles:
             self._drop(nixl, handle)
         write._handles.clear()
 
-    def _drop(self, nixl: _Nixl, handle: int) -> None:
+    def _drop(self, nixl: Nixl, handle: int) -> None:
         try:
             nixl.release(handle)
         except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
             self._stuck.append(handle)
 
-    def _let_go(self, nixl: _Nixl, which: Callable[[_Pair, int], bool]) -> None:
+    def _let_go(self, nixl: Nixl, which: Callable[[_Pair, int], bool]) -> None:
         """Release kept transfers, asked for by their slots and length."""
         for pair in [pair for pair, (length, _) in self._kept.items() if which(pair, length)]:
             self._drop(nixl, self._kept.pop(pair)[1])
 
-    def _deregister(self, nixl: _Nixl, memory: Memory, registration: Any) -> None:
+    def _deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
         begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
         self._let_go(nixl, lambda pair, length: pair[1] < end and begin < pair[1] + length)
         nixl.deregister(registration)
 
-    def _lost(self, nixl: _Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
+    def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
         """The typed error of what NIXL raised; where it says that the peer is gone, all its memory is."""
         if isinstance(cause, KvprotoError):
             return cause
@@ -530,11 +447,11 @@ class Agent:
                 self._told = True
                 os.eventfd_write(self._wake, 1)
 
-    def _abandon(self, nixl: _Nixl, write: Write) -> None:
+    def _abandon(self, nixl: Nixl, write: Write) -> None:
         if write in self._posted and not self._look(nixl, write):  # it may be complete
             self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
 
-    def _disconnect(self, nixl: _Nixl, peer: Peer) -> None:
+    def _disconnect(self, nixl: Nixl, peer: Peer) -> None:
         _, peers = self._remotes.get(peer.name, (b"", []))
         if peer not in peers:
             return
@@ -560,8 +477,7 @@ class Agent:
             nixl = self._nixl
             if nixl is None:
                 return
-            while self._jobs:
-                self._jobs.popleft()(nixl)
+            self._work(nixl)
             if write in self._posted:
                 self._look(nixl, write)
 
@@ -574,7 +490,7 @@ class Agent:
         """How long a caller that waits leaves it to the thread."""
         return min(seconds, _SOON) if self._eager else seconds
 
-    def _enqueue(self, job: Callable[[_Nixl], None]) -> None:
+    def _enqueue(self, job: Callable[[Nixl], None]) -> None:
         with self._door:
             if self._closed:
                 raise _closed()
@@ -583,11 +499,11 @@ class Agent:
         if not self._eager or (self._posted and self._rests):
             self._bell.put(None)
 
-    def _call(self, work: Callable[[_Nixl], T]) -> T:
+    def _call(self, work: Callable[[Nixl], T]) -> T:
         """Do it with NIXL, in turn; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
         answer: Future[T] = Future()
 
-        def job(nixl: _Nixl) -> None:
+        def job(nixl: Nixl) -> None:
             try:
                 answer.set_result(work(nixl))
             except KvprotoError as e:
@@ -600,12 +516,17 @@ class Agent:
 
     def post(self, postings: list[Posting], bytes_: int) -> Write:
         """One write of descriptor lists, each to one peer."""
-        return self._post(Write(self, bytes_, tuple(p for *_, p in postings)), lambda nixl: map(nixl.make, postings))
 
-    def _post(self, write: Write, make: Callable[[_Nixl], Iterator[int]]) -> Write:
+        def make(nixl: Nixl) -> Iterator[int]:
+            for local, kind, remote, peer in postings:
+                yield nixl.make((local, kind), (remote, peer.memory.kind), peer.name)
+
+        return self._post(Write(self, bytes_, tuple(p for *_, p in postings)), make)
+
+    def _post(self, write: Write, make: Callable[[Nixl], Iterator[int]]) -> Write:
         """Post transfers that are kept or made."""
 
-        def job(nixl: _Nixl) -> None:
+        def job(nixl: Nixl) -> None:
             begun, ready = False, True
             self._lively = self._eager
             try:
@@ -636,80 +557,6 @@ class Agent:
 
         self._enqueue(job)
         return write
-
-
-class _Nixl:
-    """The calls of NIXL that we use, over its bindings; raises what NIXL raises.
-
-    Its Python wrapper sets the progress thread's delay to 0, with which that thread keeps a core busy for ever. With
-    any delay it sleeps until UCX has work, and wakes by then at the latest.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._api = api = importlib.import_module("nixl._bindings")
-        config = api.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, 1000  # microseconds
-        config.useListenThread, config.syncMode = False, api.NIXL_THREAD_SYNC_STRICT
-        self._agent = api.nixlAgent(name, config)
-        self._ucx = [self._agent.createBackend("UCX", {})]
-        self._segment = {MemoryKind.HOST: api.DRAM_SEG, MemoryKind.CUDA: api.VRAM_SEG}
-
-    def register(self, memory: Memory) -> tuple[Any, bytes]:
-        """The registration, and the metadata that names this memory alone."""
-        made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
-        self._agent.registerMem(made, self._ucx)
-        return made, self._agent.getLocalPartialMD(made, True, self._ucx)
-
-    def deregister(self, registration: Any) -> None:
-        self._agent.deregisterMem(registration, self._ucx)
-
-    def load(self, named: _Named) -> None:
-        """Make a peer's memory known and connect."""
-        if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
-            raise ValueError("its metadata is another agent's")
-        self._agent.makeConnection(named.name, self._ucx)
-
-    def forget(self, name: str) -> None:
-        """End the connection; a peer that is gone already is none."""
-        with contextlib.suppress(Exception):
-            self._agent.invalidateRemoteMD(name)
-
-    def make(self, posting: Posting) -> int:
-        """A transfer, not yet begun."""
-        local, kind, remote, peer = posting
-        here, there = (
-            self._api.nixlXferDList(self._segment[k], d) for k, d in ((kind, local), (peer.memory.kind, remote))
-        )
-        made: int = self._agent.createXferReq(self._api.NIXL_WRITE, here, there, peer.name, b"", self._ucx)
-        return made
-
-    def post(self, handle: int) -> bool:
-        """Begin; whether it is complete already."""
-        return self._complete(self._agent.postXferReq(handle, b""))
-
-    def ask(self, handle: int) -> bool:
-        """Whether it is complete."""
-        return self._complete(self._agent.getXferStatus(handle))
-
-    def _complete(self, status: Any) -> bool:
-        if status not in (self._api.NIXL_SUCCESS, self._api.NIXL_IN_PROG):
-            raise RuntimeError(str(status))
-        return bool(status == self._api.NIXL_SUCCESS)
-
-    def release(self, handle: int) -> None:
-        self._agent.releaseXferReq(handle)
-
-    def close(self) -> None:
-        """End UCX now, though a traceback may keep this object: from then on it reads no memory of ours."""
-        del self._agent, self._ucx
-
-
-def _start(name: str) -> _Nixl:
-    try:
-        importlib.import_module("nixl")
-    except ImportError as e:
-        raise LocalError(ErrorCode.NO_TRANSPORT, "", "NIXL", "not installed", "pip install 'kvproto[nixl]'") from e
-    return _Nixl(name)
 
 
 def _local(what: str, cause: Exception) -> LocalError:

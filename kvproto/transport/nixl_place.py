@@ -9,7 +9,7 @@ from kvproto.errors import LocalError
 from kvproto.execute import checksums
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Memory
-from kvproto.transport.nixl import Memory as Bytes
+from kvproto.transport.nixl_handle import Memory as Bytes
 from kvproto.transport.packed import PackedStream, Packer
 from kvproto.transport.shm import SharedMemory
 from kvproto.wire.enums import ErrorCode

@@ -30,8 +30,9 @@ from kvproto.lowering import lower
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import plan
 from kvproto.program import CopyProgram, Runs, Side, Window
-from kvproto.transport.nixl import Agent, Memory, Peer
+from kvproto.transport.nixl import Agent, Peer
 from kvproto.transport.nixl_direct import Costs, Direct, Way, choose, descriptors, probe, require_fast, threshold
+from kvproto.transport.nixl_handle import Memory
 from kvproto.transport.packed import PackedStream
 from kvproto.transport.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof

@@ -12,7 +12,7 @@ from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import current, is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
-from kvproto.transport.nixl import Memory as Bytes
+from kvproto.transport.nixl_handle import Memory as Bytes
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["DevicePlace"]

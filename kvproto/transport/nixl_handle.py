@@ -1,0 +1,106 @@
+"""Memory as transport `nixl` names it, and the handle that lets a peer write it (spec/v1/registration.md).
+
+What is trusted: a handle is a frame with magic, length and SHA-256, then msgpack whose types, ranges and names are
+checked, then NIXL's metadata, whose agent name must be the frame's own. The digest finds accidents, not malice: inside
+the metadata are UCX addresses and keys that only UCX can read, and UCX ends the process on some that it did not make. A
+peer that passed the session's authentication is trusted with that; do not connect handles from anyone else. After NIXL
+has refused an agent's metadata half-way it refuses that agent for good: the peer makes a new one. A peer with a handle
+may write the memory that is named in it, no more: in packed mode name staging memory only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import attrs
+import msgpack
+import numpy as np
+
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+__all__ = ["Memory", "Named"]
+
+_MAGIC = b"KVNX\x01"
+_HEAD = len(_MAGIC) + 32
+_MOST_METADATA = 1 << 16
+_NAME = re.compile(r"kvproto-[0-9a-f]{32}")
+
+
+@attrs.frozen
+class Memory:
+    """Bytes of this process, on the host or on a device."""
+
+    address: int = attrs.field(repr=False)
+    length: int
+    kind: MemoryKind = MemoryKind.HOST
+    device: int = 0
+    """CUDA ordinal in this process; 0 on the host."""
+    buffer: memoryview | None = attrs.field(default=None, repr=False, eq=False)
+    """On the host: the same bytes."""
+
+    @classmethod
+    def of(cls, buffer: Any) -> Memory:
+        """A contiguous buffer of the host."""
+        view = memoryview(buffer).cast("B")
+        address = np.ndarray(view.nbytes, np.uint8, view).ctypes.data
+        return cls(address, view.nbytes, buffer=view)
+
+    def part(self, offset: int, length: int) -> Memory:
+        """Bytes [offset, offset + length); raises OUT_OF_RANGE beyond."""
+        if not 0 <= offset <= offset + length <= self.length:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
+        buffer = None if self.buffer is None else self.buffer[offset : offset + length]
+        return Memory(self.address + offset, length, self.kind, self.device, buffer)
+
+    @property
+    def descriptor(self) -> tuple[int, int, int]:
+        """Address, bytes, device: as NIXL takes it."""
+        return self.address, self.length, self.device
+
+
+@attrs.frozen
+class Named:
+    """What a handle says."""
+
+    name: str
+    memory: Memory
+    slot_bytes: int
+    metadata: bytes = attrs.field(repr=False)
+
+    @property
+    def connection(self) -> bytes:
+        """The part of the metadata that is the same for all memory of an agent."""
+        return self.metadata.split(b"MemSection", 1)[0]
+
+    def encode(self) -> bytes:
+        """The bytes of a handle."""
+        memory = self.memory
+        fields = [self.name, *memory.descriptor, int(memory.kind), self.slot_bytes, self.metadata]
+        body: bytes = msgpack.packb(fields)
+        return _MAGIC + hashlib.sha256(body).digest() + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Named:
+        """The inverse; raises ValueError with what is wrong."""
+        if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
+            raise ValueError("not a handle of NIXL")
+        if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:
+            raise ValueError("its digest differs")
+        fields = msgpack.unpackb(data[_HEAD:])
+        kinds = (str, int, int, int, int, int, bytes)
+        if not isinstance(fields, list) or [type(f) for f in fields] != list(kinds):
+            raise ValueError("its fields have other types")
+        name, address, length, device, kind, slot_bytes, metadata = fields
+        if not _NAME.fullmatch(name):
+            raise ValueError("its agent has another kind of name")
+        if address <= 0 or length <= 0 or address + length >= 1 << 63 or not 0 <= device < 1 << 16:
+            raise ValueError("its memory is none")
+        if not 0 <= slot_bytes <= length:
+            raise ValueError("its slots are none")
+        tagged = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"
+        if not metadata.startswith(tagged):
+            raise ValueError("its metadata is another agent's")
+        return cls(name, Memory(address, length, MemoryKind(kind), device), slot_bytes, metadata)
