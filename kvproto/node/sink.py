@@ -142,7 +142,7 @@ class SinkNode:
             )  # fmt: skip
         memory = {0: self.pool.memory}
         packers = {
-            source: mover.packer(self._seen(source, grants), "sink", memory)
+            source: mover.place.packer(self._seen(source, grants), "sink", memory)
             for mover in self.movers if isinstance(mover, NixlMover) for source in self.endpoint.staged()
         }  # fmt: skip
         number = self.endpoint.transfer(bytes(ticket.key), content, grants, time.monotonic(), packers)

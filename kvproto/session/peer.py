@@ -143,14 +143,10 @@ class Peer:
         attempt = self.attempts.get(key)
         return attempt is None or attempt.state == TransferState.ENDED
 
-    def settled(self, key: tuple[int, int]) -> bool:
-        """Whether nobody asks for the attempt any more."""
-        return self.ended(key)
-
     def forget(self) -> None:
         """Raise the low-water mark over what is over."""
         while keys := [k for k in self.attempts if k[0] == self.low_water + 1]:
-            if not all(self.settled(k) for k in keys):
+            if not all(self.ended(k) for k in keys):
                 break
             for key in keys:
                 del self.attempts[key]

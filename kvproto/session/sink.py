@@ -278,10 +278,6 @@ class SinkSession(Peer):
             return key not in self._unproven
         return self.dead or self.staging is not None or key in self.done or self.proofs.get(key) == Proof.PROVEN
 
-    def settled(self, key: tuple[int, int]) -> bool:
-        """Whether it is over and the endpoint has taken its outcome."""
-        return self.ended(key) and key not in self.done and key not in self.failures
-
     def settle(self, key: tuple[int, int]) -> None:
         """The endpoint has taken the outcome of this attempt."""
         for kept in (self.done, self.failures, self.proofs, self.leases, self._asked_at):

@@ -11,7 +11,6 @@ pages are written directly registers some for that alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
 import attrs
 
@@ -21,7 +20,6 @@ from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.nixl import Agent, Peer, Registered, Write
 from kvproto.transport.nixl_direct import DEVICE_FLOOR, Costs, Direct, Way, choose, probe, require_fast
 from kvproto.transport.nixl_place import place_of
-from kvproto.transport.packed import Packer
 from kvproto.transport.staged import Link, Piece, StagedSender
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
@@ -106,7 +104,7 @@ class NixlMover:
     """Writes peers' memory by NIXL; `way` and the slots are what this side registers as a sink.
 
     With costs for `way`, pages are registered where runs are long, else staging memory. `device` is the GPU of the
-    pools, None the host; a slot has 64 MB on a GPU, 1 MB on the host, if nobody says another number. Raises
+    pools, None the host; slots are as large as suits that, if nobody says another number. Raises
     NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX cannot start.
     """
 
@@ -123,9 +121,9 @@ class NixlMover:
         floor: float = DEVICE_FLOOR,
     ) -> None:
         """`floor`: bytes a second below which a GPU is refused as reached a slow way; 0 takes any."""
-        self._place, self._floor = place_of(device), floor  # first, so that UCX finds the GPU's context
-        self.way, self.slots, self.slot_bytes = way, slots, slot_bytes or self._place.slot_bytes
-        self.agent = Agent(self._place.eager)
+        self.place, self._floor = place_of(device), floor  # first, so that UCX finds the GPU's context
+        self.way, self.slots, self.slot_bytes = way, slots, slot_bytes or self.place.slot_bytes
+        self.agent = Agent(self.place.eager)
         self._registered: dict[int, tuple[Memory, Registered]] = {}
         self._probed: Registered | None = None
         """What peers, or we, write to see how fast it is."""
@@ -138,9 +136,9 @@ class NixlMover:
         `runs` are those of a request of that peer. Beside a handle of a GPU's memory there is staging memory to probe.
         Staging memory is kept until we are closed, as a peer may write it till then.
         """
-        bytes_ = self._place.of(memory)
+        bytes_ = self.place.of(memory)
         way = self.way if isinstance(self.way, Way) else choose(runs(), self.way)
-        if way is Way.DIRECT and not self._place.mappable(memory):
+        if way is Way.DIRECT and not self.place.mappable(memory):
             if self.way is Way.DIRECT:
                 raise LocalError(
                     ErrorCode.NO_TRANSPORT, "regions[0].handles", "memory of cuMemAlloc", "virtual memory",
@@ -150,16 +148,6 @@ class NixlMover:
         if way is Way.DIRECT:
             return self._register(memory).handle, self._to_probe() if bytes_.kind == MemoryKind.CUDA else None
         return Handle(transport=Transport.NIXL, data=b""), self._staging(self.slots * self.slot_bytes, self.slot_bytes)
-
-    def packer(
-        self,
-        program: CopyProgram,
-        side: Literal["source", "sink"],
-        memory: Mapping[int, Memory],
-        after: Sequence[int] = (),
-    ) -> Packer:
-        """One side of a program's stream, memory by region id; what is packed is read after the events `after`."""
-        return self._place.packer(program, side, memory, after)
 
     # as a source
 
@@ -207,39 +195,39 @@ class NixlMover:
         sources = {i: m for i, m in move.sources.items() if not isinstance(m, Peer | Behind)}
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
-            packer = self.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
+            packer = self.place.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
             return Streaming(StagedSender(link, packer), move.program.bytes)
         registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
-        return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self._place.happened(move.after))
+        return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.place.happened(move.after))
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`."""
-        return self._place.checksums(program, memory, sink)
+        return self.place.checksums(program, memory, sink)
 
     def close(self) -> None:
         """End all writes and connections."""
         self.agent.close()
-        self._place.close()
+        self.place.close()
 
     def _register(self, memory: Memory) -> Registered:
         """Of a pool, once."""
         known = self._registered.get(id(memory))
         if known is None:
-            known = self._registered[id(memory)] = memory, self.agent.register(self._place.of(memory))
+            known = self._registered[id(memory)] = memory, self.agent.register(self.place.of(memory))
         return known[1]
 
     def _staging(self, length: int, slot_bytes: int) -> Registered:
-        memory = self._place.allocate(length)
+        memory = self.place.allocate(length)
         try:
             return self.agent.register(memory, slot_bytes)
         except KvprotoError:
-            self._place.free(memory)
+            self.place.free(memory)
             raise
 
     def _free(self, staging: Registered) -> None:
         staging.close()
-        self._place.free(staging.memory)
+        self.place.free(staging.memory)
 
     def _to_probe(self) -> Registered:
         if self._probed is None:

@@ -113,16 +113,17 @@ class Order:
         for stride, extent in (("item_stride", at["items"]), ("row_stride", at["rows"]), ("lane_stride", ops["lanes"])):
             reach = reach + np.maximum(extent - 1, 0) * ops[f"{self.side}_{stride}"]
         lengths = np.array([regions.get(i, -1) for i in at["region"].tolist()])
-        bounds = np.array([_bounds(*_runs(m, self.side)) for m in self.maps], np.int64)[ops["map"]]
-        least, item, row = bounds.T
-        self.most = int(bounds.max())
-        bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row > at["rows"]))
+        first = 0 if self.side == "source" else 2
+        highs = [(m.reach[0], *m.reach[1][first : first + 2]) for m in self.maps]
+        least, item, row = np.array(highs, np.int64)[ops["map"]].T
+        self.most = int(max(item.max(), row.max() + 1))
+        bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row >= at["rows"]))
         if bad.size:
             k = bad[0]
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}",
                 f"{lengths[k]} bytes, {at['items'][k]} items of {at['rows'][k]} rows",
-                f"{reach[k]} bytes, item {item[k]}, row {row[k] - 1}", "name items of the pool",
+                f"{reach[k]} bytes, item {item[k]}, row {row[k]}", "name items of the pool",
             )  # fmt: skip
 
     def check(self, offset: int, end: int) -> None:
@@ -289,13 +290,6 @@ def _runs(rows: RowMap, side: str) -> tuple[IntArray, IntArray, IntArray]:
     if side == "source":
         return rows.source_item, rows.source_row, rows.rows
     return rows.sink_item, rows.sink_row, rows.rows
-
-
-def _bounds(item: IntArray, row: IntArray, rows: IntArray) -> tuple[int, int, int]:
-    """Least item or row, last item, end of the last row."""
-    if not len(rows):
-        return 0, -1, 0
-    return min(int(item.min()), int(row.min())), int(item.max()), int((row + rows).max())
 
 
 def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:

@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 
@@ -27,6 +26,7 @@ from kvproto.transport import nixl
 from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl import Agent
 from kvproto.transport.nixl_direct import DEVICE_FLOOR, Direct, Way, probe, require_fast
+from kvproto.transport.nixl_handle import Named
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.staged import Link, StagedSender
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
@@ -87,7 +87,7 @@ class Peer:
         self.conn.send((program, lengths, True, seed))
         assert self.hear() == "ready"
         peers = {
-            r: nixl.Peer(self.agent, attrs.evolve(self.arena._named, memory=self.arena.memory.part(at, lengths[r])), "")
+            r: nixl.Peer(self.agent, Named(self.arena.name, self.arena.memory.part(at, lengths[r]), 0, b""), "")
             for r, at in places(lengths)[0].items()
         }
         own = {r: self.agent.register(self.place.of(m)) for r, m in source.items()}

@@ -124,6 +124,10 @@ class Copy:
         """Whether every byte is at its destination; raises DeviceFault, whoever caused it."""
         return is_done(self.event.handle)
 
+    def ready(self) -> bool:
+        """The same, as a packer's."""
+        return self.done
+
     def stop(self) -> Proof | None:
         """A launch cannot be stopped: PROVEN when it is done; raises DeviceFault: the end of this process is proof."""
         return Proof.PROVEN if self.done else None
@@ -195,8 +199,7 @@ class Copier:
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         tables.check(works)
-        for event in after:
-            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
+        self.follow(after)
         few = tables.few(works, self._few, 4 * self.blocks, self._long)
         if few is not None:
             began = self._record() if self._timed else None

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import attrs
-
 from kvproto.program import CopyProgram
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done
@@ -55,14 +53,6 @@ class DevicePacker:
         return self.copier.room(image, rows)
 
 
-@attrs.frozen
-class _Begun:
-    copy: Copy
-
-    def ready(self) -> bool:
-        return self.copy.done
-
-
 class DeviceStream:
     """A stream of one program; chunks go to and from device memory, `nixl.Memory`."""
 
@@ -78,16 +68,16 @@ class DeviceStream:
         """To the end of a record, so that the kernel alone copies."""
         return self._table.cut(offset, most)
 
-    def pack(self, offset: int, out: Any) -> _Begun:
+    def pack(self, offset: int, out: Any) -> Copy:
         """Begin to write stream bytes [offset, offset + out.length) to `out`; raises OUT_OF_RANGE beyond the end."""
         return self._run(offset, out)
 
-    def unpack(self, offset: int, data: Any) -> _Begun:
+    def unpack(self, offset: int, data: Any) -> Copy:
         """Begin to write stream bytes [offset, offset + data.length) to where they belong; raises OUT_OF_RANGE."""
         return self._run(offset, data)
 
-    def _run(self, offset: int, slot: Any) -> _Begun:
+    def _run(self, offset: int, slot: Any) -> Copy:
         chunk = self._table.chunk(offset, slot.length, slot.address)
         after, self._after = self._after, ()
         self._copier.follow(after)
-        return _Begun(self._copier.chunk(chunk, self._room, slot.length))
+        return self._copier.chunk(chunk, self._room, slot.length)

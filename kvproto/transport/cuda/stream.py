@@ -134,9 +134,7 @@ class StreamTable:
             n = len(m.rows)
             tables.MAP_FIELDS.pack_into(image.data, i * tables.MAP.itemsize, image_at + at, row, n, m.size)
             runs = image[at : at + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n)
-            for k, column in enumerate((m.source_item, m.source_row, m.sink_item, m.sink_row), start=1):
-                runs[k] = column  # the order has checked them
-            runs[0] = m.sink_row if self._stream == "sink" else m.source_row
+            tables.write_runs(m, runs)  # the order has checked them
             self._rows_at[i] = row
             at, row = at + tables.RUN_BYTES * n, row + 16 * m.size
         return at

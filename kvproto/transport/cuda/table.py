@@ -51,6 +51,7 @@ __all__ = [
     "sizes",
     "sums",
     "table",
+    "write_runs",
 ]
 
 THREADS, DEPTH = 512, 8
@@ -296,7 +297,7 @@ def launch(
     for k, m in enumerate(m for w in works for m in w.maps):
         at, begin, n, size = maps[k]
         MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
-        _write(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
+        write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
@@ -353,12 +354,12 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, l
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             n = len(m.rows)
-            _write(m, runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
+            write_runs(m, runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
 
-def _write(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
+def write_runs(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
     """Runs as the device reads them."""
     if len(m.rows):
         runs[0, 0] = 0
