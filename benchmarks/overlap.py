@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto.describe import describe
@@ -38,7 +39,7 @@ from kvproto.session import Party
 from kvproto.session.events import Ready
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy
-from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.driver import current, enable_peer
 from kvproto.transport.cuda.mover import DeviceMover
 from kvproto.wire.enums import DType, Outcome
 from kvproto.wire.messages import Ticket
@@ -96,6 +97,38 @@ class Model:
         return x + (F.silu(gate) * value) @ down.T
 
 
+class Clock:
+    """The GPU's clock over a span of its work, from its own counters; power limits move it."""
+
+    SOURCE = """extern "C" __global__ void read(unsigned long long *to)
+    {
+        unsigned sm;
+        asm("mov.u32 %0, %%smid;" : "=r"(sm));
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to[2 * sm]));
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(to[2 * sm + 1]));
+    }"""
+
+    def __init__(self) -> None:
+        device = current(0)
+        arch = "".join(map(str, device.compute_capability))
+        self._read = Program(self.SOURCE, "c++", ProgramOptions(arch=f"sm_{arch}")).compile("cubin").get_kernel("read")
+        self._config = LaunchConfig(grid=device.properties.multiprocessor_count, block=1)
+        self._at = torch.zeros(2, 1024, 2, dtype=torch.int64, device="cuda:0")
+
+    def read(self, which: int) -> None:
+        """Reads the counters in the order of torch's stream."""
+        current(0)
+        stream = torch.cuda.current_stream(0)
+        launch(Stream.from_handle(stream.cuda_stream), self._config, self._read, self._at[which].data_ptr())
+
+    def mhz(self) -> float:
+        """Of the span between the two reads, the median of multiprocessors that did both."""
+        torch.cuda.synchronize(0)
+        spans = (self._at[1] - self._at[0])[(self._at != 0).all(dim=(0, 2))].double()
+        self._at.zero_()
+        return float((spans[:, 1] / spans[:, 0]).median()) * 1000
+
+
 class Marked(DeviceMover):
     """Records an event after each launch."""
 
@@ -133,13 +166,21 @@ class Pair:
 
 
 @torch.inference_mode()
-def prefill(model: Model, chunk: int, items: list[int], pair: Pair | None = None, to: list[int] | None = None) -> dict[str, float]:
-    """Seconds of compute; with a pair also the tail in two measures, and the bytes of the last part."""
+def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: list[int] | None = None) -> dict[str, float]:
+    """Seconds and clock of compute; with a pair also the tail in two measures, and the bytes of the last part.
+
+    Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
+    """
     key = pair.ask(to or []) if pair else b""
     sent: list[Any] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
     torch.cuda.synchronize(0)
+    for first in range(0, TOKENS, chunk):
+        x = model.prompt[first : first + chunk]
+        for layer in range(LAYERS):
+            x = model.layer(layer, x, first)
+    clock.read(0)
     begin.record(stream)
     for first in range(0, TOKENS, chunk):
         x = model.prompt[first : first + chunk]
@@ -152,9 +193,11 @@ def prefill(model: Model, chunk: int, items: list[int], pair: Pair | None = None
                 sent += pair.source.poll()
     end.record(stream)
     if not pair:
+        clock.read(1)
         end.synchronize()
-        return {"compute": begin.elapsed_time(end) / 1000}
+        return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz()}
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
+    clock.read(1)
     while not end.query():
         sent += pair.source.poll()
     over = time.perf_counter()
@@ -166,7 +209,7 @@ def prefill(model: Model, chunk: int, items: list[int], pair: Pair | None = None
     pair.source.poll()
     pair.source.forget(key)
     pair.mover.landed.synchronize()
-    return {"compute": begin.elapsed_time(end) / 1000, "tail": end.elapsed_time(pair.mover.landed) / 1000, "told": known - over, "left": last.left}
+    return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz(), "tail": end.elapsed_time(pair.mover.landed) / 1000, "told": known - over, "left": last.left}
 
 
 @torch.inference_mode()
@@ -207,7 +250,7 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of copying")
     options.add_argument("--chunks", type=int, nargs="*", default=[TOKENS, 2048], help="tokens of a chunk")
     options.add_argument("--out", type=Path, default=RESULTS)
@@ -217,7 +260,7 @@ def main() -> int:
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
     pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
-    model = Model(pools[0], items)
+    model, clock = Model(pools[0], items), Clock()
     found: list[dict[str, Any]] = []
     for way in args.ways:
         pair = Pair(geometry, pools, way)
@@ -225,20 +268,18 @@ def main() -> int:
             print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
             torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
             torch.cuda.synchronize(1)
-            for _ in range(2):
-                prefill(model, chunk, items, pair, to), prefill(model, chunk, items)
+            prefill(model, chunk, items, clock, pair, to), prefill(model, chunk, items, clock)
             compare(pools, items, to)
             handed, alone = [], []
-            for n in range(2 * args.rounds):  # each as often first as second: a GPU that has rested is faster
-                if n % 4 in (0, 3):
-                    handed.append(prefill(model, chunk, items, pair, to))
-                else:
-                    alone.append(prefill(model, chunk, items)["compute"])
+            for _ in range(args.rounds):
+                handed.append(prefill(model, chunk, items, clock, pair, to))
+                alone.append(prefill(model, chunk, items, clock))
             rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
             found.append({"way": way, "chunk": chunk, "handed": handed, "alone": alone, "rate": rates})
             middle = {name: median(s[name] for s in handed) for name in handed[0]}
+            compute, mhz = (median(s[name] for s in alone) for name in ("compute", "mhz"))
             allowed = middle["left"] / median(rates) + ALLOWED
-            print(f"\r{way:24}, chunks of {chunk:5}: prefill {median(alone) * 1e3:7.2f} ms, with hand-over {(middle['compute'] / median(alone) - 1) * 100:+6.2f} %; "
+            print(f"\r{way:24}, chunks of {chunk:5}: prefill {compute * 1e3:7.2f} ms at {mhz:4.0f} MHz, with hand-over {(middle['compute'] / compute - 1) * 100:+6.2f} % at {middle['mhz']:4.0f} MHz; "
                   f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:6.0f} us of {allowed * 1e6:6.0f} allowed, "
                   f"to the sink's node {middle['told'] * 1e6:6.0f} us", flush=True)  # fmt: skip
         pair.close()

@@ -152,7 +152,10 @@ class Copier:
         self._device = current(device)
         self.device, self._long = device, long
         _, first = call(driver.cuCtxGetStreamPriorityRange(), "priorities of streams")
-        self.stream: Stream = self._device.create_stream(options=StreamOptions(priority=first if urgent else None))
+        options = StreamOptions(priority=first if urgent else None)
+        self.stream: Stream = self._device.create_stream(options=options)
+        self._ahead: Stream = self._device.create_stream(options=options)
+        """Where rows of a part are expanded while those of the part before move."""
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
         self._functions: dict[tuple[int, str], object] = {}
@@ -214,12 +217,12 @@ class Copier:
             slot = self._slot(*tables.sizes(part))
             made = tables.launch(part, slot.view, slot.image.address, slot.rows.address, self._long)
             began = began or (self._record() if self._timed else None)
-            self._launch(made, slot)
+            self._launch(made, slot, self.stream if part is parts[0] else self._ahead)
             slot.event = self._record()
             total += made.bytes
         return Copy(slot.event, total, began)
 
-    def _launch(self, made: tables.Launch, slot: Room) -> None:
+    def _launch(self, made: tables.Launch, slot: Room, first: Stream) -> None:
         stream = self.stream.handle
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
@@ -228,7 +231,9 @@ class Copier:
             call(code[:1], "copy")
         if made.classes:
             image = slot.image.address
-            self._expand(slot, made.size, made.n_maps, made.most_rows)
+            self._expand(slot, made.size, made.n_maps, made.most_rows, first)
+            if first is not self.stream:
+                call(driver.cuStreamWaitEvent(stream, first.record().handle, 0), "expand")
             for word, offset, classes, chunks in made.classes:
                 self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
 
@@ -244,14 +249,14 @@ class Copier:
     def expand(self, room: Room, size: int, n_maps: int, most_rows: int) -> None:
         """Upload the image of a stream, which begins with its maps, and expand their rows."""
         self._device.set_current()
-        self._expand(room, size, n_maps, most_rows)
+        self._expand(room, size, n_maps, most_rows, self.stream)
         room.event = self._record()
 
-    def _expand(self, room: Room, size: int, n_maps: int, most_rows: int) -> None:
+    def _expand(self, room: Room, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = room.image.address
-        call(driver.cuMemcpyHtoDAsync(image, room.view.ctypes.data, size, self.stream.handle), "upload")
+        call(driver.cuMemcpyHtoDAsync(image, room.view.ctypes.data, size, stream.handle), "upload")
         tall = min(-(-most_rows // tables.THREADS), 4 * self.blocks)
-        self._run(16, "expand", (tall, n_maps), image)
+        self._run(16, "expand", (tall, n_maps), image, stream=stream)
 
     def follow(self, events: Sequence[int]) -> None:
         """What is submitted from now on waits for these events (handles of producers')."""
@@ -285,8 +290,9 @@ class Copier:
         return self.stream.record(options=self._timing)
 
     def _run(
-        self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None
-    ) -> None:
+        self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None,
+        stream: Stream | None = None,
+    ) -> None:  # fmt: skip
         """Launch a kernel by the driver's own call: a third of the time of a typed one, and hand-overs wait for it."""
         function = self._functions.get((word, name))
         if function is None:
@@ -294,7 +300,8 @@ class Copier:
         for i, value in enumerate(arguments):
             self._arguments[i] = value
         threads, places = tables.THREADS, ctypes.addressof(self._places if block is None else block)
-        call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, self.stream.handle, places, 0), name)
+        handle = (stream or self.stream).handle
+        call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
