@@ -1,11 +1,15 @@
 """Hand-over behind compute: what is left to copy after a prefill's last layer, and what copies cost the prefill.
 
 `python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
-bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands each layer to a sink on
-the other as soon as it is enqueued, after the layer's event; prefills without hand-over run in between. The tail is from
-the event of the last layer to the last byte (device events), and to the sink's node (the host's clock). It may take the
-last part's bytes at the rate of a hand-over of the same pages when nothing computes, and 100 us. Every byte is compared.
---write keeps raw samples in benchmarks/results/overlap.json.
+bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands layers to a sink on the
+other as soon as they are enqueued, after the last one's event; prefills without hand-over run in between, and one without
+during which 4 KB cross the link each 10 ms. The tail is from the event of the last layer to the last byte (device events),
+and to the sink's node (the host's clock). It may take the last part's bytes at the rate of a hand-over of the same pages
+when nothing computes, and 100 us. Every byte is compared.
+
+Prefills are measured in time and in cycles of the GPU. Dense products hold an H200 at its power limit, where its clock gives
+way to whatever else draws power; with one weight in 16 that is not zero it stays below. --write keeps raw samples in
+benchmarks/results/overlap.json.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -49,24 +53,28 @@ CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 3
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 ALLOWED = 100e-6
-WAYS: dict[str, dict[str, Any]] = {
-    "kernel, 16 SMs": {"blocks": 16},
-    "kernel, all SMs": {},
-    "kernel, all SMs, urgent": {"urgent": True},
-    "copy engine": {"long": 64 << 10},
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "kernel, 16 SMs": ({"blocks": 16}, 1),
+    "kernel, all SMs": ({}, 1),
+    "copy engine": ({"long": 64 << 10}, 1),
+    "kernel, 16 SMs, 8 layers at once": ({"blocks": 16}, 8),
 }
+"""Options of the mover, layers of a group."""
+RUNS = [(1.0, way, TOKENS) for way in WAYS] + [(1.0, "kernel, 16 SMs", 2048), (1 / 16, "kernel, 16 SMs", TOKENS), (1 / 16, "copy engine", TOKENS)]
+"""Share of weights that are not zero, way, tokens of a chunk."""
 
 
 class Model:
     """A decoder without its embedding: one layer at a time, keys and values into pages."""
 
-    def __init__(self, pool: Pool, items: Sequence[int]) -> None:
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / shape[-1] ** 0.5
+    def __init__(self, pool: Pool, items: Sequence[int], density: float) -> None:
+        def random(*shape: int, density: float = density) -> torch.Tensor:
+            made = torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / (shape[-1] * density) ** 0.5
+            return made if density == 1 else made * (torch.rand(shape, device="cuda:0") < density)
 
         kv = KV_HEADS * HEAD
         self.layers = [(random(WIDTH + 2 * kv, WIDTH), random(WIDTH, WIDTH), random(2 * INNER, WIDTH), random(WIDTH, INNER)) for _ in range(LAYERS)]
-        self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
+        self.prompt = random(TOKENS, WIDTH, density=1) * WIDTH**0.5
         bytes_ = torch.from_dlpack(pool.memory).view(torch.uint8)
         self.pages = []
         for layer in range(LAYERS):
@@ -77,6 +85,14 @@ class Model:
             self.pages.append(views)
         self.items = torch.tensor(items, device="cuda:0")
         self.cache = [torch.empty(2, KV_HEADS, TOKENS, HEAD, dtype=torch.bfloat16, device="cuda:0") for _ in range(LAYERS)]
+
+    def prefill(self, chunk: int) -> Iterator[tuple[int, int]]:
+        """After each layer of each chunk: tokens and layers of them that are enqueued."""
+        for first in range(0, TOKENS, chunk):
+            x = self.prompt[first : first + chunk]
+            for layer in range(LAYERS):
+                x = self.layer(layer, x, first)
+                yield first + chunk, layer + 1
 
     def layer(self, number: int, x: torch.Tensor, first: int) -> torch.Tensor:
         """Positions [first, first + len(x)) of one layer."""
@@ -144,7 +160,8 @@ class Pair:
 
     def __init__(self, geometry: Geometry, pools: Sequence[Pool], way: str) -> None:
         address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
-        self.mover = Marked(0, **WAYS[way])
+        options, self.group = WAYS[way]
+        self.mover = Marked(0, **options)
         self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover])
         self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
         while not any(isinstance(e, Ready) for e in self.sink.poll()):
@@ -165,36 +182,48 @@ class Pair:
         self.source.close("over"), self.sink.close("over")
 
 
+class Link:
+    """Between the GPUs."""
+
+    def __init__(self) -> None:
+        self._ends = [torch.zeros(4096, dtype=torch.uint8, device=f"cuda:{d}") for d in (0, 1)]
+        self._stream = torch.cuda.Stream(0)
+
+    def wake(self) -> None:
+        """By 4 KB, and wait for 10 ms."""
+        with torch.cuda.stream(self._stream):
+            self._ends[0].copy_(self._ends[1], non_blocking=True)
+        time.sleep(0.01)
+
+
 @torch.inference_mode()
-def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: list[int] | None = None) -> dict[str, float]:
+def prefill(
+    model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: Sequence[int] = (), wake: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Seconds and clock of compute; with a pair also the tail in two measures, and the bytes of the last part.
 
     Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
     """
-    key = pair.ask(to or []) if pair else b""
+    key = pair.ask(list(to)) if pair else b""
     sent: list[Any] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
     torch.cuda.synchronize(0)
-    for first in range(0, TOKENS, chunk):
-        x = model.prompt[first : first + chunk]
-        for layer in range(LAYERS):
-            x = model.layer(layer, x, first)
+    for _ in model.prefill(chunk):
+        pass
     clock.read(0)
     begin.record(stream)
-    for first in range(0, TOKENS, chunk):
-        x = model.prompt[first : first + chunk]
-        for layer in range(LAYERS):
-            x = model.layer(layer, x, first)
-            if pair and (first + chunk, layer) != (TOKENS, LAYERS - 1):
-                events.append(torch.cuda.Event())
-                events[-1].record(stream)
-                pair.source.computed(key, Computed({0: items}, first + chunk, (layer, layer + 1), after=events[-1].cuda_event))
-                sent += pair.source.poll()
+    for tokens, layers in model.prefill(chunk):
+        if pair and layers % pair.group == 0 and (tokens, layers) != (TOKENS, LAYERS):
+            events.append(torch.cuda.Event())
+            events[-1].record(stream)
+            pair.source.computed(key, Computed({0: items}, tokens, (layers - pair.group, layers), after=events[-1].cuda_event))
+            sent += pair.source.poll()
     end.record(stream)
     if not pair:
         clock.read(1)
-        end.synchronize()
+        while not end.query():
+            wake()
         return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz()}
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
     clock.read(1)
@@ -247,12 +276,16 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
                 raise SystemExit(f"layer {layer}: a page was written that nobody asked for")
 
 
+def slower(samples: Sequence[dict[str, float]], than: Sequence[dict[str, float]]) -> str:
+    """In time and in cycles."""
+    seconds, cycles = ([median(s["compute"] * s.get(name, 1) for s in some) for some in (samples, than)] for name in ("", "mhz"))
+    return f"{(seconds[0] / seconds[1] - 1) * 100:+5.2f} % in time, {(cycles[0] / cycles[1] - 1) * 100:+5.2f} % in cycles"
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=10)
-    options.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of copying")
-    options.add_argument("--chunks", type=int, nargs="*", default=[TOKENS, 2048], help="tokens of a chunk")
+    options.add_argument("--rounds", type=int, default=8)
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
     enable_peer(0, 1), enable_peer(1, 0)
@@ -260,29 +293,34 @@ def main() -> int:
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
     pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
-    model, clock = Model(pools[0], items), Clock()
+    clock, link = Clock(), Link()
     found: list[dict[str, Any]] = []
-    for way in args.ways:
+    model, made = None, 0.0
+    for density, way, chunk in RUNS:
+        if density != made:
+            model = None
+            model, made = Model(pools[0], items, density), density
+        assert model
         pair = Pair(geometry, pools, way)
-        for chunk in args.chunks:
-            print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
-            torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
-            torch.cuda.synchronize(1)
-            prefill(model, chunk, items, clock, pair, to), prefill(model, chunk, items, clock)
-            compare(pools, items, to)
-            handed, alone = [], []
-            for _ in range(args.rounds):
-                handed.append(prefill(model, chunk, items, clock, pair, to))
-                alone.append(prefill(model, chunk, items, clock))
-            rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
-            found.append({"way": way, "chunk": chunk, "handed": handed, "alone": alone, "rate": rates})
-            middle = {name: median(s[name] for s in handed) for name in handed[0]}
-            compute, mhz = (median(s[name] for s in alone) for name in ("compute", "mhz"))
-            allowed = middle["left"] / median(rates) + ALLOWED
-            print(f"\r{way:24}, chunks of {chunk:5}: prefill {compute * 1e3:7.2f} ms at {mhz:4.0f} MHz, with hand-over {(middle['compute'] / compute - 1) * 100:+6.2f} % at {middle['mhz']:4.0f} MHz; "
-                  f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:6.0f} us of {allowed * 1e6:6.0f} allowed, "
-                  f"to the sink's node {middle['told'] * 1e6:6.0f} us", flush=True)  # fmt: skip
+        print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
+        torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
+        torch.cuda.synchronize(1)
+        prefill(model, chunk, items, clock, pair, to), prefill(model, chunk, items, clock)
+        compare(pools, items, to)
+        handed, alone, woken = [], [], []
+        for _ in range(args.rounds):
+            handed.append(prefill(model, chunk, items, clock, pair, to))
+            alone.append(prefill(model, chunk, items, clock))
+            woken.append(prefill(model, chunk, items, clock, wake=link.wake))
+        rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
         pair.close()
+        found.append({"way": way, "chunk": chunk, "density": density, "handed": handed, "alone": alone, "woken": woken, "rate": rates})
+        middle = {name: median(s[name] for s in handed) for name in handed[0]}
+        compute, mhz = (median(s[name] for s in alone) for name in ("compute", "mhz"))
+        allowed = middle["left"] / median(rates) + ALLOWED
+        print(f"\r{way}, chunks of {chunk:,}, {density:.3g} of the weights: prefill {compute * 1e3:.2f} ms at {mhz:.0f} MHz, with hand-over {slower(handed, alone)}, "
+              f"4 KB each 10 ms {slower(woken, alone)}; last part {middle['left'] / 1e6:.1f} MB at {median(rates) / 1e9:.1f} GB/s; tail {middle['tail'] * 1e6:.0f} us of "
+              f"{allowed * 1e6:.0f} allowed, to the sink's node {middle['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
     if args.write:
         facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}
         args.out.write_text(json.dumps(facts | {"runs": found}, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
 `python benchmarks/transfer_gpu.py [--write] [--pool GB] [--rounds N]` on a machine with two GPUs that are peers. About 1 GB
 is moved from random places of a pool to random places of another, in runs of one length, all contenders in turn in each
-round; medians, by device events from the upload of item ids to the last byte. Every byte is compared before anything is
-timed. --write keeps raw samples in benchmarks/results/transfer_gpu.json.
+round; medians, by device events from the upload of item ids to the last byte: the GPU is held back until the host has said
+everything (what the host takes is in transfer_shapes.py). Every byte is compared before anything is timed. --write keeps raw samples in benchmarks/results/transfer_gpu.json.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ RESULTS = Path(__file__).parent / "results/transfer_gpu.json"
 TOTAL = 1 << 30
 RUNS = (256, 512, 1152, 2048, 4096, 8192, 32768, 131072, 1 << 20, 1 << 24, 1 << 26)
 WARM_UP = 1.0
+HELD = 1_000_000
+"""Cycles, about half a millisecond."""
 Timed = Callable[[], float]
 """Runs once; GB/s by device events."""
 
@@ -45,6 +47,12 @@ def shape(run: int) -> tuple[int, int, int, int]:
     layers = max(1, min(64, TOTAL // run))
     width = min(run, 4096)
     return layers, max(TOTAL // run // layers, 1), run // width, width
+
+
+def hold(device: int, stream: int) -> None:
+    """What is enqueued now begins later."""
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
+        torch.cuda._sleep(HELD)
 
 
 def random_bytes(memory: DeviceMemory, seed: int) -> torch.Tensor:
@@ -105,6 +113,7 @@ class Bench:
 
     def _between(self, work: Callable[[], Any], size: int) -> float:
         current(1)
+        hold(1, int(self.stream.handle))
         timing = EventOptions(timing_enabled=True)
         began = self.stream.record(options=timing)
         call(work()[:1], "copy")
@@ -117,6 +126,7 @@ class Bench:
         prepared = copier.prepare(program, {0: self.memory[0].address}, {0: self.memory[1].address})
 
         def run() -> float:
+            hold(copier.device, int(copier.stream.handle))
             copy = copier.submit([Job(prepared, program.maps)])
             copy.wait()
             return copy.bytes / copy.seconds / 1e9
@@ -153,6 +163,7 @@ class Bench:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             ready = torch.cuda.Event()
             with torch.cuda.device(1):
+                torch.cuda._sleep(HELD)
                 events[0].record(streams[1])
             streams[0].wait_event(events[0])
             with torch.cuda.device(0):

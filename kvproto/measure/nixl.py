@@ -205,9 +205,11 @@ def _serve(conn: Connection, memory: int, place: str) -> None:
             assert made is not None
             receiver.open(asked, 1, own.packer(made, "sink"))
             conn.send(None)
-            while not receiver.complete(asked, 1):
+            while True:
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
+                if receiver.complete(asked, 1):
+                    break
                 if conn.poll(None if not receiver.busy else 0):
                     receiver.chunk(conn.recv())
             receiver.close(asked, 1)

@@ -168,8 +168,9 @@ class Copier:
         self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
-        self._slots: list[Room | None] = [None] * slots
-        self._next = 0
+        self._slots = slots
+        self._rooms: list[Room] = []
+        """Of launches, the latest last."""
         self._kernels(16)
 
     def _kernels(self, word: int) -> tuple[Kernel, ...]:
@@ -209,7 +210,7 @@ class Copier:
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
-        parts = tables.parts(works, max(len(self._slots) // 2, 1))
+        parts = tables.parts(works, max(self._slots // 2, 1))
         self._spare(len(parts))
         began = None
         total = 0
@@ -219,6 +220,7 @@ class Copier:
             began = began or (self._record() if self._timed else None)
             self._launch(made, slot, self.stream if part is parts[0] else self._ahead)
             slot.event = self._record()
+            self._rooms.append(slot)
             total += made.bytes
         return Copy(slot.event, total, began)
 
@@ -233,7 +235,8 @@ class Copier:
             image = slot.image.address
             self._expand(slot, made.size, made.n_maps, made.most_rows, first)
             if first is not self.stream:
-                call(driver.cuStreamWaitEvent(stream, first.record().handle, 0), "expand")
+                expanded = first.record()
+                call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
             for word, offset, classes, chunks in made.classes:
                 self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
 
@@ -320,17 +323,18 @@ class Copier:
         return dict(zip(groups, totals.tolist(), strict=True))
 
     def _spare(self, number: int) -> None:
-        """Raise BUSY where the launches of the next slots of the ring are not over."""
-        for i in range(number):
-            slot = self._slots[(self._next + i) % len(self._slots)]
-            if slot is not None and not is_done(slot.event.handle):
-                raise LocalError(ErrorCode.BUSY, "", f"{len(self._slots)} launches at once", "one more", "wait for one")
+        """Raise BUSY where fewer launches than these may begin: they end in their order."""
+        taken = len(self._rooms) + number - self._slots
+        if taken > 0 and not is_done(self._rooms[taken - 1].event.handle):
+            raise LocalError(ErrorCode.BUSY, "", f"{self._slots} launches at once", "one more", "wait for one")
 
     def _slot(self, image: int, rows: int) -> Room:
-        """The next slot of the ring, as large as is needed."""
-        at = self._next
-        slot = self._slots[at]
-        if slot is None or not slot.holds(image, rows):
-            slot = self._slots[at] = self.room(image, rows)
-        self._next = (at + 1) % len(self._slots)
-        return slot
+        """A room that no launch uses: one that is as large, or one more, or one in place of the oldest."""
+        for i, room in enumerate(self._rooms):
+            if not is_done(room.event.handle):
+                break
+            if room.holds(image, rows):
+                return self._rooms.pop(i)
+        if len(self._rooms) == self._slots:
+            self._rooms.pop(0)
+        return self.room(image, rows)
