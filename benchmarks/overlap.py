@@ -2,13 +2,12 @@
 
 `python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
 bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands layers to a sink on the
-other as soon as they are enqueued, after the last one's event; prefills without hand-over run in between, and one without
-during which 4 KB cross the link each 10 ms. The tail is from the event of the last layer to the last byte (device events),
-and to the sink's node (the host's clock). It may take the last part's bytes at the rate of a hand-over of the same pages
-when nothing computes, and 100 us. Every byte is compared.
+other as soon as they are enqueued, after the last one's event; prefills without hand-over run in between. The tail is from
+the event of the last layer to the last byte (device events), and to the sink's node (the host's clock). It may take the last
+part's bytes at the rate of a hand-over of the same pages when nothing computes, and 100 us. Every byte is compared.
 
-Prefills are measured in time and in cycles of the GPU. Dense products hold an H200 at its power limit, where its clock gives
-way to whatever else draws power; with one weight in 16 that is not zero it stays below. --write keeps raw samples in
+Prefills are measured in time and in cycles of the GPU: products hold an H200 at its power limit, where its clock gives way to
+whatever else draws power. A hand-over to a pool of the same GPU tells the link's share. --write keeps raw samples in
 benchmarks/results/overlap.json.
 """
 
@@ -20,7 +19,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -54,27 +53,26 @@ LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 ALLOWED = 100e-6
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
-    "kernel, 16 SMs": ({"blocks": 16}, 1),
-    "kernel, all SMs": ({}, 1),
-    "copy engine": ({"long": 64 << 10}, 1),
-    "kernel, 16 SMs, 8 layers at once": ({"blocks": 16}, 8),
+    "layer by layer": ({}, 1),
+    "with all multiprocessors": ({"beside": 132}, 1),
+    "with the copy engine": ({"long": 64 << 10}, 1),
+    "8 layers at once": ({}, 8),
 }
 """Options of the mover, layers of a group."""
-RUNS = [(1.0, way, TOKENS) for way in WAYS] + [(1.0, "kernel, 16 SMs", 2048), (1 / 16, "kernel, 16 SMs", TOKENS), (1 / 16, "copy engine", TOKENS)]
-"""Share of weights that are not zero, way, tokens of a chunk."""
+RUNS = [*((way, TOKENS, 1) for way in WAYS), ("layer by layer", 2048, 1), ("layer by layer", TOKENS, 0)]
+"""Way, tokens of a chunk, the sink's GPU."""
 
 
 class Model:
     """A decoder without its embedding: one layer at a time, keys and values into pages."""
 
-    def __init__(self, pool: Pool, items: Sequence[int], density: float) -> None:
-        def random(*shape: int, density: float = density) -> torch.Tensor:
-            made = torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / (shape[-1] * density) ** 0.5
-            return made if density == 1 else made * (torch.rand(shape, device="cuda:0") < density)
+    def __init__(self, pool: Pool, items: Sequence[int]) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / shape[-1] ** 0.5
 
         kv = KV_HEADS * HEAD
         self.layers = [(random(WIDTH + 2 * kv, WIDTH), random(WIDTH, WIDTH), random(2 * INNER, WIDTH), random(WIDTH, INNER)) for _ in range(LAYERS)]
-        self.prompt = random(TOKENS, WIDTH, density=1) * WIDTH**0.5
+        self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
         bytes_ = torch.from_dlpack(pool.memory).view(torch.uint8)
         self.pages = []
         for layer in range(LAYERS):
@@ -182,24 +180,8 @@ class Pair:
         self.source.close("over"), self.sink.close("over")
 
 
-class Link:
-    """Between the GPUs."""
-
-    def __init__(self) -> None:
-        self._ends = [torch.zeros(4096, dtype=torch.uint8, device=f"cuda:{d}") for d in (0, 1)]
-        self._stream = torch.cuda.Stream(0)
-
-    def wake(self) -> None:
-        """By 4 KB, and wait for 10 ms."""
-        with torch.cuda.stream(self._stream):
-            self._ends[0].copy_(self._ends[1], non_blocking=True)
-        time.sleep(0.01)
-
-
 @torch.inference_mode()
-def prefill(
-    model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: Sequence[int] = (), wake: Callable[[], None] = lambda: None
-) -> dict[str, float]:
+def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: Sequence[int] = ()) -> dict[str, float]:
     """Seconds and clock of compute; with a pair also the tail in two measures, and the bytes of the last part.
 
     Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
@@ -222,8 +204,6 @@ def prefill(
     end.record(stream)
     if not pair:
         clock.read(1)
-        while not end.query():
-            wake()
         return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz()}
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
     clock.read(1)
@@ -270,7 +250,7 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
             for pool, seen in zip(pools, (a, b), strict=True):
                 offset, (n, rows, lanes, width) = pool.place(0, layer, part.name)
                 sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
-            if not torch.equal(sides[0][items].to("cuda:1"), sides[1][to]):
+            if not torch.equal(sides[0][items].to(b.device), sides[1][to]):
                 raise SystemExit(f"layer {layer}: bytes differ")
             if not (sides[1][[i for i in range(len(sides[1])) if i not in asked]] == 0xEE).all():
                 raise SystemExit(f"layer {layer}: a page was written that nobody asked for")
@@ -285,41 +265,36 @@ def slower(samples: Sequence[dict[str, float]], than: Sequence[dict[str, float]]
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=8)
+    options.add_argument("--rounds", type=int, default=12)
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
     enable_peer(0, 1), enable_peer(1, 0)
     geometry = describe(CONFIG, (), page=PAGE, kv_dtype=DType.BF16)
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
-    pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
+    pool, *sinks = (allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 0, 1))
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
-    clock, link = Clock(), Link()
+    model, clock = Model(pool, items), Clock()
     found: list[dict[str, Any]] = []
-    model, made = None, 0.0
-    for density, way, chunk in RUNS:
-        if density != made:
-            model = None
-            model, made = Model(pools[0], items, density), density
-        assert model
+    for way, chunk, to_gpu in RUNS:
+        pools = pool, sinks[to_gpu]
         pair = Pair(geometry, pools, way)
         print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
         torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(to_gpu)
         prefill(model, chunk, items, clock, pair, to), prefill(model, chunk, items, clock)
         compare(pools, items, to)
-        handed, alone, woken = [], [], []
+        handed, alone = [], []
         for _ in range(args.rounds):
             handed.append(prefill(model, chunk, items, clock, pair, to))
             alone.append(prefill(model, chunk, items, clock))
-            woken.append(prefill(model, chunk, items, clock, wake=link.wake))
         rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
         pair.close()
-        found.append({"way": way, "chunk": chunk, "density": density, "handed": handed, "alone": alone, "woken": woken, "rate": rates})
+        found.append({"way": way, "chunk": chunk, "sink": to_gpu, "handed": handed, "alone": alone, "rate": rates})
         middle = {name: median(s[name] for s in handed) for name in handed[0]}
         compute, mhz = (median(s[name] for s in alone) for name in ("compute", "mhz"))
         allowed = middle["left"] / median(rates) + ALLOWED
-        print(f"\r{way}, chunks of {chunk:,}, {density:.3g} of the weights: prefill {compute * 1e3:.2f} ms at {mhz:.0f} MHz, with hand-over {slower(handed, alone)}, "
-              f"4 KB each 10 ms {slower(woken, alone)}; last part {middle['left'] / 1e6:.1f} MB at {median(rates) / 1e9:.1f} GB/s; tail {middle['tail'] * 1e6:.0f} us of "
+        print(f"\r{way}, chunks of {chunk:,}, to GPU {to_gpu}: prefill {compute * 1e3:.2f} ms at {mhz:.0f} MHz, with hand-over {slower(handed, alone)}; "
+              f"last part {middle['left'] / 1e6:.1f} MB at {median(rates) / 1e9:.1f} GB/s; tail {middle['tail'] * 1e6:.0f} us of "
               f"{allowed * 1e6:.0f} allowed, to the sink's node {middle['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
     if args.write:
         facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}

@@ -320,7 +320,11 @@ class SourceNode:
 
     def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
         here = {0: self.pool.memory}
-        moves = [Move(p.program, here, a.way.mapped, p.after, p.layers) for a, parts in batch for p in parts]
+        moves = [
+            Move(p.program, here, a.way.mapped, p.after, p.layers, self._requests[a.serve.key].finished is None)
+            for a, parts in batch
+            for p in parts
+        ]
         try:
             copying = batch[0][0].way.mover.start(moves)
         except KvprotoError as error:

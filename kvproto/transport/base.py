@@ -64,6 +64,8 @@ class Move:
     """Handles of the device events after which the source's rows are there."""
     layers: tuple[int, int] | None = None
     """Only layers [lo, hi), where given; apart from the program, so that its table of operations stays known."""
+    beside: bool = False
+    """Whether what comes after it is being computed: nobody waits for it, and it should take little from that."""
 
 
 class Mover(Protocol):

@@ -19,9 +19,13 @@ from tests.plan.programs import random_pairs
 SEEDS = 150
 
 
-def test_random_programs(devices: tuple[int, int]) -> None:
-    """Several rank pairs in one launch; every byte of every region, written or not."""
-    copiers = Copier(0), Copier(0, long=64, urgent=True), Copier(0, blocks=2)
+@pytest.mark.parametrize("parts", [False, True])
+def test_random_programs(devices: tuple[int, int], parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rank pairs in one launch, or in parts; every byte of every region, written or not."""
+    if parts:
+        for name in ("FEW_RUNS", "_FIRST_RUNS"):
+            monkeypatch.setattr(f"kvproto.transport.cuda.table.{name}", 2)
+    copiers = Copier(0), Copier(0, long=64), Copier(0, blocks=2)
     enable_peer(0, 1) if max(devices) else None
     for seed in range(SEEDS):
         copier = copiers[seed % len(copiers)]
@@ -48,7 +52,7 @@ def test_random_programs(devices: tuple[int, int]) -> None:
             assert copier.checksums(program, {r: m.address for r, m in source.items()}, sink=False) == checksums(
                 program, {r: memoryview(a) for r, a in here.items()}, sink=False
             )
-        copy = copier.submit(jobs)
+        copy = copier.submit(jobs, blocks=seed % 2)
         copy.wait()
         assert copy.done
         assert copy.bytes == sum(n for *_, n in checks)

@@ -20,7 +20,6 @@ from cuda.core import (
     Program,
     ProgramOptions,
     Stream,
-    StreamOptions,
 )
 
 from kvproto.errors import LocalError
@@ -142,19 +141,16 @@ class Copier:
 
     blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches
     of many runs at once; a copy of very many takes up to half of them. long: bytes of a run from which on the copy
-    engine takes it, which takes no multiprocessors. urgent: multiprocessors that are free go to copies first.
+    engine takes it, which takes no multiprocessors.
     """
 
     def __init__(
-        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG,
-        urgent: bool = False,
+        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG
     ) -> None:  # fmt: skip
         self._device = current(device)
         self.device, self._long = device, long
-        _, first = call(driver.cuCtxGetStreamPriorityRange(), "priorities of streams")
-        options = StreamOptions(priority=first if urgent else None)
-        self.stream: Stream = self._device.create_stream(options=options)
-        self._ahead: Stream = self._device.create_stream(options=options)
+        self.stream: Stream = self._device.create_stream()
+        self._ahead: Stream = self._device.create_stream()
         """Where rows of a part are expanded while those of the part before move."""
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
@@ -191,10 +187,11 @@ class Copier:
             call(driver.cuMemcpyHtoD(memory.address, made.ops.ctypes.data, made.ops.nbytes), "upload")
         return Prepared(made, memory)
 
-    def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:
+    def submit(self, jobs: Sequence[Job], after: Sequence[int] = (), blocks: int | None = None) -> Copy:
         """Copy in stream order, after what is under way here and after the events `after` (handles of producers').
 
-        Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use.
+        blocks: as of the copier, for this one alone. Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY
+        while all slots are in use.
         """
         if any(len(j.maps) != j.prepared.table.n_maps for j in jobs):
             raise LocalError(
@@ -204,11 +201,12 @@ class Copier:
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         tables.check(works)
         self.follow(after)
-        few = tables.few(works, self._few, 4 * self.blocks, self._long)
+        blocks = blocks or self.blocks
+        few = tables.few(works, self._few, 4 * blocks, self._long)
         if few is not None:
             began = self._record() if self._timed else None
             if few.chunks:
-                self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
+                self._run(few.word, "copy_few", (min(few.chunks, blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
         parts = tables.parts(works, max(self._slots // 2, 1))
         self._spare(len(parts))
@@ -218,13 +216,13 @@ class Copier:
             slot = self._slot(*tables.sizes(part))
             made = tables.launch(part, slot.view, slot.image.address, slot.rows.address, self._long)
             began = began or (self._record() if self._timed else None)
-            self._launch(made, slot, self.stream if part is parts[0] else self._ahead)
+            self._launch(made, slot, self.stream if part is parts[0] else self._ahead, blocks)
             slot.event = self._record()
             self._rooms.append(slot)
             total += made.bytes
         return Copy(slot.event, total, began)
 
-    def _launch(self, made: tables.Launch, slot: Room, first: Stream) -> None:
+    def _launch(self, made: tables.Launch, slot: Room, first: Stream, blocks: int) -> None:
         stream = self.stream.handle
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
@@ -238,7 +236,7 @@ class Copier:
                 expanded = first.record()
                 call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
             for word, offset, classes, chunks in made.classes:
-                self._run(word, "copy", (min(chunks, self.blocks), 1), image + offset, classes, chunks)
+                self._run(word, "copy", (min(chunks, blocks), 1), image + offset, classes, chunks)
 
     def room(self, image: int, rows: int) -> Room:
         """Room for an image and for rows of so many bytes."""

@@ -34,9 +34,10 @@ class DeviceMover:
     together = True
     in_parts = True
 
-    def __init__(self, device: int = 0, blocks: int | None = None, long: int = LONG, urgent: bool = False) -> None:
-        """As of `Copier`."""
-        self.copier = Copier(device, blocks, _LAUNCHES, long=long, urgent=urgent)
+    def __init__(self, device: int = 0, blocks: int | None = None, long: int = LONG, beside: int = 16) -> None:
+        """As of `Copier`; beside: thread blocks of a launch while what comes after it is being computed."""
+        self.copier = Copier(device, blocks, _LAUNCHES, long=long)
+        self._beside = min(beside, self.copier.blocks)
         self._known: dict[int, _Known] = {}
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
@@ -47,7 +48,8 @@ class DeviceMover:
         """One launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before any byte moves, or DeviceFault."""
         self.copier.check()
         jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
-        return self.copier.submit(jobs, sorted({event for m in moves for event in m.after}))
+        blocks = self._beside if all(m.beside for m in moves) else None
+        return self.copier.submit(jobs, sorted({event for m in moves for event in m.after}), blocks)
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, on the GPU."""
