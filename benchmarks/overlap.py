@@ -204,6 +204,7 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     end.record(stream)
     if not pair:
         clock.read(1)
+        end.synchronize()
         return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz()}
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
     clock.read(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from operator import add
 from typing import Any
 
 import attrs
@@ -74,6 +75,10 @@ class Side:
         return next(o for o in rank.owns if o.group == id)
 
 
+_SMALL = 32
+"""Runs of a map up to which Python's own numbers are faster than calls of numpy: a small hand-over waits for them."""
+
+
 @attrs.frozen(eq=False)
 class RowMap:
     """Runs of rows that lie one after the other on both sides; arrays of equal length, but for the last two."""
@@ -94,7 +99,7 @@ class RowMap:
     @cached_property
     def size(self) -> int:
         """Rows in all."""
-        return int(self.rows.sum())
+        return sum(self.rows.tolist()) if len(self.rows) <= _SMALL else int(self.rows.sum())
 
     @property
     def places(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -106,6 +111,11 @@ class RowMap:
         """The lowest of all places, and the highest of each; 0 and -1 where there is none."""
         if not len(self.rows):
             return 0, [-1] * 4
+        if len(self.rows) <= _SMALL:
+            a, b, n = self.source_item.tolist(), self.source_row.tolist(), self.rows.tolist()
+            c, d = self.sink_item.tolist(), self.sink_row.tolist()
+            highest = [max(a), max(map(add, b, n)) - 1, max(c), max(map(add, d, n)) - 1]
+            return min(min(a), min(b), min(c), min(d)), highest
         places = np.array(self.places)
         low = int(places.min())
         places[1::2] += self.rows - 1

@@ -27,7 +27,7 @@ from kvproto.layout import GroupSpec, lay_out
 from kvproto.lowering import Pair, lower
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
-from kvproto.program import CopyProgram, Side, Window
+from kvproto.program import CopyProgram, RowMap, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
@@ -561,3 +561,16 @@ def test_items_of_two_groups_are_disjoint(
     with pytest.raises(RemoteError) as caught:
         check_grants(geometry, 0, columns, (0, 1), given_)
     assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*4 * [st.integers(-3, 1 << 40)], st.integers(1, 9)), min_size=1, max_size=20),
+    st.sampled_from([1, 3]),
+)
+def test_the_reach_of_few_runs_and_of_many_is_that_of_their_rows(runs: list[tuple[int, ...]], times: int) -> None:
+    columns = np.array(runs * times, np.int64).T
+    m = RowMap(*columns, piece_first=columns[4], piece_rows=columns[4])
+    rows = [(a, b + i, c, d + i) for a, b, c, d, n in runs for i in range(n)]
+    assert m.size == len(rows) * times
+    assert m.reach == (min(map(min, rows)), list(map(max, zip(*rows, strict=True))))
