@@ -2,13 +2,13 @@
 
 `python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
 bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands layers to a sink on the
-other as soon as they are enqueued, after the last one's event; prefills without hand-over run in between. The tail is from
-the event of the last layer to the last byte (device events), and to the sink's node (the host's clock). It may take the last
-part's bytes at the rate of a hand-over of the same pages when nothing computes, and 100 us. Every byte is compared.
+other as soon as they are enqueued, after the last one's event; or all of them after the prefill, which is what the others
+are compared with. Ways take turns in an order by chance. The tail is from the event of the last layer to the last byte
+(device events), and to the sink's node (the host's clock). It may take the last part's bytes at the rate of a hand-over of
+the same pages when nothing computes, and 100 us. Every byte is compared.
 
-Prefills are measured in time and in cycles of the GPU: products hold an H200 at its power limit, where its clock gives way to
-whatever else draws power. A hand-over to a pool of the same GPU tells the link's share. --write keeps raw samples in
-benchmarks/results/overlap.json.
+Prefills are measured in time and in cycles of the GPU: products hold an H200 at its power limit, where its clock moves with
+whatever else draws power, and has drawn it in the last seconds. --write keeps raw samples in benchmarks/results/overlap.json.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 3
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 ALLOWED = 100e-6
+AFTER = "after the prefill"
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    AFTER: ({}, 0),
     "layer by layer": ({}, 1),
-    "with all multiprocessors": ({"beside": 132}, 1),
-    "with the copy engine": ({"long": 64 << 10}, 1),
+    "layer by layer, all multiprocessors": ({"beside": 132}, 1),
+    "layer by layer, copy engine": ({"long": 64 << 10}, 1),
     "8 layers at once": ({}, 8),
 }
 """Options of the mover, layers of a group."""
-RUNS = [*((way, TOKENS, 1) for way in WAYS), ("layer by layer", 2048, 1), ("layer by layer", TOKENS, 0)]
-"""Way, tokens of a chunk, the sink's GPU."""
+RUNS = {TOKENS: list(WAYS), 2048: [AFTER, "layer by layer"]}
+"""Ways by tokens of a chunk."""
 
 
 class Model:
@@ -181,12 +183,12 @@ class Pair:
 
 
 @torch.inference_mode()
-def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair | None = None, to: Sequence[int] = ()) -> dict[str, float]:
-    """Seconds and clock of compute; with a pair also the tail in two measures, and the bytes of the last part.
+def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair, to: list[int]) -> dict[str, float]:
+    """Seconds and clock of compute, the tail in two measures, and the bytes of the last part.
 
     Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
     """
-    key = pair.ask(list(to)) if pair else b""
+    key = pair.ask(to)
     sent: list[Any] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
@@ -196,16 +198,12 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     clock.read(0)
     begin.record(stream)
     for tokens, layers in model.prefill(chunk):
-        if pair and layers % pair.group == 0 and (tokens, layers) != (TOKENS, LAYERS):
+        if pair.group and layers % pair.group == 0 and (tokens, layers) != (TOKENS, LAYERS):
             events.append(torch.cuda.Event())
             events[-1].record(stream)
             pair.source.computed(key, Computed({0: items}, tokens, (layers - pair.group, layers), after=events[-1].cuda_event))
             sent += pair.source.poll()
     end.record(stream)
-    if not pair:
-        clock.read(1)
-        end.synchronize()
-        return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz()}
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
     clock.read(1)
     while not end.query():
@@ -266,37 +264,39 @@ def slower(samples: Sequence[dict[str, float]], than: Sequence[dict[str, float]]
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--rounds", type=int, default=16)
     options.add_argument("--out", type=Path, default=RESULTS)
     args = options.parse_args()
     enable_peer(0, 1), enable_peer(1, 0)
     geometry = describe(CONFIG, (), page=PAGE, kv_dtype=DType.BF16)
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
-    pool, *sinks = (allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 0, 1))
+    pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
-    model, clock = Model(pool, items), Clock()
+    model, clock = Model(pools[0], items), Clock()
+    pairs = {way: Pair(geometry, pools, way) for way in WAYS}
     found: list[dict[str, Any]] = []
-    for way, chunk, to_gpu in RUNS:
-        pools = pool, sinks[to_gpu]
-        pair = Pair(geometry, pools, way)
-        print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
-        torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
-        torch.cuda.synchronize(to_gpu)
-        prefill(model, chunk, items, clock, pair, to), prefill(model, chunk, items, clock)
-        compare(pools, items, to)
-        handed, alone = [], []
-        for _ in range(args.rounds):
-            handed.append(prefill(model, chunk, items, clock, pair, to))
-            alone.append(prefill(model, chunk, items, clock))
-        rates = [idle_rate(model, pair, items, to) for _ in range(args.rounds)]
+    for chunk, ways in RUNS.items():
+        for way in ways:
+            print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
+            torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
+            torch.cuda.synchronize(1)
+            prefill(model, chunk, items, clock, pairs[way], to)
+            compare(pools, items, to)
+        samples: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for n in range(args.rounds):
+            print(f"\rchunks of {chunk}, round {n + 1} of {args.rounds} ...   ", end="", file=sys.stderr, flush=True)
+            for k in dice.permutation(len(ways)).tolist():
+                samples[ways[k]].append(prefill(model, chunk, items, clock, pairs[ways[k]], to))
+        for way in ways:
+            rates = [idle_rate(model, pairs[way], items, to) for _ in range(args.rounds)]
+            found.append({"way": way, "chunk": chunk, "prefills": samples[way], "rate": rates})
+            middle = {name: median(s[name] for s in samples[way]) for name in samples[way][0]}
+            allowed = middle["left"] / median(rates) + ALLOWED
+            print(f"\rchunks of {chunk:,}, {way:36} prefill {middle['compute'] * 1e3:.2f} ms at {middle['mhz']:.0f} MHz: {slower(samples[way], samples[AFTER])}; "
+                  f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:4.0f} us of {allowed * 1e6:4.0f} allowed, "
+                  f"to the sink's node {middle['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
+    for pair in pairs.values():
         pair.close()
-        found.append({"way": way, "chunk": chunk, "sink": to_gpu, "handed": handed, "alone": alone, "rate": rates})
-        middle = {name: median(s[name] for s in handed) for name in handed[0]}
-        compute, mhz = (median(s[name] for s in alone) for name in ("compute", "mhz"))
-        allowed = middle["left"] / median(rates) + ALLOWED
-        print(f"\r{way}, chunks of {chunk:,}, to GPU {to_gpu}: prefill {compute * 1e3:.2f} ms at {mhz:.0f} MHz, with hand-over {slower(handed, alone)}; "
-              f"last part {middle['left'] / 1e6:.1f} MB at {median(rates) / 1e9:.1f} GB/s; tail {middle['tail'] * 1e6:.0f} us of "
-              f"{allowed * 1e6:.0f} allowed, to the sink's node {middle['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
     if args.write:
         facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}
         args.out.write_text(json.dumps(facts | {"runs": found}, indent=1) + "\n")

@@ -100,7 +100,6 @@ class Puller:
     def _finish(self, pull: _Pull) -> bool:
         """Say Pulled of a copy that is complete, stop one that nobody wants; whether it is over."""
         assert pull.copying is not None
-        assert pull.program is not None
         if pull.error is None and self._endpoint.wanted(pull.offered):
             try:
                 done = pull.copying.done
@@ -108,7 +107,7 @@ class Puller:
                 pull.error, done = error, False
             if done:
                 # the clock after the copy: what was read beyond the lease is of no use
-                self._endpoint.read(pull.offered, pull.program.bytes, self._clock())
+                self._endpoint.read(pull.offered, pull.copying.bytes, self._clock())
             if done or pull.error is None:
                 return done
         proof = pull.copying.stop()
