@@ -200,11 +200,11 @@ class Copier:
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         tables.check(works)
-        self.follow(after)
         blocks = blocks or self.blocks
         few = tables.few(works, self._few, 4 * blocks, self._long)
         if few is not None:
             began = self._record() if self._timed else None
+            self.follow(after)
             if few.chunks:
                 self._run(few.word, "copy_few", (min(few.chunks, blocks), 1), block=self._few_place)
             return Copy(self._record(), few.bytes, began)
@@ -216,27 +216,28 @@ class Copier:
             slot = self._slot(*tables.sizes(part))
             made = tables.launch(part, slot.view, slot.image.address, slot.rows.address, self._long)
             began = began or (self._record() if self._timed else None)
-            self._launch(made, slot, self.stream if part is parts[0] else self._ahead, blocks)
+            self._launch(made, slot, after if part is parts[0] else None, blocks)
             slot.event = self._record()
             self._rooms.append(slot)
             total += made.bytes
         return Copy(slot.event, total, began)
 
-    def _launch(self, made: tables.Launch, slot: Room, first: Stream, blocks: int) -> None:
-        stream = self.stream.handle
+    def _launch(self, made: tables.Launch, slot: Room, after: Sequence[int] | None, blocks: int) -> None:
+        """Rows are expanded while producers compute (`after` their events), or else while the part before moves."""
+        stream, ahead = self.stream.handle, after is None
+        if made.classes:
+            self._expand(slot, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
+        if ahead:
+            expanded = self._ahead.record()
+            call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
+        self.follow(after or ())
         if made.long:
             sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
             lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
             code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
             call(code[:1], "copy")
-        if made.classes:
-            image = slot.image.address
-            self._expand(slot, made.size, made.n_maps, made.most_rows, first)
-            if first is not self.stream:
-                expanded = first.record()
-                call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
-            for word, offset, classes, chunks in made.classes:
-                self._run(word, "copy", (min(chunks, blocks), 1), image + offset, classes, chunks)
+        for word, offset, classes, chunks in made.classes:
+            self._run(word, "copy", (min(chunks, blocks), 1), slot.image.address + offset, classes, chunks)
 
     def room(self, image: int, rows: int) -> Room:
         """Room for an image and for rows of so many bytes."""
