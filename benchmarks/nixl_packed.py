@@ -3,7 +3,8 @@
 `python benchmarks/nixl_packed.py [--chunk MB ...] [--slots N ...]` compares sizes of slots; `measure` is what
 transfer_gpu.py calls. Two processes, a GPU each; Chunk and Credit are frames of the wire format over a Unix socket. Packed: from the upload of
 item ids to the last byte that is unpacked, host clock; tables of a request, on both sides, are made before. Ceiling: 1 GB in
-writes of 64 MB by the same agent. Every byte of the sink's pool is compared before anything is timed.
+writes of 64 MB by the same agent. Every byte of the sink's pool is compared before anything is timed, and all is warmed up
+for a second at each run length.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transfer_gpu import compare, random_bytes, shape
+from transfer_gpu import WARM_UP, compare, random_bytes, shape
 
 from kvproto.errors import KvprotoError
 from kvproto.probe import scattered
@@ -169,10 +170,12 @@ def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[in
                 source.packed(run, made)
                 source.ask("compare", run)
                 samples: dict[str, list[float]] = {PACKED: [], CALLED: [], CEILING: []}
-                for i in range(rounds + 1):  # the first one warms up
+                warm = time.monotonic() + WARM_UP
+                while len(samples[CEILING]) < rounds:
+                    begun = time.monotonic()
                     found = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
                     for name, rate in found.items():
-                        samples[name] += [rate] if i else []
+                        samples[name] += [rate] if begun > warm else []
                 told.send((run, samples))
             conn.send(None)
         told.send(None)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 LOOKS = {
     "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"), "kernel, pull": ("#0b6e4f", "-", "kvproto, pull"),
     "kernel, push": ("#41b883", "-", "kvproto, push"), "torch, float64": ("#c05621", "-", "torch: index_select, copy, index_copy"),
-    "cuMemcpyBatchAsync": ("#6b46c1", "-", "cuMemcpyBatchAsync"), "NIXL, descriptors": ("#2b6cb0", "-", "NIXL (UCX), a descriptor a run"),
+    "NIXL, packed": ("#2b6cb0", "--", "kvproto over NIXL (UCX), packed"), "cuMemcpyBatchAsync": ("#6b46c1", "-", "cuMemcpyBatchAsync"), "NIXL, descriptors": ("#2b6cb0", "-", "NIXL (UCX), a descriptor a run"),
     "Mooncake, descriptors": ("#b83280", "-", "Mooncake, a descriptor a run"),
 }  # fmt: skip
 
