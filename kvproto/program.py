@@ -76,7 +76,7 @@ class Side:
 
 
 _SMALL = 32
-"""Runs of a map up to which Python's own numbers are faster than calls of numpy: a small hand-over waits for them."""
+"""Runs of a map up to which Python's own numbers are faster than calls of numpy."""
 
 
 @attrs.frozen(eq=False)
@@ -99,7 +99,7 @@ class RowMap:
     @cached_property
     def size(self) -> int:
         """Rows in all."""
-        return sum(self.rows.tolist()) if len(self.rows) <= _SMALL else int(self.rows.sum())
+        return int(self.rows.sum()) if self.numbers is None else sum(self.numbers[4])
 
     @property
     def places(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -107,13 +107,17 @@ class RowMap:
         return self.source_item, self.source_row, self.sink_item, self.sink_row
 
     @cached_property
+    def numbers(self) -> tuple[list[int], ...] | None:
+        """Places and rows as Python's own, where there are few runs: a small hand-over waits for each call of numpy."""
+        return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
+
+    @cached_property
     def reach(self) -> tuple[int, list[int]]:
         """The lowest of all places, and the highest of each; 0 and -1 where there is none."""
         if not len(self.rows):
             return 0, [-1] * 4
-        if len(self.rows) <= _SMALL:
-            a, b, n = self.source_item.tolist(), self.source_row.tolist(), self.rows.tolist()
-            c, d = self.sink_item.tolist(), self.sink_row.tolist()
+        if self.numbers is not None:
+            a, b, c, d, n = self.numbers
             highest = [max(a), max(map(add, b, n)) - 1, max(c), max(map(add, d, n)) - 1]
             return min(min(a), min(b), min(c), min(d)), highest
         places = np.array(self.places)

@@ -83,6 +83,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
     monkeypatch.setattr("kvproto.transport.cuda.table._FIRST_RUNS", 3)
+    monkeypatch.setattr("kvproto.program._SMALL", 2)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from operator import ge
 from typing import Any, Literal
 
@@ -350,11 +350,15 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, l
             CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
-    runs = image[_FEW_RUNS_AT:FEW].view(np.uint32)
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
-            n = len(m.rows)
-            write_runs(m, runs[begins[k, i] : begins[k, i] + RUN_WORDS * n].reshape(RUN_WORDS, n))
+            place, n = _FEW_RUNS_AT + 4 * begins[k, i], len(m.rows)
+            if m.numbers is not None:
+                *places, lengths = m.numbers
+                firsts = accumulate(lengths[:-1], initial=0) if n else ()
+                struct.pack_into(f"<{RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
+            else:
+                write_runs(m, image[place : place + RUN_BYTES * n].view(np.uint32).reshape(RUN_WORDS, n))
     _HEAD.pack_into(image.data, 0, number, first)
     return Few(word or WORDS[0], first, total)
 
