@@ -17,7 +17,7 @@ from kvproto.errors import PlanError, RemoteError
 from kvproto.geometry import Group, local_row, owned_before
 from kvproto.grants import rows_of
 from kvproto.plan import Box, Route
-from kvproto.program import OP, CopyProgram, IntArray, RowMap, Side, Window
+from kvproto.program import EMPTY_MAP, OP, CopyProgram, IntArray, RowMap, Side, Window
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns
 
@@ -67,6 +67,11 @@ class Pair:
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
         self._ops = np.concatenate(tables) if tables else np.empty(0, OP)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
+
+    @property
+    def nothing(self) -> CopyProgram:
+        """The program of a request without rows."""
+        return CopyProgram((EMPTY_MAP,) * len(self._maps), self._ops, self._steps, (None,) * len(self._maps))
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
         """The program of one request; windows by group id of their own side. Raises BAD_GRANT."""

@@ -20,7 +20,7 @@ from kvproto.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
+__all__ = ["EMPTY_MAP", "OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -143,7 +143,7 @@ class RowMap:
         b = np.clip(hi - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
         kept = b > a
         if not kept.any():
-            return _EMPTY_MAP
+            return EMPTY_MAP
         begin, end = int(a[kept][0]), int(b[kept][-1])
         stop = np.cumsum(self.rows)
         start = stop - self.rows
@@ -157,7 +157,7 @@ class RowMap:
 
 
 _NONE = np.empty(0, np.int64)
-_EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @attrs.frozen
@@ -239,7 +239,7 @@ class CopyProgram:
             used = set(ops["map"].tolist())
             ends = self.state_after or (None,) * len(maps)
             maps = tuple(
-                _EMPTY_MAP
+                EMPTY_MAP
                 if i not in used or not (end is None or tokens[0] < end <= tokens[1])
                 else (m.between(lo, max(lo, hi)) if end is None else m)
                 for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
@@ -258,7 +258,7 @@ class CopyProgram:
         for i, (m, step, state) in enumerate(zip(self.maps, self.tokens_per_row, ends, strict=True)):
             late = m.whole or state is not None
             if i not in of_model or (late and end is not None):
-                m = _EMPTY_MAP
+                m = EMPTY_MAP
             elif not late and (first or end is not None):
                 m = m.between(first // step, _ALL if end is None else end // step)
             maps.append(m)

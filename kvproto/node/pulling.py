@@ -53,7 +53,7 @@ class Puller:
         if rank is None:  # it has said Goodbye meanwhile
             return
         try:
-            way = reach(event, self._movers, writes=False)
+            way = reach(event, self._movers, self._pair(rank, event), self._pool.memory, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(event.session, error)
             return
@@ -116,13 +116,14 @@ class Puller:
         return proof is not None
 
     def _lower(self, pull: _Pull, way: Way) -> CopyProgram:
-        plan, source, offer = self._endpoint.plan, self._endpoint.source, pull.offered.offer
+        return way.pair.lower(windows(pull.offered.offer.grants), pull.sinks)
+
+    def _pair(self, rank: int, event: RegisterAsked) -> Pair:
+        plan, source = self._endpoint.plan, self._endpoint.source
         assert plan is not None
         assert source is not None
-        if way.pair is None:
-            there = Side(source, offer.writer, {c.group: c for c in way.asked.register.columns})
-            way.pair = Pair(plan.between(offer.writer, self._pool.side.rank), there, self._pool.side)
-        return way.pair.lower(windows(offer.grants), pull.sinks)
+        there = Side(source, rank, {c.group: c for c in event.register.columns})
+        return Pair(plan.between(rank, self._pool.side.rank), there, self._pool.side)
 
     def close(self) -> None:
         """Stop reading, then unmap."""

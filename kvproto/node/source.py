@@ -245,21 +245,34 @@ class SourceNode:
         session = self.endpoint.sessions.get(event.session)
         if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
             return
+        try:
+            pair = self._pair(session, event)
+        except KvprotoError as error:
+            session.refuse_register(error)
+            return
         if session.pulls:
             region = self.pool.memory.region
             session.accept_register(Transport(region.handles[0].transport))
             session.expose((region,), tuple(self.pool.side.columns.values()), time.monotonic())
             # nothing is mapped here; a launch of nothing waits for the rows
             mover = next((m for m in self.movers.values() if not isinstance(m, NixlMover)), None)
-            self._ways[event.session] = Way(event, mover or mover_of(self.pool.memory))
+            self._ways[event.session] = Way(event, mover or mover_of(self.pool.memory), pair)
             return
         try:
-            way = reach(event, self.movers, writes=True, staged=Feature.STAGED in session.features)
+            staged = Feature.STAGED in session.features
+            way = reach(event, self.movers, pair, self.pool.memory, writes=True, staged=staged)
         except KvprotoError as error:
             session.refuse_register(error)
             return
         self._ways[event.session] = way
         session.accept_register(way.mover.transport, way.link)
+
+    def _pair(self, session: SourceSession, event: RegisterAsked) -> Pair:
+        assert session.plan is not None
+        assert session.sink is not None
+        assert session.peer is not None
+        sink = Side(session.sink, session.peer.rank, {c.group: c for c in event.register.columns})
+        return Pair(session.plan.between(self.pool.side.rank, session.peer.rank), self.pool.side, sink)
 
     def _wanted(self, serve: Serve) -> bool:
         return self.endpoint.active(serve) and serve.key not in self._late
@@ -458,9 +471,6 @@ class SourceNode:
                     count = max(min(window.count, tokens - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
                 sources[group.id] = Window(0, tokens, np.array(items.get(group.id, []), np.int64))
-        if attempt.way.pair is None:
-            sink = Side(session.sink, session.peer.rank, session.columns)
-            attempt.way.pair = Pair(routes, self.pool.side, sink)
         return attempt.way.pair.lower(sources, sinks)
 
     def _handoff(self, session: SourceSession, finished: Finished) -> tuple[HandOff, ...]:

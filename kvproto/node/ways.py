@@ -9,7 +9,7 @@ import attrs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.lowering import Pair
 from kvproto.session.events import RegisterAsked
-from kvproto.transport.base import Mapped, Mover
+from kvproto.transport.base import Mapped, Memory, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.staged import Link
 from kvproto.wire.enums import ErrorCode, Transport
@@ -23,11 +23,11 @@ class Way:
 
     asked: RegisterAsked
     mover: Mover
+    pair: Pair
+    """Of the plan."""
     mapped: dict[int, Mapped] = attrs.Factory(dict)
     link: Link | None = None
     """To the pages that are behind staging."""
-    pair: Pair | None = None
-    """Of the plan, once the first program asks for it."""
 
     def close(self) -> None:
         """Unmap all of it."""
@@ -35,10 +35,13 @@ class Way:
             mapping.close()
 
 
-def reach(asked: RegisterAsked, movers: Mapping[Transport, Mover], writes: bool, staged: bool = False) -> Way:
+def reach(
+    asked: RegisterAsked, movers: Mapping[Transport, Mover], pair: Pair, own: Memory, writes: bool, staged: bool = False
+) -> Way:
     """Map every region that a column names; who `writes` maps those with a handle of the transport too, for staging.
 
-    `staged`: whether staging slots may be used. Raises why the last transport did not work, or NO_TRANSPORT.
+    `own`: region 0 of this side. `staged`: whether staging slots may be used. Raises why the last transport did not
+    work, or NO_TRANSPORT.
     """
     register = asked.register
     error: KvprotoError = RemoteError(
@@ -50,13 +53,15 @@ def reach(asked: RegisterAsked, movers: Mapping[Transport, Mover], writes: bool,
         mover = next((m for t, m in movers.items() if t == handle.transport), None)
         if mover is None:
             continue
-        way = Way(asked, mover)
+        way = Way(asked, mover, pair)
         try:
             for i, region in enumerate(register.regions):
                 if region.id in named or (writes and any(h.transport == mover.transport for h in region.handles)):
                     way.mapped[region.id] = mover.connect(region, f"regions[{i}]")
             if writes and isinstance(mover, NixlMover):
                 way.link = mover.stage(way.mapped.values(), staged)
+            sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = {0: own}, way.mapped
+            mover.prepare(Move(pair.nothing, *(sides if writes else sides[::-1])))
         except KvprotoError as e:
             error = e
             way.close()

@@ -80,6 +80,9 @@ class Mover(Protocol):
     def connect(self, region: Region, path: str) -> Mapped:
         """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""
 
+    def prepare(self, move: Move) -> None:
+        """What a first hand-over of this pair would wait for otherwise; the move has no rows."""
+
     def start(self, moves: Sequence[Move]) -> Copying:
         """Start all of them at once, or none; BUSY where too many copies are under way."""
 

@@ -189,6 +189,9 @@ class NixlMover:
         behind[0].release = lambda: self._free(own)
         return link
 
+    def prepare(self, move: Move) -> None:
+        """`stage` has done that."""
+
     def start(self, moves: Sequence[Move]) -> Writing | Streaming:
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves

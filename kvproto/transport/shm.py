@@ -136,6 +136,9 @@ class HostMover:
         """As `connect`."""
         return connect(region, path)
 
+    def prepare(self, move: Move) -> None:
+        """There is nothing to prepare."""
+
     def start(self, moves: collections.abc.Sequence[Move]) -> HostCopy:
         """Run them; every byte is there on return."""
         return HostCopy(sum(execute(_program(m), _buffers(m.sources), _buffers(m.sinks)) for m in moves))

@@ -52,7 +52,7 @@ def test_random_programs(devices: tuple[int, int], parts: bool, monkeypatch: pyt
             assert copier.checksums(program, {r: m.address for r, m in source.items()}, sink=False) == checksums(
                 program, {r: memoryview(a) for r, a in here.items()}, sink=False
             )
-        copy = copier.submit(jobs, blocks=seed % 2)
+        copy = copier.submit(jobs)
         copy.wait()
         assert copy.done
         assert copy.bytes == sum(n for *_, n in checks)

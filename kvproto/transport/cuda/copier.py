@@ -136,6 +136,21 @@ class Copy:
         call(driver.cuEventSynchronize(self.event.handle), "copy")
 
 
+class _Whole:
+    """What is launched in here is launched whole, or over when an error leaves."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            for stream in self._copier.streams:
+                driver.cuStreamSynchronize(stream.handle)
+
+
 class Copier:
     """One GPU's executor; not for use by several threads at once.
 
@@ -147,11 +162,14 @@ class Copier:
     def __init__(
         self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG
     ) -> None:  # fmt: skip
+        if blocks is not None and blocks < 1:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "blocks", "1 at least", str(blocks))
         self._device = current(device)
         self.device, self._long = device, long
         self.stream: Stream = self._device.create_stream()
         self._ahead: Stream = self._device.create_stream()
         """Where rows of a part are expanded while those of the part before move."""
+        self.streams = self._ahead, self.stream
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
         self._functions: dict[tuple[int, str], object] = {}
@@ -167,7 +185,23 @@ class Copier:
         self._slots = slots
         self._rooms: list[Room] = []
         """Of launches, the latest last."""
-        self._kernels(16)
+        self._loaded: set[int] = set()
+        self._load(16)
+
+    def _load(self, word: int) -> None:
+        """Compile and load the kernels of a width: a first launch may wait for all that the GPU does."""
+        if word in self._loaded:
+            return
+        nothing = _Bytes(tables.MAP.itemsize)
+        call(driver.cuMemsetD8Async(nothing.address, 0, nothing.size, self._ahead.handle), "load")
+        self._few[:] = 0
+        ctypes.memset(self._part, 0, PART)
+        self._run(16, "expand", (1, 1), nothing.address, stream=self._ahead)
+        self._run(word, "copy", (1, 1), nothing.address, 0, 0, stream=self._ahead)
+        for name, block in (("copy_few", self._few_place), ("copy_part", self._part_place)):
+            self._run(word, name, (1, 1), block=block, stream=self._ahead)
+        call(driver.cuStreamSynchronize(self._ahead.handle), "load")
+        self._loaded.add(word)
 
     def _kernels(self, word: int) -> tuple[Kernel, ...]:
         return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
@@ -184,14 +218,18 @@ class Copier:
         made = tables.table(program, sources, sinks)
         memory = _Bytes(max(made.ops.nbytes, 1))
         if made.ops.nbytes:
-            call(driver.cuMemcpyHtoD(memory.address, made.ops.ctypes.data, made.ops.nbytes), "upload")
+            ahead = self._ahead.handle  # waits for no producer
+            call(driver.cuMemcpyHtoDAsync(memory.address, made.ops.ctypes.data, made.ops.nbytes, ahead), "upload")
+            call(driver.cuStreamSynchronize(ahead), "upload")
+        for word in {shape.word for shape in made.shapes}:
+            self._load(word)
         return Prepared(made, memory)
 
-    def submit(self, jobs: Sequence[Job], after: Sequence[int] = (), blocks: int | None = None) -> Copy:
+    def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:
         """Copy in stream order, after what is under way here and after the events `after` (handles of producers').
 
-        blocks: as of the copier, for this one alone. Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY
-        while all slots are in use.
+        Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
+        where memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
         if any(len(j.maps) != j.prepared.table.n_maps for j in jobs):
             raise LocalError(
@@ -200,33 +238,32 @@ class Copier:
         self._device.set_current()
         works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
         tables.check(works)
-        blocks = blocks or self.blocks
-        few = tables.few(works, self._few, 4 * blocks, self._long)
+        few = tables.few(works, self._few, 4 * self.blocks, self._long)
         if few is not None:
-            began = self._record() if self._timed else None
-            self.follow(after)
-            if few.chunks:
-                self._run(few.word, "copy_few", (min(few.chunks, blocks), 1), block=self._few_place)
-            return Copy(self._record(), few.bytes, began)
+            with _Whole(self):
+                began = self._record() if self._timed else None
+                self.follow(after)
+                if few.chunks:
+                    self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
+                return Copy(self._record(), few.bytes, began)
         parts = tables.parts(works, max(self._slots // 2, 1))
-        self._spare(len(parts))
-        began = None
-        total = 0
-        for part in parts:
-            slot = self._slot(*tables.sizes(part))
-            made = tables.launch(part, slot.view, slot.image.address, slot.rows.address, self._long)
-            began = began or (self._record() if self._timed else None)
-            self._launch(made, slot, after if part is parts[0] else None, blocks)
-            slot.event = self._record()
-            self._rooms.append(slot)
-            total += made.bytes
-        return Copy(slot.event, total, began)
+        rooms = self._take([tables.sizes(part) for part in parts])
+        began, total = None, 0
+        with _Whole(self):
+            for i, (part, room) in enumerate(zip(parts, rooms, strict=True)):
+                made = tables.launch(part, room.view, room.image.address, room.rows.address, self._long)
+                began = began or (self._record() if self._timed else None)
+                self._launch(made, room, None if i else after)
+                room.event = self._record()
+                self._rooms.append(room)
+                total += made.bytes
+        return Copy(rooms[-1].event, total, began)
 
-    def _launch(self, made: tables.Launch, slot: Room, after: Sequence[int] | None, blocks: int) -> None:
+    def _launch(self, made: tables.Launch, room: Room, after: Sequence[int] | None) -> None:
         """Rows are expanded while producers compute (`after` their events), or else while the part before moves."""
         stream, ahead = self.stream.handle, after is None
         if made.classes:
-            self._expand(slot, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
+            self._expand(room, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
         if ahead:
             expanded = self._ahead.record()
             call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
@@ -237,7 +274,7 @@ class Copier:
             code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
             call(code[:1], "copy")
         for word, offset, classes, chunks in made.classes:
-            self._run(word, "copy", (min(chunks, blocks), 1), slot.image.address + offset, classes, chunks)
+            self._run(word, "copy", (min(chunks, self.blocks), 1), room.image.address + offset, classes, chunks)
 
     def room(self, image: int, rows: int) -> Room:
         """Room for an image and for rows of so many bytes."""
@@ -271,12 +308,13 @@ class Copier:
         """Copy a chunk of the stream whose maps and operations are in a room."""
         self._device.set_current()
         stream = self.stream.handle
-        for source, sink, length in chunk.pieces:
-            call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
-        for part in chunk.parts:
-            ctypes.memmove(self._part, part.parameters, PART)
-            self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
-        room.event = self._end(room)
+        with _Whole(self):
+            for source, sink, length in chunk.pieces:
+                call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
+            for part in chunk.parts:
+                ctypes.memmove(self._part, part.parameters, PART)
+                self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
+            room.event = self._end(room)
         return Copy(room.event, bytes_)
 
     def _end(self, room: Room) -> Event:
@@ -313,27 +351,34 @@ class Copier:
             return {}
         memory = _Bytes(image.size)
         tables.rebase(image, operations, memory.address)
-        call(driver.cuMemcpyHtoD(memory.address, image.ctypes.data, image.size), "upload")
+        stream, totals = self.stream.handle, np.empty(len(groups), np.uint64)
+        call(driver.cuMemcpyHtoDAsync(memory.address, image.ctypes.data, image.size, stream), "upload")
         self._run(16, "checksum", (self.blocks, operations), memory.address)
-        call(driver.cuStreamSynchronize(self.stream.handle), "checksum")
-        totals = np.empty(len(groups), np.uint64)
         last = memory.address + image.size - totals.nbytes
-        call(driver.cuMemcpyDtoH(totals.ctypes.data, last, totals.nbytes), "download")
+        call(driver.cuMemcpyDtoHAsync(totals.ctypes.data, last, totals.nbytes, stream), "download")
+        call(driver.cuStreamSynchronize(stream), "checksum")
         return dict(zip(groups, totals.tolist(), strict=True))
 
-    def _spare(self, number: int) -> None:
-        """Raise BUSY where fewer launches than these may begin: they end in their order."""
-        taken = len(self._rooms) + number - self._slots
+    def _take(self, sizes: Sequence[tuple[int, int]]) -> list[Room]:
+        """Rooms for launches of these sizes of image and rows, all of them before the first launch.
+
+        Raises BUSY where fewer launches than these may begin: they end in their order.
+        """
+        taken = len(self._rooms) + len(sizes) - self._slots
         if taken > 0 and not is_done(self._rooms[taken - 1].event.handle):
             raise LocalError(ErrorCode.BUSY, "", f"{self._slots} launches at once", "one more", "wait for one")
+        found: list[Room] = []
+        for image, rows in sizes:
+            found.append(self._room(image, rows, len(found)))
+        return found
 
-    def _slot(self, image: int, rows: int) -> Room:
-        """A room that no launch uses: one that is as large, or one more, or one in place of the oldest."""
+    def _room(self, image: int, rows: int, beside: int) -> Room:
+        """One that no launch uses: one that is as large, or one more, or one in place of the oldest."""
         for i, room in enumerate(self._rooms):
             if not is_done(room.event.handle):
                 break
             if room.holds(image, rows):
                 return self._rooms.pop(i)
-        if len(self._rooms) == self._slots:
+        if len(self._rooms) + beside == self._slots:
             self._rooms.pop(0)
         return self.room(image, rows)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
@@ -13,7 +14,7 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
 from kvproto.transport.cuda.table import LONG
-from kvproto.wire.enums import Transport
+from kvproto.wire.enums import ErrorCode, Transport
 from kvproto.wire.messages import Region
 
 __all__ = ["DeviceMover"]
@@ -35,21 +36,28 @@ class DeviceMover:
     in_parts = True
 
     def __init__(self, device: int = 0, blocks: int | None = None, long: int = LONG, beside: int = 16) -> None:
-        """As of `Copier`; beside: thread blocks of a launch while what comes after it is being computed."""
+        """As of `Copier`; beside: thread blocks of launches while what comes after them is being computed."""
+        if beside < 1:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "beside", "1 at least", str(beside))
         self.copier = Copier(device, blocks, _LAUNCHES, long=long)
-        self._beside = min(beside, self.copier.blocks)
+        self._beside = Copier(device, min(beside, self.copier.blocks), _LAUNCHES, long=long)
+        """Of its own, so that what somebody waits for is not behind what waits for layers to be computed."""
         self._known: dict[int, _Known] = {}
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
         """As `kvproto.transport.cuda.memory.connect`."""
         return connect_device(region, path, self.copier.device)
 
+    def prepare(self, move: Move) -> None:
+        """Upload the table of operations, load the kernels that it asks for."""
+        self._prepared(move)
+
     def start(self, moves: Sequence[Move]) -> Copy:
         """One launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before any byte moves, or DeviceFault."""
         self.copier.check()
         jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
-        blocks = self._beside if all(m.beside for m in moves) else None
-        return self.copier.submit(jobs, sorted({event for m in moves for event in m.after}), blocks)
+        copier = self._beside if all(m.beside for m in moves) else self.copier
+        return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
         """As `kvproto.execute.checksums`, on the GPU."""
