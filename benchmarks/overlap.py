@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
+from facts import facts
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto.describe import describe
@@ -298,8 +297,7 @@ def main() -> int:
     for pair in pairs.values():
         pair.close()
     if args.write:
-        facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}
-        args.out.write_text(json.dumps(facts | {"runs": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps(facts() | {"runs": found}, indent=1) + "\n")
     return 0
 
 

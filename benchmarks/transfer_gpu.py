@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +22,7 @@ import peers
 import torch
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions
+from facts import facts
 
 from kvproto.probe import scattered
 from kvproto.program import CopyProgram
@@ -127,6 +125,9 @@ class Bench:
 
         def run() -> float:
             hold(copier.device, int(copier.stream.handle))
+            held = copier.stream.record()
+            for stream in copier.streams:  # what is expanded ahead is of the copy, too
+                stream.wait(held)
             copy = copier.submit([Job(prepared, program.maps)])
             copy.wait()
             return copy.bytes / copy.seconds / 1e9
@@ -192,12 +193,12 @@ def measure(contenders: dict[str, Timed], rounds: int) -> dict[str, list[float]]
     return samples
 
 
-def nixl_at_its_best(table: dict[int, dict[str, list[float]]]) -> float | None:
-    """GB/s of NIXL with descriptors of 64 MB, by its own agent or by ours, whichever is faster."""
-    found = [median(samples["NIXL, writes of 64 MB"]) for samples in table.values() if "NIXL, writes of 64 MB" in samples]
-    by_its_own = table.get(1 << 26, {}).get("NIXL, descriptors")
-    some = [*([median(found)] if found else []), *([median(by_its_own)] if by_its_own else [])]
-    return max(some, default=None)
+def of_nixl(samples: dict[str, list[float]], longest: dict[str, list[float]]) -> float | None:
+    """What is packed as a share of NIXL with descriptors of 64 MB: by our agent in the same rounds, or by its own, whichever is faster."""
+    if "NIXL, packed" not in samples:
+        return None
+    by_its_own = longest.get("NIXL, descriptors", [0.0])
+    return median(samples["NIXL, packed"]) / max(median(samples["NIXL, writes of 64 MB"]), median(by_its_own))
 
 
 def main() -> int:
@@ -248,19 +249,16 @@ def main() -> int:
     print(file=sys.stderr)
     names = list(dict.fromkeys(n for samples in table.values() for n in samples))
     print(f"{'run, bytes':>12}" + "".join(f"{n:>23}" for n in names) + "   pull / ceiling   push / ceiling   packed / NIXL 64 MB")
-    long = nixl_at_its_best(table)
     for run, samples in table.items():
         middle = {n: median(samples[n]) for n in names if n in samples}
         ratios = [middle[n] / middle["peer copy"] for n in bench.copiers]
-        print(f"{run:12,}" + "".join(f"{middle[n]:23.1f}" if n in middle else f"{'':23}" for n in names) + "".join(f"{r:17.3f}" for r in ratios) + (f"{middle['NIXL, packed'] / long:22.3f}" if long and "NIXL, packed" in middle else ""))
+        print(f"{run:12,}" + "".join(f"{middle[n]:23.1f}" if n in middle else f"{'':23}" for n in names) + "".join(f"{r:17.3f}" for r in ratios) + (f"{share:22.3f}" if (share := of_nixl(samples, table.get(1 << 26, {}))) else ""))
     for library, why in left_out.items():
         print(f"{library}: left out: {why}")
     if args.write:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"), "unit": "GB/s", "machine": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
-            "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.split("\n")[0],
-            "python": platform.python_version(), "torch": torch.__version__, "pool_bytes": bench.pool, "rounds": args.rounds,
+            **facts(), "unit": "GB/s", "pool_bytes": bench.pool, "rounds": args.rounds,
             "samples": {str(run): {n: [round(x, 2) for x in s] for n, s in samples.items()} for run, samples in table.items()},
         }, indent=1) + "\n")  # fmt: skip
     return 0

@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 from cuda.core import Device
+from facts import facts
 from transfer_shapes import half
 
 from kvproto.describe import PRESETS, Parallel, describe
@@ -107,8 +107,7 @@ def main() -> int:
             for *_, memory in side.values():
                 memory.close()
     if args.write:
-        facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "torch": torch.__version__}
-        args.out.write_text(json.dumps(facts | {"shapes": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps(facts() | {"shapes": found}, indent=1) + "\n")
     return 0
 
 

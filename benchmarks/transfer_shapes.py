@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions
+from facts import facts
 
 from kvproto.describe import PRESETS, Parallel, describe
 from kvproto.geometry import Geometry
@@ -40,7 +39,7 @@ from kvproto.transport.cuda.memory import DeviceMemory
 
 RESULTS = Path(__file__).parent / "results/transfer_shapes.json"
 TOKENS = (1024, 8192, 32768, 131072)
-ROUNDS = 21
+ROUNDS, WARM_UP = 21, 1.0
 GB = 1 << 30
 
 
@@ -108,6 +107,9 @@ def shapes(ceiling: Ceiling, rounds: int) -> list[dict[str, Any]]:
             copier.submit([Job(prepared, program.maps)]).wait()
             if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(program, {0: mine.address}, sink=False):
                 raise SystemExit(f"{name}: checksums differ")
+            until = time.perf_counter() + WARM_UP
+            while time.perf_counter() < until:
+                copier.submit([Job(prepared, program.maps)]).wait()
             samples, walls, ceilings = [], [], []
             for _ in range(rounds):
                 ceilings.append(ceiling.rate())
@@ -310,8 +312,7 @@ def main() -> int:
     print("share of the ceiling at 2 KB runs, pull, by multiprocessors: " + "  ".join(f"{b}: {median(s):.3f}" for b, s in made["share_by_multiprocessors"].items()))
     print("bf16 product of 8,192 x 8,192: " + "  ".join(f"{n}: {median(s) * 1e3:.3f} ms" for n, s in made["product_seconds"].items()))
     if args.write:
-        facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": torch.cuda.get_device_name(0), "python": platform.python_version(), "torch": torch.__version__}
-        args.out.write_text(json.dumps(facts | made, indent=1) + "\n")
+        args.out.write_text(json.dumps(facts() | made, indent=1) + "\n")
     return 0
 
 

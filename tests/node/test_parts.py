@@ -75,14 +75,23 @@ def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | N
 
 
 class Counting(HostMover):
-    """Tells what each launch wrote."""
+    """Tells what each launch wrote, and whether more was being computed."""
 
     def __init__(self) -> None:
+        self.prepared: set[int] = set()
         self.launches: list[int] = []
+        self.beside: list[list[bool]] = []
+
+    def prepare(self, move: Move) -> None:
+        assert move.program.bytes == 0
+        assert super().start([move]).bytes == 0
+        self.prepared.add(id(move.program.ops))
 
     def start(self, moves: Sequence[Move]) -> HostCopy:
+        assert {id(m.program.ops) for m in moves} <= self.prepared
         copy = super().start(moves)
         self.launches.append(copy.bytes)
+        self.beside.append([m.beside for m in moves])
         return copy
 
 
@@ -217,6 +226,22 @@ def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp
         check(made, [items[sink] for sink in range(len(made.sinks))])
         total = sum(sum(e.bytes.values()) for e in made.told if isinstance(e, Received))
         assert sum(sum(mover.launches) for mover in movers) == total
+
+
+def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> None:
+    mover = Counting()
+    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
+        prefill = Prefill(made, np.random.default_rng(4))
+        items = prefill.asked(0)
+        for layer in range(LAYERS[0]):
+            prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+            made.until(lambda: len(mover.launches) > layer)  # noqa: B023
+        assert mover.beside == [[True]] * LAYERS[0]
+        prefill.compute(1, (0, 1), 0, TOKENS)
+        prefill.finish()
+        made.until(lambda: made.count(Received) == 1)
+        assert not any(mover.beside[-1])
+        check(made, [items])
 
 
 @pytest.mark.parametrize("seed", small_worlds(12))
