@@ -78,6 +78,18 @@ class Side:
 _SMALL = 32
 """Runs of a map up to which Python's own numbers are faster than calls of numpy."""
 
+Reach = tuple[int, int, int]
+"""The lowest number of all items and rows, the highest item, the highest row; 0, -1 and -1 where there is none."""
+
+
+def _reach(item: IntArray, row: IntArray, rows: IntArray, few: tuple[list[int], ...] | None) -> Reach:
+    if not len(rows):
+        return 0, -1, -1
+    if few is None:
+        return int(min(item.min(), row.min())), int(item.max()), int((row + rows).max()) - 1
+    items, firsts, lengths = few
+    return min(min(items), min(firsts)), max(items), max(map(add, firsts, lengths)) - 1
+
 
 @attrs.frozen(eq=False)
 class RowMap:
@@ -112,18 +124,21 @@ class RowMap:
         return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
 
     @cached_property
-    def reach(self) -> tuple[int, list[int]]:
-        """The lowest of all places, and the highest of each; 0 and -1 where there is none."""
-        if not len(self.rows):
-            return 0, [-1] * 4
-        if self.numbers is not None:
-            a, b, c, d, n = self.numbers
-            highest = [max(a), max(map(add, b, n)) - 1, max(c), max(map(add, d, n)) - 1]
-            return min(min(a), min(b), min(c), min(d)), highest
-        places = np.array(self.places)
-        low = int(places.min())
-        places[1::2] += self.rows - 1
-        return low, places.max(axis=1).tolist()
+    def ends(self) -> IntArray:
+        """Rows up to the end of each run."""
+        return np.cumsum(self.rows)
+
+    @cached_property
+    def source_reach(self) -> Reach:
+        """Of the source's places."""
+        few = None if self.numbers is None else (self.numbers[0], self.numbers[1], self.numbers[4])
+        return _reach(self.source_item, self.source_row, self.rows, few)
+
+    @cached_property
+    def sink_reach(self) -> Reach:
+        """Of the sink's places."""
+        few = None if self.numbers is None else self.numbers[2:]
+        return _reach(self.sink_item, self.sink_row, self.rows, few)
 
     @cached_property
     def global_rows(self) -> IntArray:

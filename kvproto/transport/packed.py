@@ -81,8 +81,6 @@ class Order:
     def __init__(self, program: CopyProgram, side: Literal["source", "sink"], lengths: Mapping[int, int]) -> None:
         ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
         self.side, self.maps = side, program.maps
-        self.rows_end = [np.cumsum(m.rows) for m in program.maps]
-        """Of each map: rows up to the end of each run."""
         sizes = np.array([m.size for m in program.maps], np.int64)
         ops = ops[sizes[ops["map"]] > 0] if len(ops) else ops
         self.most = 0
@@ -113,9 +111,8 @@ class Order:
         for stride, extent in (("item_stride", at["items"]), ("row_stride", at["rows"]), ("lane_stride", ops["lanes"])):
             reach = reach + np.maximum(extent - 1, 0) * ops[f"{self.side}_{stride}"]
         lengths = np.array([regions.get(i, -1) for i in at["region"].tolist()])
-        first = 0 if self.side == "source" else 2
-        highs = [(m.reach[0], *m.reach[1][first : first + 2]) for m in self.maps]
-        least, item, row = np.array(highs, np.int64)[ops["map"]].T
+        reaches = [m.source_reach if self.side == "source" else m.sink_reach for m in self.maps]
+        least, item, row = np.array(reaches, np.int64)[ops["map"]].T
         self.most = int(max(item.max(), row.max() + 1))
         bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row >= at["rows"]))
         if bad.size:
@@ -208,7 +205,8 @@ class PackedStream:
         order = self._order
         ops = order.ops[order.first[c] : order.first[c + 1]]
         which = int(ops[0]["map"])
-        ends, rows = order.rows_end[which], order.maps[which]
+        rows = order.maps[which]
+        ends = rows.ends
         lo = int(np.searchsorted(ends, first, "right"))
         hi = int(np.searchsorted(ends, first + number, "left")) + 1
         item, row = (a[lo:hi] for a in order.runs(which)[:2])

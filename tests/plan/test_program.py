@@ -573,4 +573,7 @@ def test_the_reach_of_few_runs_and_of_many_is_that_of_their_rows(runs: list[tupl
     m = RowMap(*columns, piece_first=columns[4], piece_rows=columns[4])
     rows = [(a, b + i, c, d + i) for a, b, c, d, n in runs for i in range(n)]
     assert m.size == len(rows) * times
-    assert m.reach == (min(map(min, rows)), list(map(max, zip(*rows, strict=True))))
+    assert m.ends.tolist() == [sum(columns[4][: i + 1]) for i in range(len(columns[4]))]
+    for reach, at in ((m.source_reach, 0), (m.sink_reach, 2)):
+        items, numbers = zip(*(row[at : at + 2] for row in rows), strict=True)
+        assert reach == (min(*items, *numbers), max(items), max(numbers)), at

@@ -12,14 +12,14 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram, RowMap
+from kvproto.program import CopyProgram
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.packed import Order
 from kvproto.wire.enums import ErrorCode
@@ -86,7 +86,7 @@ class StreamTable:
         }  # fmt: skip
         for name, value in flat.items():
             ops[f"{self._stream}_{name}"] = value
-        self._maps = tuple(_flat(m, self._stream) for m in program.maps)
+        self._maps = program.maps
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
         self._table = tables.table(CopyProgram(self._maps, ops, ()), sources, sinks, free=self._stream)
         self._ops_at, self._rows_at = 0, [0] * len(self._maps)
@@ -134,7 +134,7 @@ class StreamTable:
             n = len(m.rows)
             tables.MAP_FIELDS.pack_into(image.data, i * tables.MAP.itemsize, image_at + at, row, n, m.size)
             runs = image[at : at + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n)
-            tables.write_runs(m, runs)  # the order has checked them
+            tables.write_runs(m, runs, self._stream)  # the order has checked them
             self._rows_at[i] = row
             at, row = at + tables.RUN_BYTES * n, row + 16 * m.size
         return at
@@ -222,8 +222,9 @@ class StreamTable:
         begin, end = int(order.first[c]), int(order.first[c + 1])
         which = int(order.ops[begin]["map"])
         item, row, rows = order.runs(which)
-        run = int(np.searchsorted(order.rows_end[which], record, "right"))
-        row_ = int(row[run]) + record - (int(order.rows_end[which][run]) - int(rows[run]))
+        ends = order.maps[which].ends
+        run = int(np.searchsorted(ends, record, "right"))
+        row_ = int(row[run]) + record - (int(ends[run]) - int(rows[run]))
         there = shift + int(order.start[c]) + record * int(order.width[c])
         for k in range(begin, end):
             op, place = order.ops[k], int(self._place[k])
@@ -246,9 +247,3 @@ _FIELDS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
 
 def _up(n: int) -> int:
     return -(-n // 256) * 256
-
-
-def _flat(m: RowMap, stream: Literal["source", "sink"]) -> RowMap:
-    """The same rows on one side, those of the stream on the other."""
-    made: dict[str, Any] = {f"{stream}_item": np.zeros_like(m.rows), f"{stream}_row": np.cumsum(m.rows) - m.rows}
-    return attrs.evolve(m, **made)

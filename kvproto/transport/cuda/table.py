@@ -228,8 +228,9 @@ def check(works: Sequence[Work]) -> None:
     """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
     for work in works:
         for m, extents in zip(work.maps, work.table.bounds, strict=True):
-            low, high = m.reach
-            if low < 0 or any(map(ge, high, extents)):
+            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+            high = here + there
+            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
                 for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
                     least = int(place.min())
                     if least < 0 or most >= extent:
@@ -363,14 +364,15 @@ def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, l
     return Few(word or WORDS[0], first, total)
 
 
-def write_runs(m: RowMap, runs: npt.NDArray[np.uint32]) -> None:
-    """Runs as the device reads them."""
+def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Literal["source", "sink"] | None = None) -> None:
+    """Runs as the device reads them; on the side that is a stream, if any, rows lie one after the other in one item."""
     if len(m.rows):
         runs[0, 0] = 0
         if len(m.rows) > 1:
             np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
-        for row, place in enumerate(m.places, start=1):
-            runs[row] = place
+        item, row = {None: (0, 0), "source": (1, 2), "sink": (3, 4)}[stream]
+        for i, place in enumerate(m.places, start=1):
+            runs[i] = 0 if i == item else runs[0] if i == row else place
 
 
 def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
