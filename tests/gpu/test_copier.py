@@ -1,10 +1,12 @@
 """The copy kernel on GPUs: random programs over random layouts, byte for byte, and what it refuses."""
 
 import random
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
 from kvproto.errors import LocalError
 from kvproto.execute import checksums, execute
@@ -12,6 +14,7 @@ from kvproto.probe import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.mover import DeviceMover
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.memory import get, put
 from tests.plan.programs import random_pairs
@@ -102,3 +105,41 @@ def test_more_launches_than_slots_are_busy_not_lost() -> None:
         copy.wait()
     assert refused
     copier.submit([Job(prepared, program.maps)]).wait()
+
+
+@pytest.mark.parametrize("what", ["room", "_launch"])
+def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of four parts gets no memory, or cannot be launched."""
+    for name in ("FEW_RUNS", "_FIRST_RUNS"):
+        monkeypatch.setattr(f"kvproto.transport.cuda.table.{name}", 2)
+    copier, size = Copier(0), 1 << 25
+    source, sink = DeviceMemory(size), DeviceMemory(size)
+    data, want = np.random.default_rng(1).integers(0, 256, size, np.uint8), np.full(size, 0xEE, np.uint8)
+    put(source, data)
+    put(sink, want)
+    program = scattered(1024, size // (8 * 1024), run=8)
+    prepared = copier.prepare(program, {0: source.address}, {0: sink.address})
+    real, calls = getattr(Copier, what), []
+
+    def second(self: Copier, *given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", "memory", "none is left")
+        return real(self, *given)
+
+    monkeypatch.setattr(Copier, what, second)
+    with pytest.raises(LocalError):
+        copier.submit([Job(prepared, program.maps)])
+    assert all(driver.cuStreamQuery(s.handle)[0] == driver.CUresult.CUDA_SUCCESS for s in copier.streams)
+    if what == "room":
+        assert np.array_equal(get(sink), want)
+    copier.submit([Job(prepared, program.maps)]).wait()
+    execute(program, {0: memoryview(data)}, {0: memoryview(want)})
+    assert np.array_equal(get(sink), want)
+
+
+@pytest.mark.parametrize("numbers", [{"blocks": 0}, {"beside": 0}])
+def test_no_multiprocessor_is_refused(numbers: dict[str, int]) -> None:
+    with pytest.raises(LocalError) as caught:
+        DeviceMover(0, **numbers)
+    assert caught.value.code == ErrorCode.OUT_OF_RANGE

@@ -185,6 +185,8 @@ class Copier:
         self._slots = slots
         self._rooms: list[Room] = []
         """Of launches, the latest last."""
+        self._nothing = _Bytes(tables.MAP.itemsize)
+        """A map without rows."""
         self._loaded: set[int] = set()
         self._load(16)
 
@@ -192,7 +194,7 @@ class Copier:
         """Compile and load the kernels of a width: a first launch may wait for all that the GPU does."""
         if word in self._loaded:
             return
-        nothing = _Bytes(tables.MAP.itemsize)
+        nothing = self._nothing
         call(driver.cuMemsetD8Async(nothing.address, 0, nothing.size, self._ahead.handle), "load")
         self._few[:] = 0
         ctypes.memset(self._part, 0, PART)
