@@ -6,16 +6,15 @@ number of tokens each. A part is what lies between the two, for layers next to e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 
 from kvproto.program import CopyProgram
+from kvproto.transport.base import Layer
 
 __all__ = ["Handed", "Layer", "Part", "There"]
 
-Layer = tuple[int, int]
-"""Model, and layer of it."""
 _NONE = -1
 """No model."""
 
@@ -38,6 +37,8 @@ class Part:
     """Those that are meant: [lo, hi)."""
     after: tuple[int, ...]
     bytes: int
+    there: Collection[Layer] | None = None
+    """Of a stream that begins before all rows are there: layers whose rows are."""
 
 
 class Handed:

@@ -103,6 +103,10 @@ class _Attempt:
     way: Way
     program: CopyProgram | None = None
     handed: Handed | None = None
+    stream: Streaming | None = None
+    """That has begun before all rows were there."""
+    allowed: set[Layer] = attrs.Factory(set)
+    """Layers that it was told of."""
     seen: tuple[int, dict[int, int]] = (0, {})
     """The news, and the tokens of each model in the program."""
     under_way: int = 0
@@ -173,8 +177,10 @@ class SourceNode:
         self.endpoint.expect(ticket, content, time.monotonic())
 
     def computed(self, key: bytes, computed: Computed) -> None:
-        """Some rows are there: `poll` copies them to whoever asks, in parts, each once; over NIXL all go at the end.
+        """Some rows are there: `poll` copies them to whoever asks, in parts, each once.
 
+        Through staging slots layers go in their order, once all tokens that a sink asked for are there and all items
+        are named: behind the last chunk of a prompt. Direct writes over NIXL go at the end.
         Items stay as they are until Released or Expired, or after `refuse` until nothing `reads` them.
         """
         request = self._requests.setdefault(key, _Request())
@@ -312,32 +318,41 @@ class SourceNode:
             attempt.error = _GONE
             return []
         finished, pulls = request.finished, self.endpoint.sessions[attempt.serve.session].pulls
-        if finished is None and (attempt.seen[0] == request.news or pulls or not attempt.way.mover.in_parts):
+        staged = attempt.way.link is not None
+        early = attempt.way.mover.in_parts or staged
+        if finished is None and (attempt.seen[0] == request.news or pulls or not early):
+            return []
+        if attempt.stream is not None:
+            self._grow(attempt.stream, attempt, request)
             return []
         try:
             if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
-                attempt.program = self._program(attempt, request)
+                attempt.program = self._program(attempt, request, whole=finished is not None or staged)
         except KvprotoError as error:
-            # before the end, an error may be that of an item which is not there yet
+            # before the end, an error may be that of an item or token which is not there yet
             attempt.error = error if finished is not None else None
+            attempt.seen = request.news, {}
             return []
         program = attempt.program
+        after: tuple[int, ...]
         if finished is not None:
             after = () if finished.after is None else (finished.after,)
             whole = [Part(NOTHING, None, after, 0) if pulls else Part(program, None, after, program.bytes)]
             return attempt.handed.last(program, after) if attempt.handed is not None else whole
-        attempt.handed = attempt.handed or Handed(program)
         attempt.seen = request.news, dict(request.tokens)
+        if staged:
+            there, after = self._there(attempt, request)
+            return [Part(program, None, after, program.bytes, there)]
+        attempt.handed = attempt.handed or Handed(program)
         parts = attempt.handed.next(program, request.there)
         return parts if sum(p.bytes for p in parts) >= self._part else []
 
     def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
         here = {0: self.pool.memory}
-        moves = [
-            Move(p.program, here, a.way.mapped, p.after, p.layers, self._requests[a.serve.key].finished is None)
-            for a, parts in batch
-            for p in parts
-        ]
+        moves = []
+        for a, parts in batch:
+            beside = self._requests[a.serve.key].finished is None
+            moves += [Move(p.program, here, a.way.mapped, p.after, p.layers, p.there, beside) for p in parts]
         try:
             copying = batch[0][0].way.mover.start(moves)
         except KvprotoError as error:
@@ -353,9 +368,44 @@ class SourceNode:
             if request.finished is not None:
                 attempt.last, attempt.began, attempt.left = True, now, sum(p.bytes for p in parts)
                 self._prepare(attempt, request.finished)
+            elif isinstance(copying, Streaming):
+                attempt.stream = copying
             elif attempt.handed is not None:
                 attempt.handed.advance(request.there)
         self._running.append(_Running([attempt for attempt, _ in batch], copying))
+
+    def _grow(self, stream: Streaming, attempt: _Attempt, request: _Request) -> None:
+        """More layers of a stream that has begun are there, or all of it."""
+        finished = request.finished
+        if finished is None:
+            attempt.seen = request.news, attempt.seen[1]
+            stream.allow(*self._there(attempt, request))
+            return
+        attempt.last, attempt.began, attempt.left = True, time.monotonic(), stream.left
+        try:
+            for grant in attempt.serve.transfer.grants:
+                _check(grant, finished.tokens)
+        except KvprotoError as error:
+            attempt.error = error
+            for running in self._running:
+                if attempt in running.served:
+                    running.error = error
+            return
+        stream.allow(None, () if finished.after is None else (finished.after,))
+        self._prepare(attempt, finished)
+
+    def _there(self, attempt: _Attempt, request: _Request) -> tuple[set[Layer], tuple[int, ...]]:
+        """Layers all of whose rows for this sink are there, and the events that those wait for which are new."""
+        session = self.endpoint.sessions[attempt.serve.session]
+        assert session.sink is not None
+        wanted: dict[int, int] = {}
+        models = {g.id: g.model for g in session.sink.groups}
+        for grant in attempt.serve.transfer.grants:
+            wanted[models[grant.group]] = max(wanted.get(models[grant.group], 0), grant.valid)
+        found = {layer: t.after for layer, t in request.there.items() if t.tokens >= wanted.get(layer[0], 0)}
+        new = found.keys() - attempt.allowed
+        attempt.allowed |= new
+        return set(found), tuple(sorted({event for layer in new for event in found[layer]}))
 
     def _prepare(self, attempt: _Attempt, finished: Finished) -> None:
         """What will be said once the bytes are there, while they are on their way."""
@@ -445,8 +495,8 @@ class SourceNode:
                     found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds, program.bytes))
         return found
 
-    def _program(self, attempt: _Attempt, request: _Request) -> CopyProgram:
-        """All rows that go to this sink; before prefill is over, those that any layer has."""
+    def _program(self, attempt: _Attempt, request: _Request, whole: bool) -> CopyProgram:
+        """All rows that go to this sink; or before prefill is over, those that any layer has."""
         session, finished = self.endpoint.sessions[attempt.serve.session], request.finished
         assert session.plan is not None
         assert session.sink is not None
@@ -461,11 +511,11 @@ class SourceNode:
                 group = self.pool.side.group(box.source_group)
                 if group.kind == ItemKind.HANDOFF:
                     continue
-                if finished is not None:
-                    _check(grant, finished.tokens)
                 items, tokens = request.items, request.tokens.get(group.model, 0)
                 if finished is not None:
                     items, tokens = finished.items, finished.tokens
+                if whole:
+                    _check(grant, tokens)
                 elif group.kind != ItemKind.SLOT:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -11,7 +11,10 @@ from kvproto.program import CopyProgram
 from kvproto.wire.enums import Proof, Transport
 from kvproto.wire.messages import Region
 
-__all__ = ["Copying", "Mapped", "Memory", "Move", "Mover"]
+__all__ = ["Copying", "Layer", "Mapped", "Memory", "Move", "Mover"]
+
+Layer = tuple[int, int]
+"""Model, and layer of it."""
 
 
 class Memory(Protocol):
@@ -64,6 +67,8 @@ class Move:
     """Handles of the device events after which the source's rows are there."""
     layers: tuple[int, int] | None = None
     """Only layers [lo, hi), where given; apart from the program, so that its table of operations stays known."""
+    there: Collection[Layer] | None = None
+    """Layers whose rows are there, where others are not: only for a program that goes through staging slots."""
     beside: bool = False
     """Whether what comes after it is being computed: nobody waits for it, and it should take little from that."""
 

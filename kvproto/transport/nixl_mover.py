@@ -10,13 +10,13 @@ pages are written directly registers some for that alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.program import CopyProgram, Runs
-from kvproto.transport.base import Mapped, Memory, Move
+from kvproto.transport.base import Layer, Mapped, Memory, Move
 from kvproto.transport.nixl import Agent, Peer, Registered, Write
 from kvproto.transport.nixl_direct import DEVICE_FLOOR, Costs, Direct, Way, choose, probe, require_fast
 from kvproto.transport.nixl_place import place_of
@@ -89,6 +89,15 @@ class Streaming:
             self._pieces += found
             if not found and self._sender.under_way == before:
                 return self._sender.done
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not begun."""
+        return self._sender.left
+
+    def allow(self, there: Collection[Layer] | None, after: Sequence[int]) -> None:
+        """Rows of these layers are there after these device events, or of all layers."""
+        self._sender.allow(there, after)
 
     def take(self) -> list[Piece]:
         """What has arrived since the last call."""
@@ -199,7 +208,7 @@ class NixlMover:
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
             packer = self.place.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
-            return Streaming(StagedSender(link, packer), move.program.bytes)
+            return Streaming(StagedSender(link, packer, move.there), move.program.bytes)
         registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.place.happened(move.after))

@@ -17,7 +17,7 @@ came, and writing it back: nothing else may write those bytes meanwhile, and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram, IntArray, RowMap
+from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Order", "PackedStream", "Packer", "Ready", "pack", "unpack"]
@@ -56,6 +57,12 @@ class Packer(Protocol):
 
     def cut(self, offset: int, most: int) -> int:
         """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is better."""
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """Bytes of the stream before the first that is of another layer than these."""
+
+    def follow(self, after: Sequence[int]) -> None:
+        """What is packed from now on is read after these device events."""
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
@@ -102,6 +109,12 @@ class Order:
         """In the stream, of each column."""
         self.start = self.end - bytes_
         self.length = int(bytes_.sum())
+        self._layers = list(zip(ops["model"][heads].tolist(), ops["layer"][heads].tolist(), strict=True))
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """Bytes of the stream before the first that is of another layer than these."""
+        other = next((c for c, layer in enumerate(self._layers) if layer not in layers), None)
+        return self.length if other is None else int(self.start[other])
 
     def _check(self, ops: npt.NDArray[np.void], regions: Mapping[int, int]) -> None:
         if not len(ops):
@@ -154,6 +167,13 @@ class PackedStream:
     def cut(self, offset: int, most: int) -> int:
         """A record that is cut costs nothing here."""
         return most
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """As of the order."""
+        return self._order.until(layers)
+
+    def follow(self, after: Sequence[int]) -> None:
+        """Rows of the host are there when someone says so."""
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""

@@ -16,12 +16,14 @@ slot that was never returned is not granted again: only the end of the session's
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.base import Layer
 from kvproto.transport.packed import Packer, Ready
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
@@ -142,9 +144,10 @@ class _Part:
 class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
-    def __init__(self, link: Link, packer: Packer) -> None:
+    def __init__(self, link: Link, packer: Packer, there: Collection[Layer] | None = None) -> None:
+        """`there`: layers whose rows are there, where others are not; `allow` tells of those."""
         self._link, self._packer = link, packer
-        self._at = 0
+        self._at, self._allowed = 0, packer.length if there is None else packer.until(there)
         self._parts: deque[_Part] = deque()
         self._writing = 0
         """So many of them, from the first on, are written."""
@@ -155,6 +158,16 @@ class StagedSender:
     def done(self) -> bool:
         """Whether every byte is at the sink and its Chunk was returned by `step`."""
         return not self._stopped and self._at == self._packer.length and not self._parts
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not begun."""
+        return self._packer.length - self._at
+
+    def allow(self, there: Collection[Layer] | None, after: Sequence[int]) -> None:
+        """Rows of these layers are there after these device events, or of all layers."""
+        self._packer.follow(after)
+        self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.until(there))
 
     @property
     def under_way(self) -> int:
@@ -177,7 +190,9 @@ class StagedSender:
         link, packer = self._link, self._packer
         self._post()
         found = self._take()
-        if not self._stopped and (left := packer.length - self._at) and link.free and link.granted:
+        left, allowed = packer.length - self._at, self._allowed - self._at
+        # a slot that is not full waits for more, but for the last
+        if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
             size = packer.cut(self._at, min(link.slot_bytes, left))
             own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, size == left)

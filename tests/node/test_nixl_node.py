@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import random
 import secrets
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -13,6 +14,7 @@ import pytest
 
 import kvproto.node.sink
 import kvproto.node.source
+from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
@@ -28,6 +30,7 @@ from kvproto.wire.messages import Chunk, Ticket
 from tests.node.any_two import AnyTwo, small_worlds
 from tests.node.nodes import Nodes, begin, later
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over
+from tests.node.test_parts import LAYERS, Prefill, compute_some, hand_over_at_random
 from tests.session.driver import geometry, ticket
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -95,6 +98,85 @@ def test_all_slots_are_in_flight_at_once_and_each_is_used_again(pair: Callable[.
     (received,) = made.ends(Received, 1)
     check(made, sink_items)
     assert len(chunks.slots[1]) == -(-received.bytes[0] // SLOT) > 3 * SLOTS
+
+
+def test_a_stream_goes_on_behind_the_last_chunk_of_a_prompt(pair: Callable[..., Pair]) -> None:
+    made = pair(1, 1)
+    prefill = Prefill(made, np.random.default_rng())
+    chunks = Chunks(made.sources[0])
+    items = prefill.asked(0)
+    for model, layers, end in ((1, (0, 1), 5), (0, (0, LAYERS[0]), 5), (1, (0, 1), TOKENS)):
+        prefill.compute(model, layers, 0, end)
+        for _ in range(3):
+            made.until(lambda: True)
+        assert not chunks.slots
+    for layer in range(LAYERS[0] - 1):
+        prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+        there = (layer + 1) * TOKENS * 40 // SLOT
+        made.until(lambda: len(chunks.slots.get(1, ())) == there)  # noqa: B023
+    prefill.compute(0, (LAYERS[0] - 1, LAYERS[0]), 0, TOKENS)
+    prefill.finish()
+    (received,) = made.ends(Received, 1)
+    check(made, [items])
+    assert len(chunks.slots[1]) == -(-sum(received.bytes.values()) // SLOT)
+
+
+def begun(made: Pair) -> Prefill:
+    """A stream that waits for its second layer."""
+    prefill, chunks = Prefill(made, np.random.default_rng()), Chunks(made.sources[0])
+    prefill.asked(0)
+    prefill.compute(1, (0, 1), 0, TOKENS)
+    prefill.compute(0, (0, 1), 0, TOKENS)
+    made.until(lambda: chunks.slots)
+    assert made.sources[0].reads(prefill.key)
+    return prefill
+
+
+def refuse(made: Pair, prefill: Prefill) -> ErrorCode:
+    made.sources[0].refuse(prefill.key, RemoteError(ErrorCode.INTERNAL, "", "out of pages", ""))
+    return ErrorCode.INTERNAL
+
+
+def abort(made: Pair, prefill: Prefill) -> ErrorCode:
+    made.sinks[0].abort(1, "changed our mind")
+    return ErrorCode.ABORTED
+
+
+def finish_short(made: Pair, prefill: Prefill) -> ErrorCode:
+    """The engine says that it has fewer tokens than it had computed."""
+    short = Finished(prefill.items, TOKENS - 1, Outcome.CONTINUE, FIRST)
+    made.sources[0].finish(prefill.key, short)
+    return ErrorCode.BAD_GRANT
+
+
+@pytest.mark.parametrize("end", [refuse, abort, finish_short])
+def test_a_stream_that_waits_for_layers_ends_and_the_next_has_all_slots(
+    pair: Callable[..., Pair], end: Callable[[Pair, Prefill], ErrorCode]
+) -> None:
+    made = pair(1, 1)
+    prefill = begun(made)
+    code = end(made, prefill)
+    (lost,) = made.ends(Lost, 1)
+    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    made.until(lambda: not made.sources[0].reads(prefill.key))
+    made.told = [e for e in made.told if isinstance(e, Ready)]
+    np.frombuffer(made.sinks[0].pool.memory.buffer, np.uint8)[:] = 0  # type: ignore[attr-defined]
+    chunks = Chunks(made.sources[0])
+    check(made, hand_over(made, np.random.default_rng()))
+    assert {slot for slots in chunks.slots.values() for slot in slots} == set(range(SLOTS))
+
+
+def test_a_stream_that_waits_for_layers_holds_up_nobody(pair: Callable[..., Pair]) -> None:
+    made = pair(1, 1)
+    begun(made)
+    hand_over(made, np.random.default_rng())
+    assert made.count(Received) == 1
+
+
+@pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("take", [staged, direct])
+def test_random_chunks_and_layers(pair: Callable[..., Pair], source_tp: int, sink_tp: int, take: Any) -> None:
+    hand_over_at_random(pair(source_tp, sink_tp, take=take), random.Random())
 
 
 @pytest.mark.parametrize(("descriptor", "through"), [(1.0, [0]), (1e-15, [])])
@@ -217,7 +299,8 @@ def test_pages_after_a_source_was_killed(
 @pytest.mark.parametrize("seed", small_worlds(5))
 def test_any_two_engines(tmp_path: Path, seed: int, take: Any) -> None:
     with contextlib.closing(AnyTwo(tmp_path, seed, lambda: {"movers": staged()}, movers=take())) as made:
-        made.finish()
         made.ask()
+        compute_some(made, random.Random())
+        made.finish()
         assert isinstance(made.ends(Received | Lost, 1)[0], Received)
         made.check()

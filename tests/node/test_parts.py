@@ -195,6 +195,28 @@ def pairs(
         made.close()
 
 
+def hand_over_at_random(made: Pair, rng: random.Random) -> None:
+    """Chunks and layers of any number, sinks that ask at any time."""
+    prefill = Prefill(made, np.random.default_rng())
+    ends = [0, *sorted(rng.sample(range(1, TOKENS), rng.randint(0, 3))), TOKENS]
+    steps = []
+    for first, end in zip(ends, ends[1:], strict=False):
+        for model, number in LAYERS.items():
+            cuts = [0, *sorted(rng.sample(range(1, number), rng.randint(0, number - 1))), number]
+            steps += [(model, layers, first, end) for layers in zip(cuts, cuts[1:], strict=False)]
+    comes = [rng.randint(0, len(steps)) for _ in made.sinks]
+    items: dict[int, dict[int, list[int]]] = {}
+    for at, step in enumerate([*steps, None]):
+        items |= {sink: prefill.ask(sink) for sink, when in enumerate(comes) if when == at}
+        if step is not None:
+            prefill.compute(*step)
+        for _ in range(rng.randint(0, 3)):
+            made.until(lambda: True)
+    prefill.finish()
+    made.until(lambda: made.count(Received) == len(made.sinks) and made.count(Released) == len(made.sources))
+    check(made, [items[sink] for sink in range(len(made.sinks))])
+
+
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 @pytest.mark.parametrize("part", [1, 700, 1 << 20])
 def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp: int, sink_tp: int, part: int) -> None:
@@ -206,24 +228,7 @@ def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp
         return [movers[-1]]
 
     with pairs(tmp_path, source_tp, sink_tp, give, part) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        ends = [0, *sorted(rng.sample(range(1, TOKENS), rng.randint(0, 3))), TOKENS]
-        steps = []
-        for first, end in zip(ends, ends[1:], strict=False):
-            for model, number in LAYERS.items():
-                cuts = [0, *sorted(rng.sample(range(1, number), rng.randint(0, number - 1))), number]
-                steps += [(model, layers, first, end) for layers in zip(cuts, cuts[1:], strict=False)]
-        comes = [rng.randint(0, len(steps)) for _ in made.sinks]
-        items: dict[int, dict[int, list[int]]] = {}
-        for at, step in enumerate([*steps, None]):
-            items |= {sink: prefill.ask(sink) for sink, when in enumerate(comes) if when == at}
-            if step is not None:
-                prefill.compute(*step)
-            for _ in range(rng.randint(0, 3)):
-                made.until(lambda: True)
-        prefill.finish()
-        made.until(lambda: made.count(Received) == len(made.sinks) and made.count(Released) == len(made.sources))
-        check(made, [items[sink] for sink in range(len(made.sinks))])
+        hand_over_at_random(made, rng)
         total = sum(sum(e.bytes.values()) for e in made.told if isinstance(e, Received))
         assert sum(sum(mover.launches) for mover in movers) == total
 
@@ -244,6 +249,16 @@ def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> N
         check(made, [items])
 
 
+def compute_some(made: AnyTwo, dice: random.Random) -> None:
+    """Some layers of some tokens, when all sources are asked."""
+    made.until(lambda: all(node.endpoint.asking(made.key) for node in made.required))
+    for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
+        for model in {g.model for g in made.from_.groups}:
+            for items, node in zip(made.held.values(), made.sources, strict=True):
+                node.computed(made.key, Computed(items, tokens, (0, dice.randint(1, 6)), model))
+            made.until(lambda: True)
+
+
 @pytest.mark.parametrize("seed", small_worlds(12))
 def test_any_two_engines(tmp_path: Path, seed: int) -> None:
     """Rings, state, deals and rows of several tokens: as if all were copied at the end."""
@@ -256,12 +271,7 @@ def test_any_two_engines(tmp_path: Path, seed: int) -> None:
 
     with contextlib.closing(AnyTwo(tmp_path, seed, give)) as made:
         made.ask()
-        made.until(lambda: all(node.endpoint.asking(made.key) for node in made.required))
-        for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
-            for model in {g.model for g in made.from_.groups}:
-                for items, node in zip(made.held.values(), made.sources, strict=True):
-                    node.computed(made.key, Computed(items, tokens, (0, dice.randint(1, 6)), model))
-                made.until(lambda: True)
+        compute_some(made, dice)
         early = sum(sum(mover.launches) for mover in movers)
         made.finish()
         (received,) = made.ends(Received, 1)

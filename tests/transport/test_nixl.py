@@ -159,7 +159,7 @@ def test_a_killed_peer_ends_its_writes_and_no_others(monkeypatch: pytest.MonkeyP
         assert write.proof is None
         first.kill()
         with pytest.raises(KvprotoError) as caught:
-            write.wait(LONG)
+            raise AssertionError(f"{write.wait(LONG)} after {LONG} s or less")
         assert caught.value.code == ErrorCode.PEER_LOST
         assert write.proof == Proof.UNPROVABLE
         with pytest.raises(KvprotoError) as caught:

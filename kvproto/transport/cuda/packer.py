@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from kvproto.program import CopyProgram
+from kvproto.transport.base import Layer
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
@@ -67,6 +68,14 @@ class DeviceStream:
     def cut(self, offset: int, most: int) -> int:
         """To the end of a record, so that the kernel alone copies."""
         return self._table.cut(offset, most)
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """As of the order."""
+        return self._table.order.until(layers)
+
+    def follow(self, after: Sequence[int]) -> None:
+        """By the copier's stream, from the next chunk on."""
+        self._after += tuple(after)
 
     def pack(self, offset: int, out: Any) -> Copy:
         """Begin to write stream bytes [offset, offset + out.length) to `out`; raises OUT_OF_RANGE beyond the end."""
