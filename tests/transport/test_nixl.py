@@ -42,7 +42,7 @@ from tests.plan.test_program import hold
 from tests.transport.test_packed import two_engines
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-LONG = 20.0
+LONG = 60.0
 """Seconds that nothing here takes, however slow the machine: a wait that ends by it fails the test."""
 PAGES, LAYERS, SLOT = 24, 3, 100_000
 
