@@ -10,6 +10,7 @@ pages are written directly registers some for that alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
@@ -76,13 +77,17 @@ class Writing:
 class Streaming:
     """A packed stream that is under way; send what `take` returns, in order."""
 
-    def __init__(self, sender: StagedSender, bytes_: int) -> None:
-        self._sender, self.bytes = sender, bytes_
+    def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
+        self._sender, self.bytes, self._happened = sender, bytes_, happened
         self._pieces: list[Piece] = []
+        self._coming: deque[tuple[Collection[Layer] | None, Sequence[int]]] = deque()
+        """Layers, and the device events after which they are there."""
 
     @property
     def done(self) -> bool:
         """Go on with it: whether every byte is in a slot of the sink; raises PEER_LOST, TRANSPORT_FAILED."""
+        while self._coming and self._happened(self._coming[0][1]):  # here: others' chunks would wait behind it there
+            self._sender.allow(self._coming.popleft()[0])
         while True:
             before = self._sender.under_way
             found = self._sender.step()
@@ -97,7 +102,7 @@ class Streaming:
 
     def allow(self, there: Collection[Layer] | None, after: Sequence[int]) -> None:
         """Rows of these layers are there after these device events, or of all layers."""
-        self._sender.allow(there, after)
+        self._coming.append((there, after))
 
     def take(self) -> list[Piece]:
         """What has arrived since the last call."""
@@ -207,8 +212,14 @@ class NixlMover:
         sources = {i: m for i, m in move.sources.items() if not isinstance(m, Peer | Behind)}
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
-            packer = self.place.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
-            return Streaming(StagedSender(link, packer, move.there), move.program.bytes)
+            whole = move.there is None
+            after = move.after if whole else ()
+            packer = self.place.packer(move.program, "source", sources, after)  # type: ignore[arg-type]
+            sender = StagedSender(link, packer, None if whole else ())
+            stream = Streaming(sender, move.program.bytes, self.place.happened)
+            if not whole:
+                stream.allow(move.there, move.after)
+            return stream
         registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.place.happened(move.after))

@@ -17,7 +17,7 @@ came, and writing it back: nothing else may write those bytes meanwhile, and no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -60,9 +60,6 @@ class Packer(Protocol):
 
     def until(self, layers: Collection[Layer]) -> int:
         """Bytes of the stream before the first that is of another layer than these."""
-
-    def follow(self, after: Sequence[int]) -> None:
-        """What is packed from now on is read after these device events."""
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
@@ -171,9 +168,6 @@ class PackedStream:
     def until(self, layers: Collection[Layer]) -> int:
         """As of the order."""
         return self._order.until(layers)
-
-    def follow(self, after: Sequence[int]) -> None:
-        """Rows of the host are there when someone says so."""
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""

@@ -16,7 +16,7 @@ slot that was never returned is not granted again: only the end of the session's
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import attrs
@@ -164,9 +164,8 @@ class StagedSender:
         """Bytes that were not begun."""
         return self._packer.length - self._at
 
-    def allow(self, there: Collection[Layer] | None, after: Sequence[int]) -> None:
-        """Rows of these layers are there after these device events, or of all layers."""
-        self._packer.follow(after)
+    def allow(self, there: Collection[Layer] | None) -> None:
+        """Rows of these layers are there, or of all."""
         self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.until(there))
 
     @property

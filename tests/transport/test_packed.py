@@ -22,7 +22,7 @@ from kvproto.transport.packed import PackedStream, pack, unpack
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 from tests.plan import oracle
-from tests.plan.programs import Held, Spans, hold, spans
+from tests.plan.programs import Held, Spans, hold, random_pairs, spans
 from tests.plan.worlds import caches, side
 
 
@@ -235,3 +235,21 @@ def test_an_item_beyond_the_pool() -> None:
     with pytest.raises(KvprotoError) as caught:
         PackedStream(CopyProgram((far,), program.ops, program.tokens_per_row), "sink", {0: memoryview(memory)})
     assert caught.value.code == ErrorCode.OUT_OF_REGION
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_stream_is_there_as_far_as_its_layers_are(seed: int) -> None:
+    rng = random.Random(seed)
+    for program, lengths, _ in random_pairs(rng):
+        layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
+        there = set(rng.sample(layers, rng.randint(0, len(layers))))
+        before = 0
+        for layer in layers:
+            some = [op for op in program.ops if (op["model"], op["layer"]) == layer]
+            size = sum(int(op["lanes"] * op["lane_bytes"]) * program.maps[op["map"]].size for op in some)
+            if size and layer not in there:
+                break
+            before += size
+        stream = PackedStream(program, "source", {i: memoryview(bytearray(n)) for i, n in lengths.items()})
+        assert stream.until(there) == before

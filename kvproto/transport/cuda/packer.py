@@ -73,10 +73,6 @@ class DeviceStream:
         """As of the order."""
         return self._table.order.until(layers)
 
-    def follow(self, after: Sequence[int]) -> None:
-        """By the copier's stream, from the next chunk on."""
-        self._after += tuple(after)
-
     def pack(self, offset: int, out: Any) -> Copy:
         """Begin to write stream bytes [offset, offset + out.length) to `out`; raises OUT_OF_RANGE beyond the end."""
         return self._run(offset, out)
