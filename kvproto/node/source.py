@@ -179,8 +179,8 @@ class SourceNode:
     def computed(self, key: bytes, computed: Computed) -> None:
         """Some rows are there: `poll` copies them to whoever asks, in parts, each once.
 
-        Through staging slots layers go in their order, once all tokens that a sink asked for are there and all items
-        are named: behind the last chunk of a prompt. Direct writes over NIXL go at the end.
+        Through staging slots layers go in their order, each once all tokens that a sink asked for are there, and
+        none before all items are named: behind the last chunk of a prompt. Direct writes over NIXL go at the end.
         Items stay as they are until Released or Expired, or after `refuse` until nothing `reads` them.
         """
         request = self._requests.setdefault(key, _Request())
@@ -396,16 +396,21 @@ class SourceNode:
 
     def _there(self, attempt: _Attempt, request: _Request) -> tuple[set[Layer], tuple[int, ...]]:
         """Layers all of whose rows for this sink are there, and the events that those wait for which are new."""
-        session = self.endpoint.sessions[attempt.serve.session]
-        assert session.sink is not None
-        wanted: dict[int, int] = {}
-        models = {g.id: g.model for g in session.sink.groups}
-        for grant in attempt.serve.transfer.grants:
-            wanted[models[grant.group]] = max(wanted.get(models[grant.group], 0), grant.valid)
-        found = {layer: t.after for layer, t in request.there.items() if t.tokens >= wanted.get(layer[0], 0)}
+        asked = self._asked(attempt)
+        found = {layer: t.after for layer, t in request.there.items() if t.tokens >= asked.get(layer[0], 0)}
         new = found.keys() - attempt.allowed
         attempt.allowed |= new
         return set(found), tuple(sorted({event for layer in new for event in found[layer]}))
+
+    def _asked(self, attempt: _Attempt) -> dict[int, int]:
+        """Tokens that the sink asked for, by model."""
+        sink = self.endpoint.sessions[attempt.serve.session].sink
+        assert sink is not None
+        found: dict[int, int] = {}
+        for grant in attempt.serve.transfer.grants:
+            model = next(g.model for g in sink.groups if g.id == grant.group)
+            found[model] = max(found.get(model, 0), grant.valid)
+        return found
 
     def _prepare(self, attempt: _Attempt, finished: Finished) -> None:
         """What will be said once the bytes are there, while they are on their way."""
@@ -496,7 +501,7 @@ class SourceNode:
         return found
 
     def _program(self, attempt: _Attempt, request: _Request, whole: bool) -> CopyProgram:
-        """All rows that go to this sink; or before prefill is over, those that any layer has."""
+        """All rows that go to this sink; before prefill is over those that any layer has, or the `whole` to come."""
         session, finished = self.endpoint.sessions[attempt.serve.session], request.finished
         assert session.plan is not None
         assert session.sink is not None
@@ -513,9 +518,10 @@ class SourceNode:
                     continue
                 items, tokens = request.items, request.tokens.get(group.model, 0)
                 if finished is not None:
+                    _check(grant, finished.tokens)
                     items, tokens = finished.items, finished.tokens
-                if whole:
-                    _check(grant, tokens)
+                elif whole:
+                    tokens = self._asked(attempt)[group.model]
                 elif group.kind != ItemKind.SLOT:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)

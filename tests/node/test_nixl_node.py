@@ -105,16 +105,16 @@ def test_a_stream_goes_on_behind_the_last_chunk_of_a_prompt(pair: Callable[..., 
     prefill = Prefill(made, np.random.default_rng())
     chunks = Chunks(made.sources[0])
     items = prefill.asked(0)
-    for model, layers, end in ((1, (0, 1), 5), (0, (0, LAYERS[0]), 5), (1, (0, 1), TOKENS)):
-        prefill.compute(model, layers, 0, end)
+    for model in (1, 0):
+        prefill.compute(model, (0, LAYERS[model]), 0, 5)
         for _ in range(3):
             made.until(lambda: True)
         assert not chunks.slots
-    for layer in range(LAYERS[0] - 1):
-        prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+    for layer in range(LAYERS[0]):
+        prefill.compute(0, (layer, layer + 1), 5, TOKENS)
         there = (layer + 1) * TOKENS * 40 // SLOT
         made.until(lambda: len(chunks.slots.get(1, ())) == there)  # noqa: B023
-    prefill.compute(0, (LAYERS[0] - 1, LAYERS[0]), 0, TOKENS)
+    prefill.compute(1, (0, 1), 5, TOKENS)
     prefill.finish()
     (received,) = made.ends(Received, 1)
     check(made, [items])
