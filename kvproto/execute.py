@@ -71,7 +71,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
 def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tuple[npt.NDArray[np.uint64], Bytes]]:
     """Global rows and bytes of the runs of each length."""
     item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
-    start = np.cumsum(rows.rows) - rows.rows
+    start = rows.ends - rows.rows
     for length, runs in _by_length(rows):
         index = rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
         yield index, _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]

@@ -44,9 +44,10 @@ class _Map:
 
 
 class Pair:
-    """The routes of one rank pair over its two layouts; hand-off groups are left out."""
+    """The routes of one rank pair over its two layouts; programs leave hand-off groups out."""
 
     def __init__(self, routes: tuple[Route, ...], source: Side, sink: Side) -> None:
+        self.routes, self.source, self.sink = routes, source, sink
         self._maps: list[_Map] = []
         keys: dict[tuple[int, int, int, int], int] = {}
         tables = []

@@ -160,7 +160,7 @@ class RowMap:
         if not kept.any():
             return EMPTY_MAP
         begin, end = int(a[kept][0]), int(b[kept][-1])
-        stop = np.cumsum(self.rows)
+        stop = self.ends
         start = stop - self.rows
         some = slice(int(np.searchsorted(stop, begin, "right")), int(np.searchsorted(start, end, "left")))
         skip = np.maximum(begin - start[some], 0)

@@ -6,14 +6,14 @@ number of tokens each. A part is what lies between the two, for layers next to e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import attrs
 
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Layer
 
-__all__ = ["Handed", "Layer", "Part", "There"]
+__all__ = ["Handed", "Part", "There"]
 
 _NONE = -1
 """No model."""
@@ -37,8 +37,8 @@ class Part:
     """Those that are meant: [lo, hi)."""
     after: tuple[int, ...]
     bytes: int
-    there: Collection[Layer] | None = None
-    """Of a stream that begins before all rows are there: layers whose rows are."""
+    grows: bool = False
+    """As of `Move`."""
 
 
 class Handed:

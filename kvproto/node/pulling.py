@@ -81,7 +81,7 @@ class Puller:
             return True
         try:
             pull.way = self._ways[offered.offer.writer]
-            pull.program = pull.program or self._lower(pull, pull.way)
+            pull.program = pull.program or pull.way.pair.lower(windows(offered.offer.grants), pull.sinks)
         except KvprotoError as error:
             self._endpoint.unread(offered, error, now)
             return True
@@ -114,9 +114,6 @@ class Puller:
         if proof is not None:
             self._endpoint.unread(pull.offered, pull.error, self._clock(), proof)
         return proof is not None
-
-    def _lower(self, pull: _Pull, way: Way) -> CopyProgram:
-        return way.pair.lower(windows(pull.offered.offer.grants), pull.sinks)
 
     def _pair(self, rank: int, event: RegisterAsked) -> Pair:
         plan, source = self._endpoint.plan, self._endpoint.source

@@ -4,68 +4,37 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
-import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
 from kvproto.node.offering import LEASE, NOTHING, offered
-from kvproto.node.parts import Handed, Layer, Part, There
+from kvproto.node.parts import Handed, Part
 from kvproto.node.pool import Pool
+from kvproto.node.request import Computed, Finished, Request, check
 from kvproto.node.ways import Way, reach
-from kvproto.program import CopyProgram, Side, Window, windows
+from kvproto.program import CopyProgram, Side
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
-from kvproto.transport.base import Copying, Move, Mover
+from kvproto.transport.base import Copying, Layer, Move, Mover
 from kvproto.transport.nixl_mover import NixlMover, Streaming
 from kvproto.transport.process import this_process
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
-from kvproto.wire.messages import Checksum, Grants, HandOff, Ticket
+from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
+from kvproto.wire.messages import Checksum, HandOff, Ticket
 
-__all__ = ["PART", "Computed", "Finished", "Sent", "SourceNode"]
+__all__ = ["PART", "Sent", "SourceNode"]
 
 PART = 16 << 20
 """Bytes from which on a part of a request is worth a launch of its own."""
 _GONE = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
-
-
-@attrs.frozen
-class Finished:
-    """A request whose prefill is over."""
-
-    items: Mapping[int, list[int]]
-    """Item ids by this side's group id, from the one that holds token 0."""
-    tokens: int
-    """Positions [0, tokens) hold real rows."""
-    outcome: Outcome
-    handoff: Mapping[tuple[int, str], bytes]
-    """Bytes of each hand-off part, by group id and part name."""
-    after: int | None = None
-    """Handle of the device event that the rows wait for; None: they are there."""
-
-
-@attrs.frozen
-class Computed:
-    """Rows that are there while others of the request still compute."""
-
-    items: Mapping[int, list[int]]
-    """Item ids by this side's group id, from the one that holds token 0; those of the rows that are there suffice."""
-    tokens: int
-    """Positions [0, tokens) hold real rows ..."""
-    layers: tuple[int, int]
-    """... in layers [lo, hi) ..."""
-    model: int = 0
-    """... of this model."""
-    after: int | None = None
-    """Handle of the device event that these rows wait for; None: they are there."""
 
 
 @attrs.frozen
@@ -80,19 +49,6 @@ class Sent:
     """Of what was left when prefill was over."""
     left: int
     """Bytes of that."""
-
-
-@attrs.define(eq=False)
-class _Request:
-    """How far a request is."""
-
-    items: Mapping[int, list[int]] = attrs.Factory(dict)
-    there: dict[Layer, There] = attrs.Factory(dict)
-    tokens: dict[int, int] = attrs.Factory(dict)
-    """By model: the most of any layer."""
-    finished: Finished | None = None
-    news: int = 0
-    """Rises with every Computed."""
 
 
 @attrs.define(eq=False)
@@ -166,7 +122,7 @@ class SourceNode:
         self._part = part
         self._late: dict[bytes, Expired | Released] = {}
         """Over while a copy still reads their items."""
-        self._requests: dict[bytes, _Request] = {}
+        self._requests: dict[bytes, Request] = {}
         self._attempts: dict[tuple[int, int, int], _Attempt] = {}
         """By session, sequence and attempt."""
         self._running: list[_Running] = []
@@ -183,17 +139,11 @@ class SourceNode:
         none before all items are named: behind the last chunk of a prompt. Direct writes over NIXL go at the end.
         Items stay as they are until Released or Expired, or after `refuse` until nothing `reads` them.
         """
-        request = self._requests.setdefault(key, _Request())
-        request.items = computed.items
-        request.news += 1
-        request.tokens[computed.model] = max(request.tokens.get(computed.model, 0), computed.tokens)
-        there = There(computed.tokens, () if computed.after is None else (computed.after,))
-        for layer in range(*computed.layers):
-            request.there[computed.model, layer] = there
+        self._requests.setdefault(key, Request()).add(computed)
 
     def finish(self, key: bytes, finished: Finished) -> None:
         """Serve whoever asks for this request; its items stay as they are until Released or Expired."""
-        self._requests.setdefault(key, _Request()).finished = finished
+        self._requests.setdefault(key, Request()).finished = finished
         self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
@@ -327,22 +277,20 @@ class SourceNode:
             return []
         try:
             if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
-                attempt.program = self._program(attempt, request, whole=finished is not None or staged)
+                attempt.program = request.program(attempt.way.pair, attempt.serve.transfer.grants, whole=staged)
         except KvprotoError as error:
             # before the end, an error may be that of an item or token which is not there yet
             attempt.error = error if finished is not None else None
             attempt.seen = request.news, {}
             return []
         program = attempt.program
-        after: tuple[int, ...]
         if finished is not None:
-            after = () if finished.after is None else (finished.after,)
+            after = finished.events
             whole = [Part(NOTHING, None, after, 0) if pulls else Part(program, None, after, program.bytes)]
             return attempt.handed.last(program, after) if attempt.handed is not None else whole
         attempt.seen = request.news, dict(request.tokens)
         if staged:
-            there, after = self._there(attempt, request)
-            return [Part(program, None, after, program.bytes, there)]
+            return [Part(program, None, (), program.bytes, grows=True)]
         attempt.handed = attempt.handed or Handed(program)
         parts = attempt.handed.next(program, request.there)
         return parts if sum(p.bytes for p in parts) >= self._part else []
@@ -352,7 +300,7 @@ class SourceNode:
         moves = []
         for a, parts in batch:
             beside = self._requests[a.serve.key].finished is None
-            moves += [Move(p.program, here, a.way.mapped, p.after, p.layers, p.there, beside) for p in parts]
+            moves += [Move(p.program, here, a.way.mapped, p.after, p.layers, p.grows, beside) for p in parts]
         try:
             copying = batch[0][0].way.mover.start(moves)
         except KvprotoError as error:
@@ -370,53 +318,39 @@ class SourceNode:
                 self._prepare(attempt, request.finished)
             elif isinstance(copying, Streaming):
                 attempt.stream = copying
+                self._grow(copying, attempt, request)
             elif attempt.handed is not None:
                 attempt.handed.advance(request.there)
         self._running.append(_Running([attempt for attempt, _ in batch], copying))
 
-    def _grow(self, stream: Streaming, attempt: _Attempt, request: _Request) -> None:
+    def _grow(self, stream: Streaming, attempt: _Attempt, request: Request) -> None:
         """More layers of a stream that has begun are there, or all of it."""
         finished = request.finished
         if finished is None:
             attempt.seen = request.news, attempt.seen[1]
-            stream.allow(*self._there(attempt, request))
+            complete = request.complete(attempt.way.pair, attempt.serve.transfer.grants)
+            new = complete.keys() - attempt.allowed
+            attempt.allowed |= new
+            stream.allow(attempt.allowed.copy(), sorted({event for layer in new for event in complete[layer]}))
             return
         attempt.last, attempt.began, attempt.left = True, time.monotonic(), stream.left
         try:
             for grant in attempt.serve.transfer.grants:
-                _check(grant, finished.tokens)
+                check(grant, finished.tokens)
         except KvprotoError as error:
             attempt.error = error
             for running in self._running:
                 if attempt in running.served:
                     running.error = error
             return
-        stream.allow(None, () if finished.after is None else (finished.after,))
+        stream.allow(None, finished.events)
         self._prepare(attempt, finished)
-
-    def _there(self, attempt: _Attempt, request: _Request) -> tuple[set[Layer], tuple[int, ...]]:
-        """Layers all of whose rows for this sink are there, and the events that those wait for which are new."""
-        asked = self._asked(attempt)
-        found = {layer: t.after for layer, t in request.there.items() if t.tokens >= asked.get(layer[0], 0)}
-        new = found.keys() - attempt.allowed
-        attempt.allowed |= new
-        return set(found), tuple(sorted({event for layer in new for event in found[layer]}))
-
-    def _asked(self, attempt: _Attempt) -> dict[int, int]:
-        """Tokens that the sink asked for, by model."""
-        sink = self.endpoint.sessions[attempt.serve.session].sink
-        assert sink is not None
-        found: dict[int, int] = {}
-        for grant in attempt.serve.transfer.grants:
-            model = next(g.model for g in sink.groups if g.id == grant.group)
-            found[model] = max(found.get(model, 0), grant.valid)
-        return found
 
     def _prepare(self, attempt: _Attempt, finished: Finished) -> None:
         """What will be said once the bytes are there, while they are on their way."""
         if attempt.program is not None:
             attempt.bytes = attempt.program.bytes_by_group()
-            attempt.handoff = self._handoff(self.endpoint.sessions[attempt.serve.session], finished)
+            attempt.handoff = finished.handoffs(attempt.way.pair)
 
     def _complete(self) -> list[Event | Sent]:
         """Answer transfers whose bytes are at their destination; stop what nobody wants."""
@@ -500,48 +434,6 @@ class SourceNode:
                     found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds, program.bytes))
         return found
 
-    def _program(self, attempt: _Attempt, request: _Request, whole: bool) -> CopyProgram:
-        """All rows that go to this sink; before prefill is over those that any layer has, or the `whole` to come."""
-        session, finished = self.endpoint.sessions[attempt.serve.session], request.finished
-        assert session.plan is not None
-        assert session.sink is not None
-        assert session.peer is not None
-        routes = session.plan.between(self.pool.side.rank, session.peer.rank)
-        grants = {g.group: g for g in attempt.serve.transfer.grants}
-        sinks = windows(attempt.serve.transfer.grants)
-        sources = {}
-        for route in routes:
-            grant = grants[route.group]
-            for box in route.boxes:
-                group = self.pool.side.group(box.source_group)
-                if group.kind == ItemKind.HANDOFF:
-                    continue
-                items, tokens = request.items, request.tokens.get(group.model, 0)
-                if finished is not None:
-                    _check(grant, finished.tokens)
-                    items, tokens = finished.items, finished.tokens
-                elif whole:
-                    tokens = self._asked(attempt)[group.model]
-                elif group.kind != ItemKind.SLOT:
-                    window = sinks[route.group]
-                    count = max(min(window.count, tokens - window.first), 0)
-                    sinks[route.group] = attrs.evolve(window, count=count)
-                sources[group.id] = Window(0, tokens, np.array(items.get(group.id, []), np.int64))
-        return attempt.way.pair.lower(sources, sinks)
-
-    def _handoff(self, session: SourceSession, finished: Finished) -> tuple[HandOff, ...]:
-        assert session.plan is not None
-        assert session.sink is not None
-        assert session.peer is not None
-        found = []
-        for route in session.plan.between(self.pool.side.rank, session.peer.rank):
-            group = next(g for g in session.sink.groups if g.id == route.group)
-            if group.kind == ItemKind.HANDOFF:
-                parts = sorted({(box.part, box.source_group) for box in route.boxes})
-                data = b"".join(finished.handoff[source, group.parts[p].name] for p, source in parts)
-                found.append(HandOff(group=group.id, data=data))
-        return tuple(found)
-
     def forget(self, key: bytes) -> None:
         """The engine has freed the request."""
         self._requests.pop(key, None)
@@ -553,12 +445,3 @@ class SourceNode:
         self._listener.close()
         for mover in self.movers.values():
             mover.close()
-
-
-def _check(grant: Grants, tokens: int) -> None:
-    """Raise where a grant wants what a finished request does not have."""
-    if grant.valid > tokens:
-        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid))
-    if grant.state_after not in (None, tokens):
-        path = f"grants[{grant.group}].state_after"
-        raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

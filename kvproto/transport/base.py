@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -67,8 +67,8 @@ class Move:
     """Handles of the device events after which the source's rows are there."""
     layers: tuple[int, int] | None = None
     """Only layers [lo, hi), where given; apart from the program, so that its table of operations stays known."""
-    there: Collection[Layer] | None = None
-    """Layers whose rows are there, where others are not: only for a program that goes through staging slots."""
+    grows: bool = False
+    """Whether no row is there yet, and what `start` returns is told of layers; only through staging slots."""
     beside: bool = False
     """Whether what comes after it is being computed: nobody waits for it, and it should take little from that."""
 

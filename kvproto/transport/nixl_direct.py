@@ -31,7 +31,7 @@ def descriptors(
         solid = lanes == 1 or op["source_lane_stride"] == op["sink_lane_stride"] == size
         merged = solid and op["source_row_stride"] == op["sink_row_stride"] == width
         if not merged:
-            nth = np.arange(rows.size) - np.repeat(np.cumsum(rows.rows) - rows.rows, rows.rows)
+            nth = np.arange(rows.size) - np.repeat(rows.ends - rows.rows, rows.rows)
         ends = []
         for side, item, row, bases in (
             ("source", rows.source_item, rows.source_row, sources),

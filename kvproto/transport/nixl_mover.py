@@ -212,14 +212,8 @@ class NixlMover:
         sources = {i: m for i, m in move.sources.items() if not isinstance(m, Peer | Behind)}
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
-            whole = move.there is None
-            after = move.after if whole else ()
-            packer = self.place.packer(move.program, "source", sources, after)  # type: ignore[arg-type]
-            sender = StagedSender(link, packer, None if whole else ())
-            stream = Streaming(sender, move.program.bytes, self.place.happened)
-            if not whole:
-                stream.allow(move.there, move.after)
-            return stream
+            packer = self.place.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
+            return Streaming(StagedSender(link, packer, move.grows), move.program.bytes, self.place.happened)
         registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.place.happened(move.after))

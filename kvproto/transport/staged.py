@@ -144,10 +144,10 @@ class _Part:
 class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
-    def __init__(self, link: Link, packer: Packer, there: Collection[Layer] | None = None) -> None:
-        """`there`: layers whose rows are there, where others are not; `allow` tells of those."""
+    def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
+        """`grows`: nothing is there to be packed before `allow` says so."""
         self._link, self._packer = link, packer
-        self._at, self._allowed = 0, packer.length if there is None else packer.until(there)
+        self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_Part] = deque()
         self._writing = 0
         """So many of them, from the first on, are written."""
@@ -189,7 +189,7 @@ class StagedSender:
         link, packer = self._link, self._packer
         self._post()
         found = self._take()
-        left, allowed = packer.length - self._at, self._allowed - self._at
+        left, allowed = self.left, self._allowed - self._at
         # a slot that is not full waits for more, but for the last
         if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
             size = packer.cut(self._at, min(link.slot_bytes, left))

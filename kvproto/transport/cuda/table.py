@@ -428,7 +428,7 @@ def sums(
     here = made.nbytes
     for i, m in enumerate(program.maps):
         item, first = (m.sink_item, m.sink_row) if sink else (m.source_item, m.source_row)
-        rows = np.arange(m.size) - np.repeat(np.cumsum(m.rows) - m.rows, m.rows) + np.repeat(first, m.rows)
+        rows = np.arange(m.size) - np.repeat(m.ends - m.rows, m.rows) + np.repeat(first, m.rows)
         places = np.stack([np.repeat(item, m.rows), rows], axis=1).astype(np.uint32)
         some = ops["map"] == i
         made["places"][some], made["globals"][some] = here, here + places.nbytes
