@@ -125,6 +125,7 @@ class Bench:
 
         def run() -> float:
             hold(copier.device, int(copier.stream.handle))
+            current(copier.device)
             held = copier.stream.record()
             for stream in copier.streams:  # what is expanded ahead is of the copy, too
                 stream.wait(held)

@@ -54,7 +54,7 @@ __all__ = [
     "write_runs",
 ]
 
-THREADS, DEPTH = 512, 8
+THREADS, DEPTH = 1024, 8
 WORDS = (16, 8, 4, 2, 1)
 """Bytes of a word, widest first."""
 RUN_WORDS = 5
