@@ -12,8 +12,9 @@ known of it: UNPROVABLE. To abort with proof, post nothing more and wait for wha
 death ended cannot be proved by this transport.
 
 What is posted again. To make a transfer costs more than to post it, so that of a write from slot to slot is kept when
-the write is complete, and serves the next one of the same two slots and length: one at most for two slots. It is NIXL's
-until its write is over, and released before either side's memory is closed or registered anew.
+the write is complete, and serves the next one of the same two slots and length; the one that served longest ago makes
+room where there are too many. It is NIXL's until its write is over, and released before either side's memory is closed
+or registered anew.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
 """The same, of an eager agent's thread: for callers that do not ask."""
+_MOST_KEPT = 4096
+"""Transfers to post again."""
 
 
 # memory
@@ -115,8 +118,8 @@ class Registered(_Slotted):
 class Write:
     """Bytes on their way to one peer's memory."""
 
-    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], pair: _Pair | None = None) -> None:
-        self._agent, self.bytes, self._peers, self._pair = agent, bytes_, peers, pair
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], way: _Way | None = None) -> None:
+        self._agent, self.bytes, self._peers, self._way = agent, bytes_, peers, way
         self._proof: Proof | None = None
         self._error: KvprotoError | None = None
         self._over = False
@@ -179,12 +182,12 @@ class Peer(_Slotted):
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
-        pair = None
+        way = None
         if isinstance(source, _Slot) and isinstance(to, _Slot) and to.owner is self:
             own = source.owner
             if isinstance(own, Registered) and own._agent is self._agent:
-                pair = own, source.address, self, to.address
-        write = Write(self._agent, source.length, (self,), pair)
+                way = own, source.address, self, to.address, source.length
+        write = Write(self._agent, source.length, (self,), way)
 
         def make(nixl: Nixl) -> Iterator[int]:
             local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
@@ -198,8 +201,8 @@ class Peer(_Slotted):
 
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
-_Pair = tuple[Registered, int, Peer, int]
-"""Slots, by address."""
+_Way = tuple[Registered, int, Peer, int, int]
+"""From slot to slot, by address, and so many bytes."""
 
 
 class Agent:
@@ -221,8 +224,8 @@ class Agent:
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
         self._posted: dict[Write, None] = {}
-        self._kept: dict[_Pair, tuple[int, int]] = {}
-        """Transfers to post again, none of them under way: bytes, handle."""
+        self._kept: dict[_Way, int] = {}
+        """Transfers to post again, none of them under way; those that served last come last."""
         self._open: set[Registered] = set()
         """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
@@ -283,7 +286,7 @@ class Agent:
             connection, peers = self._remotes.get(named.name, (named.connection, []))
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
-            self._let_go(nixl, lambda pair, _: pair[2].name == named.name)  # NIXL may put new keys for old ones
+            self._let_go(nixl, lambda way: way[2].name == named.name)  # NIXL may put new keys for old ones
             try:
                 nixl.load(named)
             except Exception as e:
@@ -373,7 +376,7 @@ class Agent:
             self._release(nixl, write)
             write._end(_closed(), Proof.UNPROVABLE)
         self._posted.clear()
-        self._let_go(nixl, lambda *_: True)
+        self._let_go(nixl, lambda _: True)
         for name in self._remotes:
             nixl.forget(name)
         for handle in self._stuck:
@@ -396,10 +399,11 @@ class Agent:
     def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
         """A write is complete, or has failed with an error."""
         self._posted.pop(write, None)
-        pair = write._pair
-        if error is None and pair and pair[0]._list is not None and not pair[2].lost and pair not in self._kept:
-            (handle,) = write._handles
-            self._kept[pair] = write.bytes, handle
+        way = write._way
+        if error is None and way and way[0]._list is not None and not way[2].lost and way not in self._kept:
+            if len(self._kept) == _MOST_KEPT:
+                self._drop(nixl, self._kept.pop(next(iter(self._kept))))
+            (self._kept[way],) = write._handles
             write._handles.clear()
         else:
             self._release(nixl, write)
@@ -417,14 +421,14 @@ class Agent:
         except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
             self._stuck.append(handle)
 
-    def _let_go(self, nixl: Nixl, which: Callable[[_Pair, int], bool]) -> None:
-        """Release kept transfers, asked for by their slots and length."""
-        for pair in [pair for pair, (length, _) in self._kept.items() if which(pair, length)]:
-            self._drop(nixl, self._kept.pop(pair)[1])
+    def _let_go(self, nixl: Nixl, which: Callable[[_Way], bool]) -> None:
+        """Release kept transfers."""
+        for way in [way for way in self._kept if which(way)]:
+            self._drop(nixl, self._kept.pop(way))
 
     def _deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
         begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
-        self._let_go(nixl, lambda pair, length: pair[1] < end and begin < pair[1] + length)
+        self._let_go(nixl, lambda way: way[1] < end and begin < way[1] + way[4])
         nixl.deregister(registration)
 
     def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
@@ -438,7 +442,7 @@ class Agent:
         for name in names:
             for peer in self._remotes.get(name, (b"", []))[1]:
                 peer.lost = error
-        self._let_go(nixl, lambda pair, _: pair[2].name in names)
+        self._let_go(nixl, lambda way: way[2].name in names)
         return error
 
     def _tell(self) -> None:
@@ -457,7 +461,7 @@ class Agent:
             return
         for write in [w for w in self._posted if peer in w._peers]:
             self._abandon(nixl, write)
-        self._let_go(nixl, lambda pair, _: pair[2] is peer)
+        self._let_go(nixl, lambda way: way[2] is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
@@ -535,12 +539,9 @@ class Agent:
                 for peer in write._peers:
                     if peer.lost:
                         raise peer.lost
-                length, kept = self._kept.pop(write._pair, (0, 0)) if write._pair else (0, 0)
-                if kept and length == write.bytes:
-                    write._handles.append(kept)
+                if write._way in self._kept:
+                    write._handles.append(self._kept.pop(write._way))
                 else:
-                    if kept:
-                        self._drop(nixl, kept)
                     for made in make(nixl):
                         write._handles.append(made)  # so that it is released if the next one is refused
                 for handle in write._handles:
