@@ -11,10 +11,11 @@ import numpy as np
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.grants import items_needed
-from kvproto.lowering import lower
+from kvproto.lowering import Pair
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
 from kvproto.node.pulling import Puller
+from kvproto.plan import Plan
 from kvproto.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, Offered, Proven, RegisterAsked, SessionRefused
@@ -24,7 +25,7 @@ from kvproto.transport.nixl_mover import NixlMover
 from kvproto.transport.process import Watch
 from kvproto.transport.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
-from kvproto.wire.messages import Columns, Done, Grants, Handle, Region, Ticket
+from kvproto.wire.messages import Done, Grants, Handle, Region, Ticket
 
 __all__ = ["Received", "SinkNode"]
 
@@ -46,6 +47,16 @@ class Received:
     bytes: dict[int, int]
     """Written by each source rank."""
     seconds: float
+
+
+@attrs.frozen
+class _StandIn:
+    """A source rank's pair with a layout of ours in place of its own."""
+
+    plan: Plan
+    items: int
+    """Of each of its groups."""
+    pair: Pair
 
 
 class SinkNode:
@@ -80,6 +91,8 @@ class SinkNode:
         self._grants: dict[int, dict[int, Grants]] = {}
         self._unproven: dict[int, dict[int, int]] = {}
         """Items in quarantine, by transfer and group."""
+        self._stand_ins: dict[int, _StandIn] = {}
+        """By source rank."""
         self._most = quarantine
         self._watches: dict[int, Watch | None] = {}
         """Of the writers' processes, by session; None: its end cannot be seen from here."""
@@ -283,15 +296,21 @@ class SinkNode:
             for id in {box.source_group for box in route.boxes}:
                 drawn.setdefault(id, []).append(grants[route.group])
         sources = {}
-        counts = {}
+        most = 1
         for share in rank.owns:
             some = drawn.get(share.group, [])
             first = min((g.first for g in some), default=0)
             count = max((g.first + g.count for g in some), default=0) - first
-            counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
-            sources[share.group] = Window(first, count, np.arange(counts[share.group]))
-        columns: dict[int, Columns] = pack(source, writer, counts)[0]
-        return lower(routes, Side(source, writer, columns), self.pool.side, sources, windows(grants.values()))
+            items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            sources[share.group] = Window(first, count, np.arange(items))
+            most = max(most, items)
+        known = self._stand_ins.get(writer)
+        if known is None or known.plan is not plan or known.items < most:
+            enough = 1 << (most - 1).bit_length()
+            columns = pack(source, writer, dict.fromkeys(groups, enough))[0]
+            pair = Pair(routes, Side(source, writer, columns), self.pool.side)
+            known = self._stand_ins[writer] = _StandIn(plan, enough, pair)
+        return known.pair.lower(sources, windows(grants.values()))
 
     def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
         """Compare checksums."""

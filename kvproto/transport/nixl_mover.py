@@ -204,17 +204,19 @@ class NixlMover:
         return link
 
     def prepare(self, move: Move) -> None:
-        """`stage` has done that."""
+        """What a rank pair's streams share; `stage` has done the rest."""
+        if any(isinstance(m, Behind) for m in move.sinks.values()):
+            self.place.prepare(move.program, "source", _own(move.sources))
 
     def start(self, moves: Sequence[Move]) -> Writing | Streaming:
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
-        sources = {i: m for i, m in move.sources.items() if not isinstance(m, Peer | Behind)}
+        sources = _own(move.sources)
         link = next((m.link for m in move.sinks.values() if isinstance(m, Behind)), None)
         if link is not None:
-            packer = self.place.packer(move.program, "source", sources, move.after)  # type: ignore[arg-type]
+            packer = self.place.packer(move.program, "source", sources, move.after)
             return Streaming(StagedSender(link, packer, move.grows), move.program.bytes, self.place.happened)
-        registered = {i: self._register(m) for i, m in sources.items()}  # type: ignore[arg-type]
+        registered = {i: self._register(m) for i, m in sources.items()}
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.place.happened(move.after))
 
@@ -261,3 +263,7 @@ class NixlMover:
         source = own()
         size = min(_PROBED, peer.memory.length, source.memory.length)
         require_fast(probe(source, peer, size), peer, self._floor)
+
+
+def _own(side: Mapping[int, Memory | Mapped]) -> dict[int, Memory]:
+    return {i: m for i, m in side.items() if not isinstance(m, Peer | Behind)}  # type: ignore[misc]

@@ -37,6 +37,9 @@ class Place(Protocol):
     def mappable(self, memory: Memory) -> bool:
         """Whether UCX takes its short way into a pool that a peer writes directly."""
 
+    def prepare(self, program: CopyProgram, side: Literal["source", "sink"], memory: Mapping[int, Memory]) -> None:
+        """What all streams of a rank pair share, so that no request waits for it; `program` is any of the pair's."""
+
     def packer(
         self,
         program: CopyProgram,
@@ -75,6 +78,9 @@ class HostPlace:
     def mappable(self, memory: Memory) -> bool:
         """Any."""
         return True
+
+    def prepare(self, program: CopyProgram, side: Literal["source", "sink"], memory: Mapping[int, Memory]) -> None:
+        """There is nothing to prepare."""
 
     def packer(
         self,

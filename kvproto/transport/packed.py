@@ -17,7 +17,7 @@ came, and writing it back: nothing else may write those bytes meanwhile, and no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -30,7 +30,7 @@ from kvproto.program import CopyProgram, IntArray, RowMap
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Order", "PackedStream", "Packer", "Ready", "pack", "unpack"]
+__all__ = ["Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -76,62 +76,74 @@ class _Now:
         return True
 
 
-class Order:
-    """Where the columns of a program are in its stream, for one side; `lengths` are those of its regions, by id.
+class StreamColumns:
+    """The columns of one rank pair's operations on one side, in order; `lengths` are those of its regions, by id.
 
-    Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    Raises OUT_OF_REGION where the operations leave them.
     """
 
     def __init__(self, program: CopyProgram, side: Literal["source", "sink"], lengths: Mapping[int, int]) -> None:
         ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
-        self.side, self.maps = side, program.maps
-        sizes = np.array([m.size for m in program.maps], np.int64)
-        ops = ops[sizes[ops["map"]] > 0] if len(ops) else ops
-        self.most = 0
-        """The last item or the end of the last row that is named."""
-        self._check(ops, lengths)
+        self._check(ops, side, lengths)
         new = np.ones(len(ops), bool)
         if len(ops):
             new[1:] = np.any([ops[n][1:] != ops[n][:-1] for n in ("model", "layer", "part", "map")], axis=0)
-        self.ops = ops
+        self.side, self.ops = side, ops
         """Column after column, in each as bytes of a record follow each other."""
         self.first = np.append(np.flatnonzero(new), len(ops))
         """Operations of column c are [first[c], first[c + 1])."""
-        widths = ops["lanes"] * ops["lane_bytes"]
         heads = self.first[:-1]
-        self.width = np.add.reduceat(widths, heads) if len(ops) else np.empty(0, np.int64)
+        self.width = np.add.reduceat(ops["lanes"] * ops["lane_bytes"], heads) if len(ops) else np.empty(0, np.int64)
         """Bytes of a record, of each column."""
-        bytes_ = self.width * sizes[ops["map"][heads]] if len(ops) else self.width
+        self.map = ops["map"][heads]
+        """Of each column."""
+        self.layers: list[Layer] = list(zip(ops["model"][heads].tolist(), ops["layer"][heads].tolist(), strict=True))
+        """Of each column."""
+        bounds = np.full((len(program.maps), 2), np.iinfo(np.int64).max)
+        for k, name in enumerate(("items", "rows")):
+            np.minimum.at(bounds[:, k], ops["map"], ops[f"{side}_{name}"])
+        self.bounds: list[list[int]] = bounds.tolist()
+        """Items and rows of the pool, of each map: the least of any operation."""
+
+    def _check(self, ops: npt.NDArray[np.void], side: str, regions: Mapping[int, int]) -> None:
+        reach = ops[f"{side}_offset"] + ops["lane_bytes"]
+        extents = {"item": ops[f"{side}_items"], "row": ops[f"{side}_rows"], "lane": ops["lanes"]}
+        for name, extent in extents.items():
+            reach = reach + np.maximum(extent - 1, 0) * ops[f"{side}_{name}_stride"]
+        lengths = np.array([regions.get(i, -1) for i in ops[f"{side}_region"].tolist()], np.int64)
+        for k in np.flatnonzero(reach > lengths)[:1].tolist():
+            raise LocalError(
+                ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}", f"{lengths[k]} bytes",
+                f"{reach[k]} bytes", "a layout of the region",
+            )  # fmt: skip
+
+
+class Order:
+    """Where the columns are in the stream of one request; raises OUT_OF_REGION where its maps leave the pools."""
+
+    def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
+        self.columns, self.maps = columns, maps
+        self.most = 0
+        """The last item or the end of the last row that is named."""
+        for i, (m, (items, rows)) in enumerate(zip(maps, columns.bounds, strict=True)):
+            least, item, row = m.source_reach if columns.side == "source" else m.sink_reach
+            if least < 0 or item >= items or row >= rows:
+                model, layer = columns.layers[int(np.flatnonzero(columns.map == i)[0])]
+                raise LocalError(
+                    ErrorCode.OUT_OF_REGION, f"model {model}, layer {layer}", f"{items} items of {rows} rows",
+                    f"item {item}, row {row}", "name items of the pool",
+                )  # fmt: skip
+            self.most = max(self.most, item, row + 1)
+        bytes_ = columns.width * np.array([m.size for m in maps], np.int64)[columns.map]
         self.end = np.cumsum(bytes_)
         """In the stream, of each column."""
         self.start = self.end - bytes_
         self.length = int(bytes_.sum())
-        self._layers = list(zip(ops["model"][heads].tolist(), ops["layer"][heads].tolist(), strict=True))
 
     def until(self, layers: Collection[Layer]) -> int:
         """Bytes of the stream before the first that is of another layer than these."""
-        other = next((c for c, layer in enumerate(self._layers) if layer not in layers), None)
-        return self.length if other is None else int(self.start[other])
-
-    def _check(self, ops: npt.NDArray[np.void], regions: Mapping[int, int]) -> None:
-        if not len(ops):
-            return
-        at = {n: ops[f"{self.side}_{n}"] for n in ("region", "offset", "items", "rows")}
-        reach = at["offset"] + ops["lane_bytes"]
-        for stride, extent in (("item_stride", at["items"]), ("row_stride", at["rows"]), ("lane_stride", ops["lanes"])):
-            reach = reach + np.maximum(extent - 1, 0) * ops[f"{self.side}_{stride}"]
-        lengths = np.array([regions.get(i, -1) for i in at["region"].tolist()])
-        reaches = [m.source_reach if self.side == "source" else m.sink_reach for m in self.maps]
-        least, item, row = np.array(reaches, np.int64)[ops["map"]].T
-        self.most = int(max(item.max(), row.max() + 1))
-        bad = np.flatnonzero((reach > lengths) | (least < 0) | (item >= at["items"]) | (row >= at["rows"]))
-        if bad.size:
-            k = bad[0]
-            raise LocalError(
-                ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}",
-                f"{lengths[k]} bytes, {at['items'][k]} items of {at['rows'][k]} rows",
-                f"{reach[k]} bytes, item {item[k]}, row {row[k]}", "name items of the pool",
-            )  # fmt: skip
+        other = (c for c, layer in enumerate(self.columns.layers) if layer not in layers)
+        return next((int(self.start[c]) for c in other if self.start[c] < self.end[c]), self.length)
 
     def check(self, offset: int, end: int) -> None:
         """Raise OUT_OF_RANGE where stream bytes [offset, end) are none."""
@@ -142,7 +154,7 @@ class Order:
 
     def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
         """Items, first rows and rows of the runs of a map, on this side."""
-        return _runs(self.maps[which], self.side)
+        return _runs(self.maps[which], self.columns.side)
 
 
 class PackedStream:
@@ -154,7 +166,7 @@ class PackedStream:
     def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
         self._side = side
         self._memory = {i: _flat(m) for i, m in regions.items()}
-        self._order = Order(program, side, {i: m.size for i, m in self._memory.items()})
+        self._order = Order(StreamColumns(program, side, {i: m.size for i, m in self._memory.items()}), program.maps)
 
     @property
     def length(self) -> int:
@@ -186,12 +198,13 @@ class PackedStream:
         c = int(np.searchsorted(order.end, offset, "right"))
         while at < end:
             stop = min(end, int(order.end[c]))
-            self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
+            if at < stop:
+                self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
             at, c = stop, c + 1
 
     def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
         """Bytes [at, at + data.size) of a column: a record that began before, whole ones, one that goes on after."""
-        width = int(self._order.width[c])
+        width = int(self._order.columns.width[c])
         row, skip = divmod(at, width)
         done = 0
         if skip or data.size < width:
@@ -206,7 +219,7 @@ class PackedStream:
             self._part(c, row + whole, 0, data[done:], into)
 
     def _part(self, c: int, row: int, skip: int, data: Bytes, into: bool) -> None:
-        record = np.empty(int(self._order.width[c]), np.uint8)
+        record = np.empty(int(self._order.columns.width[c]), np.uint8)
         self._rows(c, row, 1, record, into=False)
         if into:
             record[skip : skip + data.size] = data
@@ -216,8 +229,8 @@ class PackedStream:
 
     def _rows(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
         """Whole records."""
-        order = self._order
-        ops = order.ops[order.first[c] : order.first[c + 1]]
+        order, columns = self._order, self._order.columns
+        ops = columns.ops[columns.first[c] : columns.first[c + 1]]
         which = int(ops[0]["map"])
         rows = order.maps[which]
         ends = rows.ends
@@ -228,7 +241,7 @@ class PackedStream:
         begin = ends[lo:hi] - length
         cut = np.maximum(first - begin, 0)
         row, length = row + cut, np.minimum(ends[lo:hi], first + number) - (begin + cut)
-        width, place = int(order.width[c]), 0
+        width, place = int(columns.width[c]), 0
         for op in ops:
             piece = int(op["lanes"] * op["lane_bytes"])
             self._piece(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)

@@ -4,6 +4,7 @@ import ctypes
 import random
 from typing import Any, Literal
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError
 from kvproto.execute import execute
 from kvproto.program import CopyProgram
-from kvproto.transport.cuda.stream import StreamTable
+from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from tests.plan.programs import random_pairs
@@ -23,16 +24,23 @@ __all__ = ["kernels", "small_blocks"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+def stream(
+    program: CopyProgram, side: Literal["source", "sink"], addresses: dict[int, int], lengths: dict[int, int]
+) -> StreamTable:
+    return StreamTable(StreamSide(program, side, addresses, lengths), program.maps)
+
+
 class Emulated:
     """A stream as the device runs it: its image and rows in host memory, each launch by the compiled kernel."""
 
     def __init__(
-        self, kernels: Kernels, program: CopyProgram, side: Literal["source", "sink"], regions: dict[int, Bytes], blocks: int
-    ) -> None:
+        self, kernels: Kernels, program: CopyProgram, side: Literal["source", "sink"], regions: dict[int, Bytes], blocks: int,
+        before: CopyProgram | None = None,
+    ) -> None:  # fmt: skip
+        """`before`: another request of the rank pair, for which what both share was made."""
         self.kernels, self.blocks = kernels, blocks
-        self.table = StreamTable(
-            program, side, {i: a.ctypes.data for i, a in regions.items()}, {i: a.size for i, a in regions.items()}
-        )
+        addresses, lengths = {i: a.ctypes.data for i, a in regions.items()}, {i: a.size for i, a in regions.items()}
+        self.table = StreamTable(StreamSide(before or program, side, addresses, lengths), program.maps)
         most, rows = self.table.sizes
         self.image, self.rows = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
         image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (self.image, self.rows))
@@ -81,15 +89,41 @@ def test_any_program_cut_anywhere(kernels: Kernels, seed: int, blocks: int, misa
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32))
+def test_requests_of_one_pair_share_a_side(kernels: Kernels, seed: int) -> None:
+    rng, dice = random.Random(seed), np.random.default_rng(seed)
+    for whole, from_lengths, to_lengths in random_pairs(rng):
+        lo = rng.randrange(12)
+        hi = lo + rng.choice([0, 1, 5, 40])
+        maps = tuple(m if m.whole else m.between(lo, hi) for m in whole.maps)
+        program = attrs.evolve(whole, maps=maps)
+        here = {r: dice.integers(0, 256, n, np.uint8) for r, n in from_lengths.items()}
+        there = {r: dice.integers(0, 256, n, np.uint8) for r, n in to_lengths.items()}
+        wanted = {r: a.copy() for r, a in there.items()}
+        execute(program, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
+        out = Emulated(kernels, program, "source", here, 2, before=whole)
+        into = Emulated(kernels, program, "sink", there, 2, before=whole)
+        data = np.zeros(program.bytes, np.uint8)
+        by_hand = np.zeros_like(data)
+        assert out.table.order.length == into.table.order.length == data.size
+        for a, b in chunks(rng, data.size, 6):
+            out.run(a, data[a:b])
+            into.run(a, data[a:b])
+        PackedStream(program, "source", {r: memoryview(a) for r, a in here.items()}).pack(0, by_hand)
+        assert np.array_equal(data, by_hand)
+        assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), most=st.integers(1, 700))
 def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) -> None:
     rng = random.Random(seed)
     for program, lengths, _ in random_pairs(rng):
-        made = StreamTable(program, "source", dict.fromkeys(lengths, 1 << 20), lengths)
+        made = stream(program, "source", dict.fromkeys(lengths, 1 << 20), lengths)
         order = made.order
         ends = {0}
-        for start, end, width in zip(order.start.tolist(), order.end.tolist(), order.width.tolist(), strict=True):
+        for start, end, width in zip(order.start.tolist(), order.end.tolist(), order.columns.width.tolist(), strict=True):
             ends |= set(range(start, end + 1, width))
         at = 0
         while at < order.length:
@@ -102,7 +136,7 @@ def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) 
 
 def test_wide_words_where_the_chunk_begins_with_a_record() -> None:
     program, here, _, _ = plain(rows=5, width=96)
-    made = StreamTable(program, "source", {0: here.ctypes.data}, {0: here.size})
+    made = stream(program, "source", {0: here.ctypes.data}, {0: here.size})
     assert [p.word for p in made.chunk(96, 192, 1 << 16).parts] == [16]
     assert not made.chunk(96, 192, 1 << 16).pieces
     assert [p.word for p in made.chunk(96, 192, (1 << 16) + 4).parts] == [4]
@@ -125,11 +159,11 @@ def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: py
 def test_what_is_beyond_the_stream_is_refused() -> None:
     program, here, _, _ = plain(rows=5, width=96)
     regions = {0: here}
-    made = StreamTable(program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()})
+    made = stream(program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()})
     for offset, length in ((-1, 4), (0, made.order.length + 1), (made.order.length, 1)):
         with pytest.raises(LocalError) as caught:
             made.chunk(offset, length, 1 << 20)
         assert caught.value.code == ErrorCode.OUT_OF_RANGE
     with pytest.raises(LocalError) as caught:
-        StreamTable(program, "source", dict.fromkeys(regions, 1 << 20), {r: a.size - 1 for r, a in regions.items()})
+        stream(program, "source", dict.fromkeys(regions, 1 << 20), {r: a.size - 1 for r, a in regions.items()})
     assert caught.value.code == ErrorCode.OUT_OF_REGION

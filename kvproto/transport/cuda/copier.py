@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,12 @@ class Copier:
         self._loaded: set[int] = set()
         self._load(16)
 
+    def load(self, words: Iterable[int]) -> None:
+        """Have the kernels of these widths ready."""
+        self._device.set_current()
+        for word in words:
+            self._load(word)
+
     def _load(self, word: int) -> None:
         """Compile and load the kernels of a width: a first launch may wait for all that the GPU does."""
         if word in self._loaded:
@@ -223,8 +229,7 @@ class Copier:
             ahead = self._ahead.handle  # waits for no producer
             call(driver.cuMemcpyHtoDAsync(memory.address, made.ops.ctypes.data, made.ops.nbytes, ahead), "upload")
             call(driver.cuStreamSynchronize(ahead), "upload")
-        for word in {shape.word for shape in made.shapes}:
-            self._load(word)
+        self.load({shape.word for shape in made.shapes})
         return Prepared(made, memory)
 
     def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:

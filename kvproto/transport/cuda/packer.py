@@ -6,14 +6,26 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
+
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Layer
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.stream import StreamTable
+from kvproto.transport.cuda.stream import StreamSide, StreamTable
 
 __all__ = ["DevicePacker", "DeviceStream"]
+
+
+Side = Literal["source", "sink"]
+
+
+@attrs.frozen
+class _Known:
+    program: CopyProgram
+    """Kept, so that its table of operations keeps its identity."""
+    side: StreamSide
 
 
 class DevicePacker:
@@ -22,22 +34,30 @@ class DevicePacker:
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
         self.copier = Copier(device, blocks)
         self._idle: list[Room] = []
+        self._known: dict[tuple[int, Side, tuple[tuple[int, int, int], ...]], _Known] = {}
+
+    def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
+        """What no request of a rank pair changes, made once; memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""
+        for each in memory.values():
+            each.check()
+        key = id(program.ops), side, tuple((i, m.address, m.length) for i, m in sorted(memory.items()))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST:
+                self._known.pop(next(iter(self._known)))
+            addresses, lengths = ({i: getattr(m, name) for i, m in memory.items()} for name in ("address", "length"))
+            known = self._known[key] = _Known(program, StreamSide(program, side, addresses, lengths))
+            self.copier.load({shape.word for shape in known.side.table.shapes})
+        return known.side
 
     def stream(
-        self,
-        program: CopyProgram,
-        side: Literal["source", "sink"],
-        memory: Mapping[int, DeviceMemory],
-        after: Sequence[int] = (),
+        self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory], after: Sequence[int] = ()
     ) -> DeviceStream:
-        """One side's end of a program's stream, its memory by region id; the first chunk waits for the events `after`.
+        """One side's end of a program's stream; the first chunk waits for the events `after`.
 
         Raises OUT_OF_REGION, POOL_MOVED.
         """
-        for each in memory.values():
-            each.check()
-        addresses, lengths = ({i: getattr(m, name) for i, m in memory.items()} for name in ("address", "length"))
-        made = StreamTable(program, side, addresses, lengths)
+        made = StreamTable(self.prepare(program, side, memory), program.maps)
         room = self._room(*made.sizes)
         size = made.write(room.view, room.image.address, room.rows.address)
         if made.most_rows:
@@ -52,6 +72,10 @@ class DevicePacker:
                 self._idle.remove(room)
                 return room
         return self.copier.room(image, rows)
+
+
+_MOST = 4096
+"""Tables kept: rank pairs that a rank may have at once."""
 
 
 class DeviceStream:

@@ -52,6 +52,10 @@ class DevicePlace:
         """What cuda_ipc opens: memory of cuMemAlloc, not virtual memory."""
         return self._own(memory).legacy
 
+    def prepare(self, program: CopyProgram, side: Literal["source", "sink"], memory: Mapping[int, Memory]) -> None:
+        """Tables of operations, and the kernels that they ask for."""
+        self._packer.prepare(program, side, {i: self._own(m) for i, m in memory.items()})
+
     def packer(
         self,
         program: CopyProgram,

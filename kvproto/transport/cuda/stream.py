@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram
+from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.packed import Order
+from kvproto.transport.packed import Order, StreamColumns
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PART", "Chunk", "Part", "StreamTable"]
+__all__ = ["PART", "Chunk", "Part", "StreamSide", "StreamTable"]
 
 _HEAD = struct.Struct("<IIQQ")
 PART = _HEAD.size + tables.FEW_CLASSES * tables.CLASS.itemsize
@@ -54,10 +54,10 @@ class Chunk:
     """(source, sink, length)"""
 
 
-class StreamTable:
-    """One side's end of the packed stream of one program; addresses and lengths are of its regions, by id.
+class StreamSide:
+    """One side's end of a rank pair's streams: what no request changes; addresses and lengths of its regions, by id.
 
-    Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    Raises OUT_OF_REGION where the operations leave them.
     """
 
     def __init__(
@@ -67,36 +67,45 @@ class StreamTable:
         addresses: Mapping[int, int],
         lengths: Mapping[int, int],
     ) -> None:
-        self.order = order = Order(program, side, lengths)
-        if order.most >= _WIDE:
-            raise LocalError(ErrorCode.OUT_OF_REGION, "", f"items and rows below {_WIDE}", str(order.most))
-        self._side, self._addresses = side, addresses
-        self._stream: Literal["source", "sink"] = "sink" if side == "source" else "source"
-        numbers = np.diff(order.first)
-        column = np.repeat(np.arange(len(numbers)), numbers)
-        bytes_ = order.ops["lanes"] * order.ops["lane_bytes"]
-        self._place = np.cumsum(bytes_) - bytes_
-        self._place -= np.repeat(self._place[order.first[:-1]], numbers)
-        ops = order.ops.copy()
-        ops["layer"] = column  # so that an interval of columns is one of layers
+        self.columns = columns = StreamColumns(program, side, lengths)
+        self.addresses = addresses
+        self.stream: Literal["source", "sink"] = "sink" if side == "source" else "source"
+        numbers = np.diff(columns.first)
+        bytes_ = columns.ops["lanes"] * columns.ops["lane_bytes"]
+        self.place = np.cumsum(bytes_) - bytes_
+        """Of each operation, in its record."""
+        self.place -= np.repeat(self.place[columns.first[:-1]], numbers)
+        ops = columns.ops.copy()
+        ops["layer"] = np.repeat(np.arange(len(numbers)), numbers)  # so that an interval of columns is one of layers
         flat = {
-            "region": _STREAM, "offset": np.repeat(order.start, numbers) + self._place, "item_stride": 0,
-            "row_stride": np.repeat(order.width, numbers), "lane_stride": ops["lane_bytes"], "items": 1,
-            "rows": np.array([m.size for m in program.maps], np.int64)[ops["map"]],
+            "region": _STREAM, "offset": self.place, "item_stride": 0, "row_stride": np.repeat(columns.width, numbers),
+            "lane_stride": ops["lane_bytes"], "items": 1, "rows": 0,
         }  # fmt: skip
         for name, value in flat.items():
-            ops[f"{self._stream}_{name}"] = value
-        self._maps = program.maps
+            ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
-        self._table = tables.table(CopyProgram(self._maps, ops, ()), sources, sinks, free=self._stream)
-        self._ops_at, self._rows_at = 0, [0] * len(self._maps)
+        self.table = tables.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
         # for Python: what a chunk asks for is too little for numpy
-        self._start, self._end, self._width = order.start.tolist(), order.end.tolist(), order.width.tolist()
-        self._columns, self._sizes = self._table.layers.tolist(), [m.size for m in self._maps]
-        places = self._table.ops[self._stream] % tables.WORDS[0]
+        self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
+        """Of each column; of each operation of the table."""
+
+
+class StreamTable:
+    """One request's stream; raises OUT_OF_REGION where its maps leave the pools."""
+
+    def __init__(self, side: StreamSide, maps: Sequence[RowMap]) -> None:
+        self._side, self._maps, self._stream = side, maps, side.stream
+        self.order = order = Order(side.columns, maps)
+        if order.most >= _WIDE:
+            raise LocalError(ErrorCode.OUT_OF_REGION, "", f"items and rows below {_WIDE}", str(order.most))
+        table = side.table
+        self._places = table.ops[self._stream] + order.start.astype(np.uint64)[table.layers]
+        """Of each operation of the table, in the stream."""
+        self._ops_at, self._rows_at = 0, [0] * len(maps)
+        self._start, self._end, self._sizes = order.start.tolist(), order.end.tolist(), [m.size for m in maps]
+        places = self._places % tables.WORDS[0]
         self._misaligned = [
-            int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None
-            for s in self._table.shapes
+            int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
         """Of each shape: where its operations begin in a word, if all begin alike."""
 
@@ -122,13 +131,15 @@ class StreamTable:
 
     @property
     def _runs_at(self) -> int:
-        return self._ops_begin + _up(self._table.ops.nbytes)
+        return self._ops_begin + _up(self._side.table.ops.nbytes)
 
     def write(self, image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
         """Write maps, operations and runs, to be read at address `image_at`; returns the bytes that were written."""
-        ops = self._table.ops
+        ops = self._side.table.ops
         self._ops_at = image_at + self._ops_begin
-        image[self._ops_begin : self._ops_begin + ops.nbytes] = ops.view(np.uint8)
+        here = image[self._ops_begin : self._ops_begin + ops.nbytes].view(tables.OP)
+        here[:] = ops
+        here[self._stream] = self._places
         at, row = self._runs_at, rows_at
         for i, m in enumerate(self._maps):
             n = len(m.rows)
@@ -145,7 +156,7 @@ class StreamTable:
         if offset + most >= order.length:
             return most
         c = bisect_right(self._end, offset + most)
-        cut = (offset + most - self._start[c]) % self._width[c]
+        cut = (offset + most - self._start[c]) % self._side.width[c]
         return most - cut if most > cut else most
 
     def chunk(self, offset: int, length: int, address: int) -> Chunk:
@@ -158,7 +169,7 @@ class StreamTable:
         at = offset
         c = bisect_right(self._end, offset)
         while at < end:
-            begin, stop, width = self._start[c], self._end[c], self._width[c]
+            begin, stop, width = self._start[c], self._end[c], self._side.width[c]
             if at == begin and stop <= end:
                 after = bisect_right(self._end, end)
                 self._classes(found, shift, c, after, 0, None)
@@ -183,13 +194,13 @@ class StreamTable:
         self, found: dict[int, list[tuple[int, ...]]], shift: int, first: int, last: int, row: int, rows: int | None
     ) -> None:
         """Columns [first, last), of them records [row, row + rows) or all."""
-        table = self._table
+        table, columns = self._side.table, self._side.column
         for shape, misaligned in zip(table.shapes, self._misaligned, strict=True):
-            lo, hi = (bisect_left(self._columns, n, shape.start, shape.stop) for n in (first, last))
+            lo, hi = (bisect_left(columns, n, shape.start, shape.stop) for n in (first, last))
             if lo == hi:
                 continue
             if misaligned is None:
-                low = int(np.bitwise_or.reduce(table.ops[self._stream][lo:hi] + np.uint64(shift % _WRAP)))
+                low = int(np.bitwise_or.reduce(self._places[lo:hi] + np.uint64(shift % _WRAP)))
             else:
                 low = (misaligned + shift) % tables.WORDS[0]
             word = min(shape.word, low & -low or shape.word)
@@ -218,18 +229,18 @@ class StreamTable:
 
     def _pieces(self, shift: int, c: int, record: int, skip: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Bytes [skip, skip + size) of one record."""
-        order = self.order
-        begin, end = int(order.first[c]), int(order.first[c + 1])
-        which = int(order.ops[begin]["map"])
+        order, columns = self.order, self._side.columns
+        begin, end = int(columns.first[c]), int(columns.first[c + 1])
+        which = int(columns.map[c])
         item, row, rows = order.runs(which)
         ends = order.maps[which].ends
         run = int(np.searchsorted(ends, record, "right"))
         row_ = int(row[run]) + record - (int(ends[run]) - int(rows[run]))
-        there = shift + int(order.start[c]) + record * int(order.width[c])
+        there = shift + self._start[c] + record * self._side.width[c]
         for k in range(begin, end):
-            op, place = order.ops[k], int(self._place[k])
-            side: dict[str, int] = {n: int(op[f"{self._side}_{n}"]) for n in _FIELDS}
-            here = self._addresses[side["region"]] + side["offset"]
+            op, place = columns.ops[k], int(self._side.place[k])
+            side: dict[str, int] = {n: int(op[f"{columns.side}_{n}"]) for n in _FIELDS}
+            here = self._side.addresses[side["region"]] + side["offset"]
             here += int(item[run]) * side["item_stride"] + row_ * side["row_stride"]
             unit, lanes = int(op["lane_bytes"]), int(op["lanes"])
             stride = side["lane_stride"]
@@ -239,7 +250,7 @@ class StreamTable:
                 lo, hi = max(skip, place + lane * unit), min(skip + size, place + (lane + 1) * unit)
                 if lo < hi:
                     own, at = here + lane * stride + lo - place - lane * unit, there + lo
-                    yield (own, at, hi - lo) if self._side == "source" else (at, own, hi - lo)
+                    yield (own, at, hi - lo) if columns.side == "source" else (at, own, hi - lo)
 
 
 _FIELDS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
