@@ -15,6 +15,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from kvproto.probe import Constants, Host, Measured, Probe, Sample, save
 from kvproto_reference.demo.__main__ import DemoOptions, run
 
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
@@ -77,8 +78,15 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-def test_over_nixl(prompts: Path) -> None:
-    result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24")
+@pytest.mark.parametrize("packed", [None, 2e8])
+def test_over_nixl(prompts: Path, tmp_path: Path, packed: float | None) -> None:
+    args: list[str | Path] = []
+    if packed:  # packing is slow there: what is longer than 250 bytes is written directly
+        links, some = {"direct": 1e9, "packed": packed}, (Sample(1 << 20, 1, 1e-3),)
+        ways = (Measured("nixl", way, "host", "host", some, Constants(n, 1e-6, 1e-6)) for way, n in links.items())
+        args = ["--costs", tmp_path / "costs.json"]
+        save(Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64"), tuple(ways)), tmp_path / "costs.json")
+    result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
     assert result.returncode == 0, result.stderr
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}

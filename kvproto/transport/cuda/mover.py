@@ -35,8 +35,12 @@ class DeviceMover:
     together = True
     in_parts = True
 
-    def __init__(self, device: int = 0, blocks: int | None = None, long: int = LONG, beside: int = 16) -> None:
-        """As of `Copier`; beside: thread blocks of launches while what comes after them is being computed."""
+    def __init__(self, device: int = 0, blocks: int | None = None, long: int | None = None, beside: int = 16) -> None:
+        """As of `Copier`; beside: thread blocks of launches while what comes after them is being computed.
+
+        For `long`, see `kvproto.transport.measured`, which asks a file of `kvproto probe`.
+        """
+        long = LONG if long is None else long
         if beside < 1:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "beside", "1 at least", str(beside))
         self.copier = Copier(device, blocks, _LAUNCHES, long=long)

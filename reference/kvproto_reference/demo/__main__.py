@@ -50,6 +50,7 @@ class DemoOptions:
     max_new: int = 48
     page_size: int = 16
     part: int | None = None
+    costs: Path | None = None
     pages: int = 160
     attach: Path | None = None
     decode_command: tuple[str, ...] | None = None
@@ -78,6 +79,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
+    add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
     return DemoOptions(**vars(parser.parse_args(argv)))
 
@@ -137,6 +139,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     shared += [] if options.verify else ["--no-verify"]
     shared += ["--pull"] if options.pull else []
     shared += ["--pools", options.pools]
+    shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))

@@ -11,6 +11,10 @@ from kvproto.errors import LocalError
 from kvproto.geometry import Geometry
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
+from kvproto.probe import Probe, load
+from kvproto.transport.base import Mover
+from kvproto.transport.measured import long_runs, nixl_costs
+from kvproto.transport.nixl_direct import Way
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode
 
@@ -56,6 +60,8 @@ class EngineOptions:
     """Whether decode reads, rather than prefill writes."""
     pools: str = "own"
     """Who allocates the pools."""
+    costs: Probe | None = None
+    """What a transport's choices by run length depend on."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -75,9 +81,16 @@ class EngineOptions:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
-    def movers(self, rank: int) -> tuple[NixlMover, ...]:
+    def movers(self, rank: int) -> tuple[Mover, ...]:
         """For the node of a rank; none: what its memory takes."""
-        return (NixlMover(device=self.device(rank)),) if self.transport == "nixl" else ()
+        device, found = self.device(rank), self.costs
+        if self.transport == "nixl":
+            return (NixlMover((found and nixl_costs(found, device is not None)) or Way.PACKED, device=device),)
+        if device is None or not found:
+            return ()
+        from kvproto.transport.cuda.mover import DeviceMover
+
+        return (DeviceMover(device, long=long_runs(found)),)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -118,6 +131,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
+    add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"engine id (default {role})")
     args = parser.parse_args(argv)
     for name in ("tp", "pages", "page_size", "chunk", "part", "speculate"):
@@ -133,6 +147,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
+        costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 
