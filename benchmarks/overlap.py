@@ -2,8 +2,8 @@
 
 `python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
 bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands layers to a sink on the
-other as soon as they are enqueued, after the last one's event; or all of them after the prefill, which is what the others
-are compared with. Ways take turns in an order by chance. The tail is from the event of the last layer to the last byte
+other once they are enqueued, after the last one's event: as soon as there are 16 MB, or when little is to come; or all of them
+after the prefill, which is what the others are compared with. Ways take turns in an order by chance. The tail is from the event of the last layer to the last byte
 (device events), and to the sink's node (the host's clock). It may take the last part's bytes at the rate of a hand-over of
 the same pages when nothing computes, and 100 us. Every byte is compared.
 
@@ -41,7 +41,8 @@ from kvproto.session import Party
 from kvproto.session.events import Ready
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy
-from kvproto.transport.cuda.driver import current, enable_peer
+from kvproto.transport.cuda.driver import call, current, driver, enable_peer
+from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.mover import DeviceMover
 from kvproto.wire.enums import DType, Outcome
 from kvproto.wire.messages import Ticket
@@ -52,15 +53,19 @@ LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 ALLOWED = 100e-6
 AFTER = "after the prefill"
-WAYS: dict[str, tuple[dict[str, Any], int]] = {
-    AFTER: ({}, 0),
-    "layer by layer": ({}, 1),
-    "layer by layer, all multiprocessors": ({"beside": 132}, 1),
-    "layer by layer, copy engine": ({"long": 64 << 10}, 1),
-    "8 layers at once": ({}, 8),
+POKE = 4096
+POKED = "after the prefill, 4 KB a layer"
+WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
+    AFTER: ({}, None),
+    POKED: ({}, None),
+    "as a node does it": ({}, None),
+    "what is left halved": ({}, 1),
+    "layer by layer": ({}, 0),
+    "layer by layer, all multiprocessors": ({"beside": 132}, 0),
+    "layer by layer, copy engine": ({"long": 64 << 10}, 0),
 }
-"""Options of the mover, layers of a group."""
-RUNS = {TOKENS: list(WAYS), 2048: [AFTER, "layer by layer"]}
+"""Options of the mover, and how late the first part goes. POKED tells what a link costs that is in use: 4 KB with each layer."""
+RUNS = {TOKENS: list(WAYS), 2048: [AFTER, POKED, "as a node does it", "layer by layer"]}
 """Ways by tokens of a chunk."""
 
 
@@ -159,9 +164,12 @@ class Pair:
 
     def __init__(self, geometry: Geometry, pools: Sequence[Pool], way: str) -> None:
         address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
-        options, self.group = WAYS[way]
+        options, late = WAYS[way]
+        self.behind = way not in (AFTER, POKED)
+        self.poke = [DeviceMemory(POKE, d) for d in (0, 1)] if way == POKED else []
+        self.side = torch.cuda.Stream(0)
         self.mover = Marked(0, **options)
-        self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover])
+        self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover], late=late)
         self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
         while not any(isinstance(e, Ready) for e in self.sink.poll()):
             self.source.poll()
@@ -197,10 +205,13 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     clock.read(0)
     begin.record(stream)
     for tokens, layers in model.prefill(chunk):
-        if pair.group and layers % pair.group == 0 and (tokens, layers) != (TOKENS, LAYERS):
+        if pair.poke:
+            pair.side.wait_stream(stream)
+            call(driver.cuMemcpyDtoDAsync(pair.poke[1].address, pair.poke[0].address, POKE, pair.side.cuda_stream), "poke")
+        if pair.behind and (tokens, layers) != (TOKENS, LAYERS):
             events.append(torch.cuda.Event())
             events[-1].record(stream)
-            pair.source.computed(key, Computed({0: items}, tokens, (layers - pair.group, layers), after=events[-1].cuda_event))
+            pair.source.computed(key, Computed({0: items}, tokens, (layers - 1, layers), after=events[-1].cuda_event))
             sent += pair.source.poll()
     end.record(stream)
     pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))

@@ -2,6 +2,11 @@
 
 Prefill computes each layer from the first token on, so what is there of a layer, and what was handed to a mover, is one
 number of tokens each. A part is what lies between the two, for layers next to each other that are alike in both.
+
+When a part goes is a matter of what its link costs. A link between GPUs that is in use draws power even where little
+crosses it, and compute that holds its GPU at the power limit slows down for it (benchmarks/overlap.py). Where a link is
+many times faster than rows are computed, nearly all of them may go shortly before the last is there, and the end is as
+early: what is left then is halved, and halved again.
 """
 
 from __future__ import annotations
@@ -48,6 +53,22 @@ class Handed:
         ops = program.ops
         self._layers: list[Layer] = sorted(set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True)))
         self._tokens = dict.fromkeys(self._layers, 0)
+        self.begun = False
+        """Whether anything was."""
+
+    def due(self, there: Mapping[Layer, There], asked: Mapping[int, tuple[int, int]], late: float) -> bool:
+        """Whether what is there and was not handed over is as much as what is to come, in rows of a layer.
+
+        Where nothing was handed over it has to be `late` times as much; with 0 anything at any time will do.
+        asked: by model, positions [first, end).
+        """
+        waiting = coming = 0
+        for layer, handed in self._tokens.items():
+            first, end = asked.get(layer[0], (0, 0))
+            computed = max(min(there[layer].tokens, end), first) if layer in there else first
+            waiting += max(computed - max(handed, first), 0)
+            coming += end - computed
+        return waiting >= coming * (min(late, 1) if self.begun else late)
 
     def next(self, program: CopyProgram, there: Mapping[Layer, There]) -> list[Part]:
         """What is there and was not handed over; `program` may grow from call to call, by rows alone."""
@@ -60,6 +81,7 @@ class Handed:
 
     def advance(self, there: Mapping[Layer, There]) -> None:
         """The parts of `next` are handed over."""
+        self.begun = True
         for layer in self._layers:
             if layer in there:
                 self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)

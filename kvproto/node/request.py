@@ -15,7 +15,7 @@ from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from kvproto.wire.messages import Grants, HandOff
 
-__all__ = ["Computed", "Finished", "Request", "check"]
+__all__ = ["Computed", "Finished", "Request", "asked", "check"]
 
 
 @attrs.frozen
@@ -91,7 +91,7 @@ class Request:
 
         Raises BAD_GRANT, STATE_POSITION.
         """
-        by_group, asked = {g.group: g for g in grants}, _asked(pair, grants)
+        by_group, ends = {g.group: g for g in grants}, asked(pair, grants)
         sinks, sources = windows(grants), {}
         for route in pair.routes:
             for box in route.boxes:
@@ -103,7 +103,7 @@ class Request:
                     check(by_group[route.group], self.finished.tokens)
                     items, tokens = self.finished.items, self.finished.tokens
                 elif whole:
-                    tokens = asked[group.model]
+                    _, tokens = ends[group.model]
                 elif group.kind != ItemKind.SLOT:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)
@@ -113,16 +113,17 @@ class Request:
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
         """Layers all of whose rows for a sink are there, and the device events that those wait for."""
-        asked = _asked(pair, grants)
-        return {layer: t.after for layer, t in self.there.items() if t.tokens >= asked.get(layer[0], 0)}
+        ends = asked(pair, grants)
+        return {layer: t.after for layer, t in self.there.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
 
 
-def _asked(pair: Pair, grants: Sequence[Grants]) -> dict[int, int]:
-    """Tokens that a sink asked for, by model."""
-    found: dict[int, int] = {}
+def asked(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
+    """Positions [first, end) that a sink asked for, by model."""
+    found: dict[int, tuple[int, int]] = {}
     for grant in grants:
         model = pair.sink.group(grant.group).model
-        found[model] = max(found.get(model, 0), grant.valid)
+        first, end = found.get(model, (grant.first, grant.valid))
+        found[model] = min(first, grant.first), max(end, grant.valid)
     return found
 
 

@@ -15,7 +15,7 @@ from kvproto.net import Listener
 from kvproto.node.offering import LEASE, NOTHING, offered
 from kvproto.node.parts import Handed, Part
 from kvproto.node.pool import Pool
-from kvproto.node.request import Computed, Finished, Request, check
+from kvproto.node.request import Computed, Finished, Request, asked, check
 from kvproto.node.ways import Way, reach
 from kvproto.program import CopyProgram, Side
 from kvproto.session import Party, SourceEndpoint
@@ -104,11 +104,13 @@ class SourceNode:
         part: int = PART,
         pull: bool = False,
         lease: float = LEASE,
+        late: float | None = None,
     ) -> None:
         """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
 
-        What is computed is copied in parts of at least `part` bytes to each sink, but for the last. With `pull` sinks
-        that offer that too read, each for `lease` seconds, or longer if they ask (feature PULL).
+        What is computed is copied in parts of at least `part` bytes to each sink, but for the last; the first of them
+        when it is `late` times what is to come (None: as suits the link), later ones when they are as much as that.
+        With `pull` sinks that offer that too read, each for `lease` seconds, or longer if they ask (feature PULL).
         """
         self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
@@ -119,7 +121,7 @@ class SourceNode:
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1, this_process())
-        self._part = part
+        self._part, self._late_by = part, late
         self._late: dict[bytes, Expired | Released] = {}
         """Over while a copy still reads their items."""
         self._requests: dict[bytes, Request] = {}
@@ -275,6 +277,9 @@ class SourceNode:
         if attempt.stream is not None:
             self._grow(attempt.stream, attempt, request)
             return []
+        if finished is None and not staged and not self._worth(attempt, request):
+            attempt.seen = request.news, attempt.seen[1]
+            return []
         try:
             if finished is not None or attempt.program is None or attempt.seen[1] != request.tokens:
                 attempt.program = request.program(attempt.way.pair, attempt.serve.transfer.grants, whole=staged)
@@ -287,13 +292,20 @@ class SourceNode:
         if finished is not None:
             after = finished.events
             whole = [Part(NOTHING, None, after, 0) if pulls else Part(program, None, after, program.bytes)]
-            return attempt.handed.last(program, after) if attempt.handed is not None else whole
+            return attempt.handed.last(program, after) if attempt.handed and attempt.handed.begun else whole
         attempt.seen = request.news, dict(request.tokens)
         if staged:
             return [Part(program, None, (), program.bytes, grows=True)]
-        attempt.handed = attempt.handed or Handed(program)
+        assert attempt.handed is not None
         parts = attempt.handed.next(program, request.there)
         return parts if sum(p.bytes for p in parts) >= self._part else []
+
+    def _worth(self, attempt: _Attempt, request: Request) -> bool:
+        """Whether a part should go now."""
+        pair, mover = attempt.way.pair, attempt.way.mover
+        attempt.handed = attempt.handed or Handed(pair.nothing)
+        late = mover.late if self._late_by is None else self._late_by
+        return attempt.handed.due(request.there, asked(pair, attempt.serve.transfer.grants), late)
 
     def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
         here = {0: self.pool.memory}

@@ -81,6 +81,8 @@ class Mover(Protocol):
     """Whether several moves are better started at once: then they end at once."""
     in_parts: bool
     """Whether a program may be moved in several parts, the first of them while others still compute."""
+    late: float
+    """The first part goes when it is so many times what is still to be computed; 0: as soon as it is there."""
 
     def connect(self, region: Region, path: str) -> Mapped:
         """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""

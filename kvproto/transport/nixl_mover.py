@@ -125,6 +125,7 @@ class NixlMover:
     transport = Transport.NIXL
     together = False
     in_parts = False  # a transfer is one stream, or one set of writes, whose end is its completion
+    late = 0.0
 
     def __init__(
         self,

@@ -131,6 +131,7 @@ class HostMover:
     transport = Transport.SHM
     together = True
     in_parts = True
+    late = 0.0
 
     def connect(self, region: Region, path: str) -> Mapping:
         """As `connect`."""

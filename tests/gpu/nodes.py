@@ -106,7 +106,7 @@ OPEN: list[Sink] = []
 def source(address: str, pool: Pool) -> SourceNode:
     """A source node that hands over every part at once."""
     party = Party("p", 0, 0, secrets.randbits(60))
-    return SourceNode(party, geometry(1), pool, Listener(address), {0: address}, part=1)
+    return SourceNode(party, geometry(1), pool, Listener(address), {0: address}, part=1, late=0)
 
 
 def place(folder: Path) -> str:

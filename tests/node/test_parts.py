@@ -74,6 +74,27 @@ def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | N
     return part.bytes
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0, 0.5, 1, 2, 16]))
+def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: float) -> None:
+    rng = random.Random(seed)
+    for program, _, _ in random_pairs(rng):
+        layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
+        asked = {model: (first := rng.randint(0, 9), first + rng.randint(0, 20)) for model in {m for m, _ in layers}}
+        wanted = {(layer, t) for layer in layers for t in range(*asked[layer[0]])}
+        handed, there, gone, n = Handed(program), dict[tuple[int, int], There](), set[Any](), 0
+        for _ in range(12 if layers else 0):
+            layer = rng.choice(layers)
+            there[layer] = There(max(rng.randint(1, 30), there.get(layer, There(0)).tokens))
+            computed = {(layer, t) for layer, t in wanted if layer in there and t < there[layer].tokens}
+            factor = min(late, 1) if n else late
+            due = handed.due(there, asked, late)
+            assert due == (len(computed - gone) >= factor * len(wanted - computed))
+            if due and rng.random() < 0.5:
+                handed.advance(there)
+                gone, n = computed, n + 1
+
+
 class Counting(HostMover):
     """Tells what each launch wrote, and whether more was being computed."""
 
@@ -297,6 +318,26 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
         assert mover.launches == [2 * 40 * 6, 40 * 6, 2 * 40 * 5, 40 * 5, draft]
         (sent,) = [e for e in made.told if isinstance(e, Sent)]
         assert (sent.left, sent.bytes) == (draft, {0: 3 * target, 1: draft})
+
+
+@pytest.mark.parametrize(
+    ("late", "sent"), [(0, [1, 1, 1, 1]), (0.5, [2, 1, 1]), (1, [2, 1, 1]), (2, [3, 1]), (4, [4])]
+)
+def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, late: float, sent: list[int]) -> None:
+    mover = Counting()
+    mover.late = late
+    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        items = prefill.asked(0)
+        for layer in range(LAYERS[0]):
+            prefill.compute(0, (layer, layer + 1), 0, TOKENS)
+            made.until(lambda: True)
+        prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
+        prefill.finish()
+        made.until(lambda: made.count(Received) == 1)
+        check(made, [items])
+        layers = [40 * TOKENS] * 3 + [2 * 2 * 16 * TOKENS]
+        assert mover.launches == [sum(layers[sum(sent[:i]) :][:n]) for i, n in enumerate(sent)]
 
 
 def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from cuda.core import Device
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["FAULTS", "call", "current", "driver", "enable_peer", "is_done", "ordinal_of", "uuid"]
+__all__ = ["FAULTS", "call", "current", "driver", "enable_peer", "has_nvlink", "is_done", "ordinal_of", "uuid"]
 
 
 _R = driver.CUresult
@@ -82,6 +82,16 @@ def ordinal_of(name: str) -> int | None:
         if uuid(device) == name:
             return device
     return None
+
+
+def has_nvlink(device: int) -> bool:
+    """Whether every peer that this process sees, one at least, is reached by a link with atomics: PCIe has none."""
+    kind, reach = driver.CUdevice_P2PAttribute, []
+    for peer in range(call(driver.cuDeviceGetCount(), "devices")):
+        if peer != device and Device(device).can_access_peer(peer):
+            asked = driver.cuDeviceGetP2PAttribute(kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, device, peer)
+            reach.append(bool(call(asked, "link")))
+    return bool(reach) and all(reach)
 
 
 _peers: set[tuple[int, int]] = set()

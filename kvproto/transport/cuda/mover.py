@@ -10,6 +10,7 @@ from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
+from kvproto.transport.cuda.driver import has_nvlink
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
@@ -47,6 +48,7 @@ class DeviceMover:
         self._beside = Copier(device, min(beside, self.copier.blocks), _LAUNCHES, long=long)
         """Of its own, so that what somebody waits for is not behind what waits for layers to be computed."""
         self._known: dict[int, _Known] = {}
+        self.late = _LATE if has_nvlink(device) else 1.0
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
         """As `kvproto.transport.cuda.memory.connect`."""
@@ -83,6 +85,8 @@ class DeviceMover:
         return known.prepared
 
 
+_LATE = 16.0
+"""NVLink moves rows 80 times faster than a prefill of Llama-3-8B computes them; leaves room for several at once."""
 _LAUNCHES = 32
 """At once: an engine that runs ahead of its GPU hands over the layers of a chunk before the first is computed."""
 _MOST = 4096

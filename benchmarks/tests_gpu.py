@@ -1,0 +1,74 @@
+"""Runs tests/gpu on this machine's GPUs, and keeps what was run, with what, and how it ended.
+
+`python benchmarks/tests_gpu.py [--write] [--sanitize]`: a process for each file of tests, some of them at once. With --sanitize
+the tests of the copy kernels run again under compute-sanitizer's memcheck. (Its racecheck looks at shared memory, which no kernel
+here uses.) --write keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from facts import facts
+
+from kvproto.measure.cuda import count
+
+ROOT = Path(__file__).parents[1]
+SANITIZED = ("tests/gpu/test_copier.py", "tests/gpu/test_packer.py")
+LATE = "not late"
+"""Tests of bytes that come late hold the GPU back for longer than they may under a sanitizer."""
+
+
+def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str] = ()) -> dict[str, Any]:
+    """One pytest: the outcome and the seconds of each test, and the end of what it printed where one failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [*before, sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
+        began = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - began
+        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+        tests = {f"{c.get('classname')}::{c.get('name')}": [next((e.tag for e in c if e.tag != "properties"), "passed"), float(c.get("time", 0))] for c in cases}
+    print(f"{'ok ' if done.returncode == 0 else 'BAD'} {len(tests):4} tests {seconds:6.1f} s  {' '.join(files)}", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"files": list(files), "rc": done.returncode, "seconds": round(seconds, 1), "tests": tests}
+    if before:
+        found["sanitizer"] = re.findall(r"ERROR SUMMARY: .*", done.stdout + done.stderr)
+    return found if done.returncode == 0 else found | {"output": (done.stdout + done.stderr)[-4000:]}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--write", action="store_true")
+    options.add_argument("--sanitize", action="store_true")
+    options.add_argument("--jobs", type=int, default=3, help="files at once")
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = list(pool.map(lambda file: run([file]), files))
+    if args.sanitize:
+        tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+        runs.append(run(SANITIZED, tool, ["-k", LATE]))
+    total = [outcome for r in runs for outcome, _ in r["tests"].values()]
+    print(f"{count()} GPUs: {total.count('passed')} passed, {total.count('skipped')} skipped, {len(total) - total.count('passed') - total.count('skipped')} failed")
+    for r in runs:
+        print("\n".join(r.get("sanitizer", [])) or r.get("output", ""), end="\n" if r["rc"] or "sanitizer" in r else "")
+    if args.write or args.out:
+        path = args.out or ROOT / f"benchmarks/results/tests_gpu_{count()}.json"
+        path.write_text(json.dumps(facts() | {"runs": runs}, indent=1) + "\n")
+    return 1 if any(r["rc"] for r in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
