@@ -10,8 +10,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def put(memory: DeviceMemory, data: Bytes) -> None:
+    """Waits, as the driver's own call returns when it has read pageable memory, and kernels of ours wait for no stream."""
     current(memory.device)
     call(driver.cuMemcpyHtoD(memory.address, data.ctypes.data, data.nbytes), "put")
+    call(driver.cuCtxSynchronize(), "put")
 
 
 def get(memory: DeviceMemory, length: int | None = None) -> Bytes:
