@@ -72,7 +72,9 @@ class Pair:
     @property
     def nothing(self) -> CopyProgram:
         """The program of a request without rows."""
-        return CopyProgram((EMPTY_MAP,) * len(self._maps), self._ops, self._steps, (None,) * len(self._maps))
+        maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
+        ends = tuple(0 if m.sink.kind == ItemKind.SLOT else None for m in self._maps)
+        return CopyProgram(maps, self._ops, self._steps, ends)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
         """The program of one request; windows by group id of their own side. Raises BAD_GRANT."""

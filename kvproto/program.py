@@ -217,6 +217,12 @@ class CopyProgram:
         """Bytes that the program writes."""
         return int(self._op_bytes.sum())
 
+    @property
+    def early(self) -> frozenset[int]:
+        """Maps whose rows may go before the end: neither opaque items nor state."""
+        ends = self.state_after or (None,) * len(self.maps)
+        return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None)
+
     def bytes_by_group(self) -> dict[int, int]:
         """The same, by sink group, of groups that move at all."""
         found: dict[int, int] = {}
@@ -268,13 +274,11 @@ class CopyProgram:
         stay the same array, so that a table of them stays known.
         """
         of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
-        ends = self.state_after or (None,) * len(self.maps)
-        maps = []
-        for i, (m, step, state) in enumerate(zip(self.maps, self.tokens_per_row, ends, strict=True)):
-            late = m.whole or state is not None
-            if i not in of_model or (late and end is not None):
+        early, maps = self.early, []
+        for i, (m, step) in enumerate(zip(self.maps, self.tokens_per_row, strict=True)):
+            if i not in of_model or (i not in early and end is not None):
                 m = EMPTY_MAP
-            elif not late and (first or end is not None):
+            elif i in early and (first or end is not None):
                 m = m.between(first // step, _ALL if end is None else end // step)
             maps.append(m)
         return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Layer
@@ -50,20 +52,22 @@ class Handed:
     """What was handed to a mover for one sink."""
 
     def __init__(self, program: CopyProgram) -> None:
-        ops = program.ops
-        self._layers: list[Layer] = sorted(set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True)))
+        self._layers = sorted(_layers(program.ops))
         self._tokens = dict.fromkeys(self._layers, 0)
+        self._early = _layers(program.ops[np.isin(program.ops["map"], list(program.early))])
+        """Layers that have rows which may go before the end."""
         self.begun = False
         """Whether anything was."""
 
     def due(self, there: Mapping[Layer, There], asked: Mapping[int, tuple[int, int]], late: float) -> bool:
-        """Whether what is there and was not handed over is as much as what is to come, in rows of a layer.
+        """Whether what is there and was not handed over is as much as what is to come, in tokens of a layer.
 
         Where nothing was handed over it has to be `late` times as much; with 0 anything at any time will do.
         asked: by model, positions [first, end).
         """
         waiting = coming = 0
-        for layer, handed in self._tokens.items():
+        for layer in self._early:
+            handed = self._tokens[layer]
             first, end = asked.get(layer[0], (0, 0))
             computed = max(min(there[layer].tokens, end), first) if layer in there else first
             waiting += max(computed - max(handed, first), 0)
@@ -107,3 +111,7 @@ class Handed:
             if bytes_:
                 found.append(Part(rows, span, tuple(sorted(events)), bytes_))
         return found
+
+
+def _layers(ops: npt.NDArray[np.void]) -> set[Layer]:
+    return set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True))

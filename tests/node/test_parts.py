@@ -81,7 +81,9 @@ def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: fl
     for program, _, _ in random_pairs(rng):
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
         asked = {model: (first := rng.randint(0, 9), first + rng.randint(0, 20)) for model in {m for m, _ in layers}}
-        wanted = {(layer, t) for layer in layers for t in range(*asked[layer[0]])}
+        maps = [not m.whole and (not program.state_after or program.state_after[i] is None) for i, m in enumerate(program.maps)]
+        early = {(int(op["model"]), int(op["layer"])) for op in program.ops if maps[op["map"]]}
+        wanted = {(layer, t) for layer in early for t in range(*asked[layer[0]])}
         handed, there, gone, n = Handed(program), dict[tuple[int, int], There](), set[Any](), 0
         for _ in range(12 if layers else 0):
             layer = rng.choice(layers)

@@ -28,7 +28,7 @@ from kvproto.lowering import Pair, lower
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
 from kvproto.program import CopyProgram, RowMap, Side, Window
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
 from tests.plan.programs import ITEMS, Held, hold, spans
@@ -433,6 +433,24 @@ def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> Non
     with pytest.raises(RemoteError) as caught:
         lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 16, np.arange(4))}, {0: asked})
     assert caught.value.code == ErrorCode.BAD_GRANT
+
+
+@pytest.mark.parametrize(
+    ("spec", "early"),
+    [
+        (GroupSpec.page_scales("scales", 1, kv_heads=1, page=4), frozenset()),
+        (GroupSpec.state("state", 1, parts={"s": (DType.F32, 1, 64)}), frozenset()),
+        (GroupSpec.mla("kv", 1, latent=8, rope=4, page=4), frozenset({0})),
+    ],
+)
+def test_a_pair_knows_what_may_go_early_before_there_is_a_request(spec: GroupSpec, early: frozenset[int]) -> None:
+    geometry = lay_out([spec])
+    side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
+    pair = Pair(plan(geometry, geometry).routes, side_, side_)
+    number = items_needed(geometry.groups[0], 0, 0, 16) if geometry.groups[0].kind == ItemKind.PAGE else 1
+    window = {0: Window(0, 16, np.arange(number))}
+    assert pair.nothing.early == pair.lower(window, window).early == early
+    assert (pair.nothing.bytes, pair.lower(window, window).bytes > 0) == (0, True)
 
 
 def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:

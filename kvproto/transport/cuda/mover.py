@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
@@ -23,8 +25,8 @@ __all__ = ["DeviceMover"]
 
 @attrs.frozen
 class _Known:
-    program: CopyProgram
-    """Kept, so that its table of operations keeps its identity."""
+    ops: npt.NDArray[np.void]
+    """Kept, so that the table of operations keeps its identity."""
     addresses: tuple[tuple[int, int], ...]
     prepared: Prepared
 
@@ -80,7 +82,7 @@ class DeviceMover:
         if known is None or known.addresses != addresses:
             if len(self._known) >= _MOST:
                 self._known.pop(next(iter(self._known)))
-            known = _Known(move.program, addresses, self.copier.prepare(move.program, sources, sinks))
+            known = _Known(move.program.ops, addresses, self.copier.prepare(move.program, sources, sinks))
             self._known[id(move.program.ops)] = known
         return known.prepared
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Layer
@@ -23,8 +25,8 @@ Side = Literal["source", "sink"]
 
 @attrs.frozen
 class _Known:
-    program: CopyProgram
-    """Kept, so that its table of operations keeps its identity."""
+    ops: npt.NDArray[np.void]
+    """Kept, so that the table of operations keeps its identity."""
     side: StreamSide
 
 
@@ -46,7 +48,7 @@ class DevicePacker:
             if len(self._known) >= _MOST:
                 self._known.pop(next(iter(self._known)))
             addresses, lengths = ({i: getattr(m, name) for i, m in memory.items()} for name in ("address", "length"))
-            known = self._known[key] = _Known(program, StreamSide(program, side, addresses, lengths))
+            known = self._known[key] = _Known(program.ops, StreamSide(program, side, addresses, lengths))
             self.copier.load({shape.word for shape in known.side.table.shapes})
         return known.side
 
