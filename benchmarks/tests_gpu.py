@@ -2,7 +2,8 @@
 
 `python benchmarks/tests_gpu.py [--write] [--sanitize]`: a process for each file of tests, some of them at once. With --sanitize
 the tests of the copy kernels run again under compute-sanitizer's memcheck. (Its racecheck looks at shared memory, which no kernel
-here uses.) --write keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed.
+here uses.) --write keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed;
+2: there is no GPU, or no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,13 +56,16 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=3, help="files at once")
     options.add_argument("--out", type=Path)
     args = options.parse_args()
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    if not count() or (args.sanitize and not shutil.which(tool[0])):
+        print("no GPU" if not count() else f"no {tool[0]}", file=sys.stderr)
+        return 2
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = list(pool.map(lambda file: run([file]), files))
     if args.sanitize:
-        tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
         runs.append(run(SANITIZED, tool, ["-k", LATE]))
-    total = [outcome for r in runs for outcome, _ in r["tests"].values()]
+    total = [outcome for r in runs for outcome, _ in r["tests"].values() or [("did not run", 0)]]
     print(f"{count()} GPUs: {total.count('passed')} passed, {total.count('skipped')} skipped, {len(total) - total.count('passed') - total.count('skipped')} failed")
     for r in runs:
         print("\n".join(r.get("sanitizer", [])) or r.get("output", ""), end="\n" if r["rc"] or "sanitizer" in r else "")

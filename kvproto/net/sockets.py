@@ -9,7 +9,8 @@ import ipaddress
 import os
 import stat
 import time
-from collections.abc import Hashable
+import weakref
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 import zmq
@@ -74,6 +75,7 @@ class Listener:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
+        self._end = weakref.finalize(self, _close, self._context, [self._socket])
         try:
             # ZeroMQ itself would take over an ipc path that someone listens on
             if address.startswith("ipc://") and _alive(address):
@@ -114,8 +116,14 @@ class Listener:
 
     def close(self) -> None:
         """Close, giving queued frames half a second."""
-        self._socket.close()
-        self._context.term()
+        self._end()
+
+
+def _close(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[bytes]]) -> None:
+    """Sockets first: a context waits for them, for ever where it is collected as garbage with them, or at exit."""
+    for socket in sockets:
+        socket.close()
+    context.term()
 
 
 def _alive(address: str) -> bool:
@@ -137,6 +145,7 @@ class Dialer:
         self._insecure = insecure
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -171,10 +180,8 @@ class Dialer:
         return True
 
     def close(self) -> None:
-        """Close all."""
-        for socket in self._sockets.values():
-            socket.close()
-        self._context.term()
+        """Close all, giving queued frames half a second."""
+        self._end()
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

@@ -62,11 +62,15 @@ class Handed:
     def due(self, there: Mapping[Layer, There], asked: Mapping[int, tuple[int, int]], late: float) -> bool:
         """Whether what is there and was not handed over is as much as what is to come, in tokens of a layer.
 
-        Where nothing was handed over it has to be `late` times as much; with 0 anything at any time will do.
-        asked: by model, positions [first, end).
+        Where nothing was handed over it has to be `late` times as much, and if that is less than 1, later too. Models
+        none of whose layers is there do not count: they may be told of by the end alone. asked: by model, positions
+        [first, end).
         """
         waiting = coming = 0
+        known = {model for model, _ in there}
         for layer in self._early:
+            if layer[0] not in known:
+                continue
             handed = self._tokens[layer]
             first, end = asked.get(layer[0], (0, 0))
             computed = max(min(there[layer].tokens, end), first) if layer in there else first

@@ -51,7 +51,7 @@ class Finished:
 
 @attrs.frozen
 class Computed:
-    """Rows that are there while others of the request still compute."""
+    """Rows that are there while others of the request still compute: say so of all layers of a model, or of none."""
 
     items: Mapping[int, list[int]]
     """Item ids by this side's group id, from the one that holds token 0; those of the rows that are there suffice."""

@@ -49,16 +49,6 @@ class Received:
     seconds: float
 
 
-@attrs.frozen
-class _StandIn:
-    """A source rank's pair with a layout of ours in place of its own."""
-
-    plan: Plan
-    items: int
-    """Of each of its groups."""
-    pair: Pair
-
-
 class SinkNode:
     """Everything that a decode rank needs of kvproto, for one source replica; call `poll` often."""
 
@@ -91,8 +81,10 @@ class SinkNode:
         self._grants: dict[int, dict[int, Grants]] = {}
         self._unproven: dict[int, dict[int, int]] = {}
         """Items in quarantine, by transfer and group."""
-        self._stand_ins: dict[int, _StandIn] = {}
-        """By source rank."""
+        self._stand_ins: dict[int, Pair] = {}
+        """Pairs of source ranks, with a layout of ours in place of theirs ..."""
+        self._stood: tuple[Plan, Geometry] | None = None
+        """... by this plan, of this source."""
         self._most = quarantine
         self._watches: dict[int, Watch | None] = {}
         """Of the writers' processes, by session; None: its end cannot be seen from here."""
@@ -120,6 +112,7 @@ class SinkNode:
                 if staging is not None and not handle.data:
                     receiver = StagedReceiver(staging)
                     self._receivers[source] = receiver
+                    mover.place.prepare(self._stand_in(source).nothing, "sink", {0: self.pool.memory})
             else:
                 handles += [h for h in region.handles if h.transport == mover.transport]
         return (attrs.evolve(region, handles=tuple(handles)), *more), receiver
@@ -288,29 +281,36 @@ class SinkNode:
         plan, source = self.endpoint.plan, self.endpoint.source
         assert plan is not None
         assert source is not None
-        routes = plan.between(writer, self.pool.side.rank)
         rank = next(r for r in source.ranks if r.rank == writer)
         groups = {g.id: g for g in source.groups}
         drawn: dict[int, list[Grants]] = {}
-        for route in routes:
+        for route in plan.between(writer, self.pool.side.rank):
             for id in {box.source_group for box in route.boxes}:
                 drawn.setdefault(id, []).append(grants[route.group])
         sources = {}
-        most = 1
         for share in rank.owns:
             some = drawn.get(share.group, [])
             first = min((g.first for g in some), default=0)
             count = max((g.first + g.count for g in some), default=0) - first
             items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
             sources[share.group] = Window(first, count, np.arange(items))
-            most = max(most, items)
+        return self._stand_in(writer).lower(sources, windows(grants.values()))
+
+    def _stand_in(self, writer: int) -> Pair:
+        """A source rank's pair; its side of it is asked for nothing but what a stream's order depends on."""
+        plan, source = self.endpoint.plan, self.endpoint.source
+        assert plan is not None
+        assert source is not None
+        if self._stood is None or self._stood[0] is not plan or self._stood[1] is not source:
+            if self._stood != (plan, source):  # each session has its own, as a rule equal
+                self._stand_ins.clear()
+            self._stood = plan, source
         known = self._stand_ins.get(writer)
-        if known is None or known.plan is not plan or known.items < most:
-            enough = 1 << (most - 1).bit_length()
-            columns = pack(source, writer, dict.fromkeys(groups, enough))[0]
-            pair = Pair(routes, Side(source, writer, columns), self.pool.side)
-            known = self._stand_ins[writer] = _StandIn(plan, enough, pair)
-        return known.pair.lower(sources, windows(grants.values()))
+        if known is None:
+            columns = pack(source, writer, {g.id: 1 for g in source.groups})[0]
+            known = Pair(plan.between(writer, self.pool.side.rank), Side(source, writer, columns), self.pool.side)
+            self._stand_ins[writer] = known
+        return known
 
     def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
         """Compare checksums."""

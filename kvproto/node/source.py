@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.geometry import Geometry
 from kvproto.lowering import Pair
 from kvproto.net import Listener
@@ -109,9 +109,12 @@ class SourceNode:
         """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
 
         What is computed is copied in parts of at least `part` bytes to each sink, but for the last; the first of them
-        when it is `late` times what is to come (None: as suits the link), later ones when they are as much as that.
+        when it is `late` times what is to come (None: as suits the link), later ones when they are as much as that
+        (`late` times, where it is less than 1; 0: as soon as they are there). Raises OUT_OF_RANGE for another `late`.
         With `pull` sinks that offer that too read, each for `lease` seconds, or longer if they ask (feature PULL).
         """
+        if late is not None and not late >= 0:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "late", "0 at least", str(late))
         self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
         features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()

@@ -49,7 +49,7 @@ _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
 """The same, of an eager agent's thread: for callers that do not ask."""
-_MOST_KEPT = 4096
+_MOST_KEPT = 1 << 14
 """Transfers to post again."""
 
 
@@ -287,6 +287,9 @@ class Agent:
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
             self._let_go(nixl, lambda way: way[2].name == named.name)  # NIXL may put new keys for old ones
+            for write in self._posted:  # these use the old ones, once
+                if write._way and write._way[2].name == named.name:
+                    write._way = None
             try:
                 nixl.load(named)
             except Exception as e:

@@ -111,7 +111,8 @@ class StreamColumns:
         for name, extent in extents.items():
             reach = reach + np.maximum(extent - 1, 0) * ops[f"{side}_{name}_stride"]
         lengths = np.array([regions.get(i, -1) for i in ops[f"{side}_region"].tolist()], np.int64)
-        for k in np.flatnonzero(reach > lengths)[:1].tolist():
+        there = extents["item"] > 0  # where there is none, `bounds` refuses any
+        for k in np.flatnonzero((reach > lengths) & there)[:1].tolist():
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}", f"{lengths[k]} bytes",
                 f"{reach[k]} bytes", "a layout of the region",

@@ -16,7 +16,10 @@ import pytest
 from rich.console import Console
 
 from kvproto.probe import Constants, Host, Measured, Probe, Sample, save
+from kvproto.transport.nixl_direct import Costs
+from kvproto.transport.nixl_mover import NixlMover
 from kvproto_reference.demo.__main__ import DemoOptions, run
+from kvproto_reference.demo.options import parse
 
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
 FLIP = str(Path(__file__).with_name("flip.py"))
@@ -78,14 +81,20 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-@pytest.mark.parametrize("packed", [None, 2e8])
-def test_over_nixl(prompts: Path, tmp_path: Path, packed: float | None) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
     args: list[str | Path] = []
-    if packed:  # packing is slow there: what is longer than 250 bytes is written directly
-        links, some = {"direct": 1e9, "packed": packed}, (Sample(1 << 20, 1, 1e-3),)
+    if measured:  # packing is slow there: what is longer than 250 bytes is written directly
+        links, some = {"direct": 1e9, "packed": 2e8}, (Sample(1 << 20, 1, 1e-3),)
         ways = (Measured("nixl", way, "host", "host", some, Constants(n, 1e-6, 1e-6)) for way, n in links.items())
         args = ["--costs", tmp_path / "costs.json"]
         save(Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64"), tuple(ways)), tmp_path / "costs.json")
+        tmp_path.chmod(0o700)
+        options = parse("decode", ["--dir", str(tmp_path), "--transport", "nixl", *map(str, args)])
+        (mover,) = options.movers(0)
+        assert isinstance(mover, NixlMover)
+        assert mover.way == Costs(1e-6, 1e9, 0.2)
+        mover.close()
     result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
     assert result.returncode == 0, result.stderr
     told = report(result)

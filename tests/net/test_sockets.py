@@ -1,6 +1,9 @@
 """Where frames may travel."""
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,22 @@ def test_frames_both_ways(folder: Path) -> None:
     assert dialer.receive() == [(listener.address, b"answer")]
     dialer.close()
     listener.close()
+
+
+def test_what_nobody_closed_ends_with_its_owner(folder: Path) -> None:
+    """Collected in a cycle, where a context alone would wait for sockets that are garbage too."""
+    for n in range(3):
+        address = private_address(folder, f"kv-{n}")
+        listener, dialer = Listener(address), Dialer()
+        assert dialer.send(address, b"hello")
+        assert dialer.send(private_address(folder, "nobody"), b"hello")
+        cycle: list[Any] = [listener, dialer]
+        cycle.append(cycle)
+        ends = [weakref.ref(each) for each in (listener, dialer)]
+        del listener, dialer, cycle
+        gc.collect()
+        assert [end() for end in ends] == [None, None]
+        Listener(address).close()  # it is free
 
 
 def test_unknown_peer_is_no_crash(folder: Path) -> None:

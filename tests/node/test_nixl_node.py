@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,20 @@ import pytest
 
 import kvproto.node.sink
 import kvproto.node.source
+from kvproto.describe import PRESETS, Parallel, describe
 from kvproto.errors import RemoteError
+from kvproto.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import allocate
+from kvproto.node.pool import allocate, pack
 from kvproto.node.sink import Received
+from kvproto.plan import plan
+from kvproto.program import CopyProgram, Side
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionRefused
 from kvproto.transport.nixl_direct import Costs, Way
 from kvproto.transport.nixl_mover import NixlMover
+from kvproto.transport.nixl_place import HostPlace
 from kvproto.transport.shm import HostMover
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
@@ -59,6 +65,49 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     yield make
     for each in made:
         each.close()
+
+
+def test_streams_are_prepared_when_memory_is_registered(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both sides, for the operations of requests to come."""
+    known, asked = dict[tuple[str, int], Any](), list[tuple[str, int]]()
+    packer = HostPlace.packer
+
+    def prepare(self: HostPlace, program: CopyProgram, side: str, memory: Any) -> None:
+        assert program.bytes == 0
+        known[side, id(program.ops)] = program.ops
+
+    def pack(self: HostPlace, program: CopyProgram, side: Any, *more: Any) -> Any:
+        asked.append((side, id(program.ops)))
+        return packer(self, program, side, *more)
+
+    monkeypatch.setattr(HostPlace, "prepare", prepare)
+    monkeypatch.setattr(HostPlace, "packer", pack)
+    made = pair(2, 2)
+    made.until(lambda: made.count(Ready) == 2)
+    number = len(known)
+    check(made, hand_over(made, np.random.default_rng()))
+    assert {side for side, _ in asked} == {"source", "sink"}
+    assert set(asked) == set(known)
+    assert len(known) == number
+
+
+def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
+    sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
+    pool = SimpleNamespace(side=Side(sides[0], 0, pack(sides[0], 0, {0: 4})[0]))
+    node: Any = SimpleNamespace(endpoint=SimpleNamespace(), pool=pool, _stand_ins={}, _stood=None)
+
+    def stand_in(source: Geometry, writer: int) -> Any:
+        node.endpoint.source, node.endpoint.plan = source, plan(source, sides[0])
+        return SinkNode._stand_in(node, writer)
+
+    first = stand_in(sides[1], 0)
+    assert first.source.geometry is sides[1]
+    assert stand_in(sides[1], 0) is stand_in(decode_geometry(encode_geometry(sides[1])), 0) is first
+    assert stand_in(sides[1], 1) is not first
+    assert stand_in(sides[0], 0).source.geometry is sides[0]
+    assert stand_in(sides[1], 0) is not first
 
 
 class Chunks:

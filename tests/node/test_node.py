@@ -45,9 +45,10 @@ class Pair(Nodes):
         give: Callable[[], Sequence[Mover]] = list, take: Callable[[], Sequence[Mover]] = list,
         part: int = PART,
         pull: bool = False, pull_source: bool = False, pull_sink: bool = False, lease: float = 10.0,
+        late: float | None = None,
     ) -> None:  # fmt: skip
         self._give = give
-        self._more: dict[str, Any] = {"part": part, "pull": pull or pull_source, "lease": lease}
+        self._more: dict[str, Any] = {"part": part, "pull": pull or pull_source, "lease": lease, "late": late}
         self.sent: tuple[dict[int, Any], dict[int, list[int]]] = {}, {}
         addresses = {r.rank: private_address(folder, f"kv-{r.rank}") for r in source.ranks}
         sinks = [

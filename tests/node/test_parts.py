@@ -91,7 +91,9 @@ def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: fl
             computed = {(layer, t) for layer, t in wanted if layer in there and t < there[layer].tokens}
             factor = min(late, 1) if n else late
             due = handed.due(there, asked, late)
-            assert due == (len(computed - gone) >= factor * len(wanted - computed))
+            models = {model for model, _ in there}
+            coming = {(layer, t) for layer, t in wanted - computed if layer[0] in models}
+            assert due == (len(computed - gone) >= factor * len(coming))
             if due and rng.random() < 0.5:
                 handed.advance(there)
                 gone, n = computed, n + 1
@@ -208,10 +210,11 @@ class Prefill:
 
 @contextlib.contextmanager
 def pairs(
-    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1
-) -> Iterator[Pair]:
+    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1,
+    late: float | None = None,
+) -> Iterator[Pair]:  # fmt: skip
     folder.chmod(0o700)
-    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part=part)
+    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part=part, late=late)
     try:
         yield made
     finally:
@@ -323,12 +326,12 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "sent"), [(0, [1, 1, 1, 1]), (0.5, [2, 1, 1]), (1, [2, 1, 1]), (2, [3, 1]), (4, [4])]
+    ("late", "sent"), [(0, [1, 1, 1, 1]), (0.5, [1, 1, 1, 1]), (1, [2, 1, 1]), (2, [2, 1, 1]), (3, [3, 1])]
 )
 def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, late: float, sent: list[int]) -> None:
+    """Three layers of the target; nothing is said of the draft's before the end."""
     mover = Counting()
-    mover.late = late
-    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
+    with pairs(tmp_path, 1, 1, lambda: [mover], late=late) as made:
         prefill = Prefill(made, np.random.default_rng())
         items = prefill.asked(0)
         for layer in range(LAYERS[0]):
@@ -340,6 +343,25 @@ def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, lat
         check(made, [items])
         layers = [40 * TOKENS] * 3 + [2 * 2 * 16 * TOKENS]
         assert mover.launches == [sum(layers[sum(sent[:i]) :][:n]) for i, n in enumerate(sent)]
+
+
+def test_a_mover_says_how_late_its_link_lets_parts_be(tmp_path: Path) -> None:
+    mover = Counting()
+    mover.late = 1.0
+    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
+        prefill = Prefill(made, np.random.default_rng())
+        prefill.asked(0)
+        for layers, launches in (((0, 1), 0), ((1, 2), 1)):
+            prefill.compute(0, layers, 0, TOKENS)
+            made.until(lambda: True)
+            assert len(mover.launches) == launches
+
+
+@pytest.mark.parametrize("late", [-0.1, float("nan")])
+def test_no_part_is_earlier_than_at_once(late: float, tmp_path: Path) -> None:
+    with pytest.raises(LocalError) as caught, pairs(tmp_path, 1, 1, lambda: [HostMover()], late=late):
+        pass
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "late")
 
 
 def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvproto.errors import LocalError
 from kvproto.execute import execute
-from kvproto.program import CopyProgram
+from kvproto.program import EMPTY_MAP, CopyProgram
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
@@ -102,8 +102,9 @@ def test_requests_of_one_pair_share_a_side(kernels: Kernels, seed: int) -> None:
         there = {r: dice.integers(0, 256, n, np.uint8) for r, n in to_lengths.items()}
         wanted = {r: a.copy() for r, a in there.items()}
         execute(program, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
-        out = Emulated(kernels, program, "source", here, 2, before=whole)
-        into = Emulated(kernels, program, "sink", there, 2, before=whole)
+        before = rng.choice([whole, attrs.evolve(whole, maps=(EMPTY_MAP,) * len(maps))])  # as at registration
+        out = Emulated(kernels, program, "source", here, 2, before=before)
+        into = Emulated(kernels, program, "sink", there, 2, before=before)
         data = np.zeros(program.bytes, np.uint8)
         by_hand = np.zeros_like(data)
         assert out.table.order.length == into.table.order.length == data.size
@@ -130,6 +131,8 @@ def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) 
             size = made.cut(at, min(most, order.length - at))
             assert 0 < size <= most
             assert at + size in ends or not any(at < e <= at + size for e in ends)
+            if at in ends:
+                assert {p.word for p in made.chunk(at, size, 1 << 20).parts} <= set(made._side.words)
             at += size
         assert at == order.length
 

@@ -218,6 +218,35 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_nixl
+def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.transport.nixl._MOST_KEPT", 4)
+    with Agent() as agent, Agent() as other:
+        memory = bytearray(4096)
+        own = agent.register(bytearray(range(256)) * 16, 1024)
+        peer = agent.connect(other.register(memory, 1024).region(0), "regions[0]")
+        for size in (1, 2, 3, 4, 1, 5, 6):
+            assert peer.write(own.slot(0, size), peer.slot(1, size)).wait(LONG)
+            assert memory[1024 : 1024 + size] == bytes(range(size))
+        assert [way[-1] for way in agent._kept] == [4, 1, 5, 6]
+
+
+@needs_nixl
+def test_what_is_under_way_while_keys_are_loaded_anew_is_not_posted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Agent(eager=True) as agent, Agent() as other:
+        own = agent.register(bytearray(4096), 1024)
+        peer = agent.connect(other.register(bytearray(4096), 1024).region(0), "regions[0]")
+        post = agent._nixl.post  # type: ignore[union-attr]
+        monkeypatch.setattr(agent._nixl, "post", lambda handle: post(handle) and False)  # as over slower links
+        write = peer.write(own.slot(0, 1024), peer.slot(0, 1024))
+        assert write.proof is None
+        agent.connect(other.register(bytearray(8)).region(1), "regions[1]")
+        assert write.wait(LONG)
+        assert not agent._kept
+        assert peer.write(own.slot(0, 1024), peer.slot(0, 1024)).wait(LONG)
+        assert len(agent._kept) == 1
+
+
+@needs_nixl
 def test_transfers_that_are_posted_again_carry_what_the_slots_have_now() -> None:
     with Agent() as agent, Agent() as other:
         memory, dice = bytearray(3 * 4096), random.Random(3)

@@ -17,7 +17,7 @@ from kvproto.grants import items_needed
 from kvproto.lowering import lower
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.plan import Plan, plan
-from kvproto.program import CopyProgram, Side, Window
+from kvproto.program import EMPTY_MAP, CopyProgram, Side, Window
 from kvproto.transport.packed import PackedStream, pack, unpack
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
@@ -227,6 +227,18 @@ def test_a_program_that_leaves_its_memory() -> None:
         with pytest.raises(KvprotoError) as caught:
             PackedStream(program, "source", regions)
         assert caught.value.code == ErrorCode.OUT_OF_REGION
+
+
+def test_a_pool_without_items_is_one_that_nothing_is_drawn_from() -> None:
+    program, memory = small()
+    ops = program.ops.copy()
+    ops["source_items"] = 0
+    ops["source_offset"] = len(memory)
+    empty = CopyProgram((EMPTY_MAP,) * len(program.maps), ops, program.tokens_per_row)
+    assert PackedStream(empty, "source", {0: memoryview(memory)}).length == 0
+    with pytest.raises(KvprotoError) as caught:
+        PackedStream(attrs.evolve(program, ops=ops), "source", {0: memoryview(memory)})
+    assert caught.value.code == ErrorCode.OUT_OF_REGION
 
 
 def test_an_item_beyond_the_pool() -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import attrs
-import numpy as np
-import numpy.typing as npt
-
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
@@ -16,19 +12,12 @@ from kvproto.transport.cuda.driver import has_nvlink
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
+from kvproto.transport.cuda.once import Once
 from kvproto.transport.cuda.table import LONG
 from kvproto.wire.enums import ErrorCode, Transport
 from kvproto.wire.messages import Region
 
 __all__ = ["DeviceMover"]
-
-
-@attrs.frozen
-class _Known:
-    ops: npt.NDArray[np.void]
-    """Kept, so that the table of operations keeps its identity."""
-    addresses: tuple[tuple[int, int], ...]
-    prepared: Prepared
 
 
 class DeviceMover:
@@ -49,7 +38,7 @@ class DeviceMover:
         self.copier = Copier(device, blocks, _LAUNCHES, long=long)
         self._beside = Copier(device, min(beside, self.copier.blocks), _LAUNCHES, long=long)
         """Of its own, so that what somebody waits for is not behind what waits for layers to be computed."""
-        self._known: dict[int, _Known] = {}
+        self._tables = Once[Prepared]()
         self.late = _LATE if has_nvlink(device) else 1.0
 
     def connect(self, region: Region, path: str) -> DeviceMapped:
@@ -73,26 +62,19 @@ class DeviceMover:
 
     def close(self) -> None:
         """Forget the tables."""
-        self._known.clear()
+        self._tables.clear()
 
     def _prepared(self, move: Move) -> Prepared:
         sources, sinks = _addresses(move.sources), _addresses(move.sinks)
         addresses = (*sorted(sources.items()), *sorted(sinks.items()))
-        known = self._known.get(id(move.program.ops))
-        if known is None or known.addresses != addresses:
-            if len(self._known) >= _MOST:
-                self._known.pop(next(iter(self._known)))
-            known = _Known(move.program.ops, addresses, self.copier.prepare(move.program, sources, sinks))
-            self._known[id(move.program.ops)] = known
-        return known.prepared
+        made = lambda: self.copier.prepare(move.program, sources, sinks)  # noqa: E731
+        return self._tables.get(move.program.ops, addresses, made)
 
 
 _LATE = 16.0
 """NVLink moves rows 80 times faster than a prefill of Llama-3-8B computes them; leaves room for several at once."""
 _LAUNCHES = 32
 """At once: an engine that runs ahead of its GPU hands over the layers of a chunk before the first is computed."""
-_MOST = 4096
-"""Tables kept: rank pairs that a rank may have at once."""
 
 
 def _addresses(side: Mapping[int, Memory | Mapped]) -> dict[int, int]:

@@ -6,15 +6,12 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import attrs
-import numpy as np
-import numpy.typing as npt
-
 from kvproto.program import CopyProgram
 from kvproto.transport.base import Layer
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.cuda.once import Once
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 
 __all__ = ["DevicePacker", "DeviceStream"]
@@ -23,34 +20,26 @@ __all__ = ["DevicePacker", "DeviceStream"]
 Side = Literal["source", "sink"]
 
 
-@attrs.frozen
-class _Known:
-    ops: npt.NDArray[np.void]
-    """Kept, so that the table of operations keeps its identity."""
-    side: StreamSide
-
-
 class DevicePacker:
     """Makes the streams of one GPU; they share a copier and what it needs on the device."""
 
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
         self.copier = Copier(device, blocks)
         self._idle: list[Room] = []
-        self._known: dict[tuple[int, Side, tuple[tuple[int, int, int], ...]], _Known] = {}
+        self._sides = Once[StreamSide]()
 
     def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
         """What no request of a rank pair changes, made once; memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""
         for each in memory.values():
             each.check()
-        key = id(program.ops), side, tuple((i, m.address, m.length) for i, m in sorted(memory.items()))
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MOST:
-                self._known.pop(next(iter(self._known)))
-            addresses, lengths = ({i: getattr(m, name) for i, m in memory.items()} for name in ("address", "length"))
-            known = self._known[key] = _Known(program.ops, StreamSide(program, side, addresses, lengths))
-            self.copier.load({shape.word for shape in known.side.table.shapes})
-        return known.side
+        places = tuple((i, m.address, m.length) for i, m in sorted(memory.items()))
+
+        def make() -> StreamSide:
+            made = StreamSide(program, side, {i: at for i, at, _ in places}, {i: n for i, _, n in places})
+            self.copier.load(made.words)
+            return made
+
+        return self._sides.get(program.ops, (side, places), make)
 
     def stream(
         self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory], after: Sequence[int] = ()
@@ -74,10 +63,6 @@ class DevicePacker:
                 self._idle.remove(room)
                 return room
         return self.copier.room(image, rows)
-
-
-_MOST = 4096
-"""Tables kept: rank pairs that a rank may have at once."""
 
 
 class DeviceStream:

@@ -89,6 +89,12 @@ class StreamSide:
         self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
         """Of each column; of each operation of the table."""
 
+    @property
+    def words(self) -> list[int]:
+        """Widths of words that chunks of whole records may take: where a column lies depends on those before it."""
+        found = {shape.word for shape in self.table.shapes}
+        return [w for w in tables.WORDS if found and min(found) <= w <= max(found)]
+
 
 class StreamTable:
     """One request's stream; raises OUT_OF_REGION where its maps leave the pools."""
