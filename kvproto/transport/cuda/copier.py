@@ -111,6 +111,8 @@ class Copy:
     bytes: int
     began: Event | None = None
     """Before the upload, where the copier times."""
+    jobs: Sequence[Job] = attrs.field(default=(), repr=False)
+    """Whose tables it reads: they are there as long as this is."""
 
     @property
     def seconds(self) -> float:
@@ -252,7 +254,7 @@ class Copier:
                 self.follow(after)
                 if few.chunks:
                     self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
-                return Copy(self._record(), few.bytes, began)
+                return Copy(self._record(), few.bytes, began, jobs)
         parts = tables.parts(works, max(self._slots // 2, 1))
         rooms = self._take([tables.sizes(part) for part in parts])
         began, total = None, 0
@@ -264,7 +266,7 @@ class Copier:
                 room.event = self._record()
                 self._rooms.append(room)
                 total += made.bytes
-        return Copy(rooms[-1].event, total, began)
+        return Copy(rooms[-1].event, total, began, jobs)
 
     def _launch(self, made: tables.Launch, room: Room, after: Sequence[int] | None) -> None:
         """Rows are expanded while producers compute (`after` their events), or else while the part before moves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvproto.errors import LocalError
 from kvproto.program import CopyProgram
@@ -67,8 +68,8 @@ class DeviceMover:
     def _prepared(self, move: Move) -> Prepared:
         sources, sinks = _addresses(move.sources), _addresses(move.sinks)
         addresses = (*sorted(sources.items()), *sorted(sinks.items()))
-        made = lambda: self.copier.prepare(move.program, sources, sinks)  # noqa: E731
-        return self._tables.get(move.program.ops, addresses, made)
+        make = partial(self.copier.prepare, move.program, sources, sinks)
+        return self._tables.get(move.program.ops, addresses, make)
 
 
 _LATE = 16.0
