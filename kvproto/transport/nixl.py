@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import secrets
 import select
 import threading
@@ -216,7 +215,8 @@ class Agent:
         self._eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[Nixl], None]] = deque()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell = threading.Event()
+        """A SimpleQueue may wait for ever in spite of a short timeout: Python counts it down below 0."""
         self._rests = False
         """Whether the thread waits for the bell alone."""
         self._lively = False
@@ -324,7 +324,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        self._bell.put(None)
+        self._bell.set()
         self._thread.join()
         os.close(self._wake)
 
@@ -344,8 +344,8 @@ class Agent:
             lively, self._lively = self._lively, False
             timeout = pause if self._posted or lively else None
             self._rests = timeout is None
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=timeout)
+            self._bell.wait(timeout)
+            self._bell.clear()  # before the look at jobs: who adds one rings after it
             with self._turn:
                 pause = soon if self._move() else min(pause * 2, late)
         with self._turn:
@@ -504,7 +504,7 @@ class Agent:
             self._jobs.append(job)
         self.move()
         if not self._eager or (self._posted and self._rests):
-            self._bell.put(None)
+            self._bell.set()
 
     def _call(self, work: Callable[[Nixl], T]) -> T:
         """Do it with NIXL, in turn; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
