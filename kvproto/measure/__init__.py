@@ -1,1 +1,1 @@
-"""How `kvproto.probe` times each transport; a module a transport, loaded only where that transport is probed."""
+"""How `kvproto.probe` times each transport, a module each, loaded only where it is probed; `choice` is for movers."""

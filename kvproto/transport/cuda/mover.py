@@ -31,7 +31,7 @@ class DeviceMover:
     def __init__(self, device: int = 0, blocks: int | None = None, long: int | None = None, beside: int = 16) -> None:
         """As of `Copier`; beside: thread blocks of launches while what comes after them is being computed.
 
-        For `long`, see `kvproto.transport.measured`, which asks a file of `kvproto probe`.
+        For `long`, see `kvproto.measure.choice`, which asks a file of `kvproto probe`.
         """
         long = LONG if long is None else long
         if beside < 1:

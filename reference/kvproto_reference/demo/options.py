@@ -9,11 +9,11 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.geometry import Geometry
+from kvproto.measure.choice import long_runs, nixl_costs
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.probe import Probe, load
 from kvproto.transport.base import Mover
-from kvproto.transport.measured import long_runs, nixl_costs
 from kvproto.transport.nixl_direct import Way
 from kvproto.transport.nixl_mover import NixlMover
 from kvproto.wire.enums import ErrorCode

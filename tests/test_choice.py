@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvproto.measure.choice import long_runs, nixl_costs
 from kvproto.probe import Constants, Host, Measured, Probe, Sample
 from kvproto.program import Runs
-from kvproto.transport.measured import long_runs, nixl_costs
 from kvproto.transport.nixl_direct import Way, choose, threshold
 
 LENGTHS = (256, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
