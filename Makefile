@@ -23,6 +23,7 @@ check: $(STAMP)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PY) -m kvproto.wire.make --check
+	@$(PY) benchmarks/tables.py --check
 
 bench: $(STAMP)
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
