@@ -21,6 +21,8 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Dialer", "Listener", "private_address"]
 
 _MAX_FRAME = (1 << 24) + 16
+_LINGER = 500
+"""Milliseconds for frames that are still to go when a socket closes."""
 
 
 def private_address(directory: str | Path, name: str) -> str:
@@ -73,7 +75,7 @@ class Listener:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.LINGER, _LINGER)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
         self._end = weakref.finalize(self, _close, self._context, [self._socket])
         try:
@@ -169,7 +171,7 @@ class Dialer:
         if address not in self._sockets:
             _check(address, self._insecure)
             socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 500)
+            socket.setsockopt(zmq.LINGER, _LINGER)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
             socket.connect(address)
             self._sockets[address] = socket

@@ -124,9 +124,9 @@ class SourceNode:
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1, this_process())
-        self._part, self._late_by = part, late
-        self._late: dict[bytes, Expired | Released] = {}
-        """Over while a copy still reads their items."""
+        self._part, self._late = part, late
+        self._held_back: dict[bytes, Expired | Released] = {}
+        """Of requests that are over while a copy still reads their items."""
         self._requests: dict[bytes, Request] = {}
         self._attempts: dict[tuple[int, int, int], _Attempt] = {}
         """By session, sequence and attempt."""
@@ -169,7 +169,7 @@ class SourceNode:
                 elif isinstance(event, Serve):
                     self._join(event)
                 elif isinstance(event, Expired | Released):
-                    self._late[event.key] = event
+                    self._held_back[event.key] = event
                 elif isinstance(event, Fetched):
                     told += self._fetched(event)
                 else:
@@ -236,7 +236,7 @@ class SourceNode:
         return Pair(session.plan.between(self.pool.side.rank, session.peer.rank), self.pool.side, sink)
 
     def _wanted(self, serve: Serve) -> bool:
-        return self.endpoint.active(serve) and serve.key not in self._late
+        return self.endpoint.active(serve) and serve.key not in self._held_back
 
     def _join(self, serve: Serve) -> None:
         """Somebody asks."""
@@ -307,7 +307,7 @@ class SourceNode:
         """Whether a part should go now."""
         pair, mover = attempt.way.pair, attempt.way.mover
         attempt.handed = attempt.handed or Handed(pair.nothing)
-        late = mover.late if self._late_by is None else self._late_by
+        late = mover.late if self._late is None else self._late
         return attempt.handed.due(request.there, asked(pair, attempt.serve.transfer.grants), late)
 
     def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
@@ -405,7 +405,7 @@ class SourceNode:
 
     def _over(self) -> list[Event | Sent]:
         """Tell of requests that are over, once no copy reads their items."""
-        return [self._late.pop(key) for key in list(self._late) if not self.reads(key)]
+        return [self._held_back.pop(key) for key in list(self._held_back) if not self.reads(key)]
 
     def _answer(self, attempt: _Attempt) -> list[Event | Sent]:
         """Done or Failed, now that no part is under way."""
@@ -415,7 +415,7 @@ class SourceNode:
         finished = request.finished if request is not None else None
         error = attempt.error
         if error is None and not (attempt.last and self._wanted(serve)):
-            error = _LATE if serve.key in self._late else _GONE
+            error = _LATE if serve.key in self._held_back else _GONE
         if error is not None or session is None or session.peer is None or finished is None or program is None:
             self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []

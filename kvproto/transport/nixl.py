@@ -11,10 +11,9 @@ more to arrive. A write that is released before it is ready may arrive all the s
 known of it: UNPROVABLE. To abort with proof, post nothing more and wait for what was posted. A write that the peer's
 death ended cannot be proved by this transport.
 
-What is posted again. To make a transfer costs more than to post it, so that of a write from slot to slot is kept when
-the write is complete, and serves the next one of the same two slots and length; the one that served longest ago makes
-room where there are too many. It is NIXL's until its write is over, and released before either side's memory is closed
-or registered anew.
+What is posted again. The transfer of a write from slot to slot is kept when the write is complete (nixl_kept.py), and
+serves the next one of the same two slots and length. It is NIXL's until its write is over, and released before either
+side's memory is closed or registered anew.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ import numpy as np
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.nixl_binding import Descriptors, Nixl
 from kvproto.transport.nixl_handle import Memory, Named
+from kvproto.transport.nixl_kept import Kept, Slots
 from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
@@ -90,6 +90,11 @@ class Registered(_Slotted):
         self._list, self._metadata = list_, metadata
 
     @property
+    def closed(self) -> bool:
+        """Whether it may no longer be read or written."""
+        return self._list is None
+
+    @property
     def handle(self) -> Handle:
         """For `Region.handles`: about 600 bytes; names this memory alone."""
         named = Named(self._agent.name, self.memory, self.slot_bytes, self._metadata)
@@ -117,8 +122,8 @@ class Registered(_Slotted):
 class Write:
     """Bytes on their way to one peer's memory."""
 
-    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], way: _Way | None = None) -> None:
-        self._agent, self.bytes, self._peers, self._way = agent, bytes_, peers, way
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: Slots | None = None) -> None:
+        self._agent, self.bytes, self._peers, self._slots = agent, bytes_, peers, slots
         self._proof: Proof | None = None
         self._error: KvprotoError | None = None
         self._over = False
@@ -181,12 +186,12 @@ class Peer(_Slotted):
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
-        way = None
+        slots = None
         if isinstance(source, _Slot) and isinstance(to, _Slot) and to.owner is self:
             own = source.owner
             if isinstance(own, Registered) and own._agent is self._agent:
-                way = own, source.address, self, to.address, source.length
-        write = Write(self._agent, source.length, (self,), way)
+                slots = Slots(own, source.address, self, to.address, source.length)
+        write = Write(self._agent, source.length, (self,), slots)
 
         def make(nixl: Nixl) -> Iterator[int]:
             local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
@@ -200,8 +205,6 @@ class Peer(_Slotted):
 
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
-_Way = tuple[Registered, int, Peer, int, int]
-"""From slot to slot, by address, and so many bytes."""
 
 
 class Agent:
@@ -224,8 +227,7 @@ class Agent:
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
         self._posted: dict[Write, None] = {}
-        self._kept: dict[_Way, int] = {}
-        """Transfers to post again, none of them under way; those that served last come last."""
+        self._kept = Kept(_MOST_KEPT)
         self._open: set[Registered] = set()
         """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
@@ -286,10 +288,10 @@ class Agent:
             connection, peers = self._remotes.get(named.name, (named.connection, []))
             if connection != named.connection:
                 raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
-            self._let_go(nixl, lambda way: way[2].name == named.name)  # NIXL may put new keys for old ones
+            self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may put new keys for old ones
             for write in self._posted:  # these use the old ones, once
-                if write._way and write._way[2].name == named.name:
-                    write._way = None
+                if write._slots and write._slots.peer.name == named.name:
+                    write._slots = None
             try:
                 nixl.load(named)
             except Exception as e:
@@ -402,14 +404,10 @@ class Agent:
     def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
         """A write is complete, or has failed with an error."""
         self._posted.pop(write, None)
-        way = write._way
-        if error is None and way and way[0]._list is not None and not way[2].lost and way not in self._kept:
-            if len(self._kept) == _MOST_KEPT:
-                self._drop(nixl, self._kept.pop(next(iter(self._kept))))
-            (self._kept[way],) = write._handles
-            write._handles.clear()
-        else:
-            self._release(nixl, write)
+        if error is None and write._slots and write._slots.usable:
+            spare = self._kept.keep(write._slots, write._handles.pop())
+            write._handles += [] if spare is None else [spare]
+        self._release(nixl, write)
         write._end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
         self._tell()
 
@@ -424,14 +422,13 @@ class Agent:
         except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
             self._stuck.append(handle)
 
-    def _let_go(self, nixl: Nixl, which: Callable[[_Way], bool]) -> None:
-        """Release kept transfers."""
-        for way in [way for way in self._kept if which(way)]:
-            self._drop(nixl, self._kept.pop(way))
+    def _let_go(self, nixl: Nixl, which: Callable[[Slots], bool]) -> None:
+        for handle in self._kept.let_go(which):
+            self._drop(nixl, handle)
 
     def _deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
         begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
-        self._let_go(nixl, lambda way: way[1] < end and begin < way[1] + way[4])
+        self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
         nixl.deregister(registration)
 
     def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
@@ -445,7 +442,7 @@ class Agent:
         for name in names:
             for peer in self._remotes.get(name, (b"", []))[1]:
                 peer.lost = error
-        self._let_go(nixl, lambda way: way[2].name in names)
+        self._let_go(nixl, lambda slots: slots.peer.name in names)
         return error
 
     def _tell(self) -> None:
@@ -464,7 +461,7 @@ class Agent:
             return
         for write in [w for w in self._posted if peer in w._peers]:
             self._abandon(nixl, write)
-        self._let_go(nixl, lambda way: way[2] is peer)
+        self._let_go(nixl, lambda slots: slots.peer is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
@@ -542,8 +539,8 @@ class Agent:
                 for peer in write._peers:
                     if peer.lost:
                         raise peer.lost
-                if write._way in self._kept:
-                    write._handles.append(self._kept.pop(write._way))
+                if (kept := self._kept.take(write._slots)) is not None:
+                    write._handles.append(kept)
                 else:
                     for made in make(nixl):
                         write._handles.append(made)  # so that it is released if the next one is refused

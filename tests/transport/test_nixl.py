@@ -227,7 +227,7 @@ def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch
         for size in (1, 2, 3, 4, 1, 5, 6):
             assert peer.write(own.slot(0, size), peer.slot(1, size)).wait(LONG)
             assert memory[1024 : 1024 + size] == bytes(range(size))
-        assert [way[-1] for way in agent._kept] == [4, 1, 5, 6]
+        assert agent._kept.lengths() == [4, 1, 5, 6]
 
 
 @needs_nixl
