@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
 from facts import facts
+from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto.describe import describe
@@ -51,7 +52,6 @@ RESULTS = Path(__file__).parent / "results/overlap.json"
 CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
-ALLOWED = 100e-6
 AFTER = "after the prefill"
 POKE = 4096
 POKED = "after the prefill, 4 KB a layer"
@@ -265,12 +265,6 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
                 raise SystemExit(f"layer {layer}: a page was written that nobody asked for")
 
 
-def slower(samples: Sequence[dict[str, float]], than: Sequence[dict[str, float]]) -> str:
-    """In time and in cycles."""
-    seconds, cycles = ([median(s["compute"] * s.get(name, 1) for s in some) for some in (samples, than)] for name in ("", "mhz"))
-    return f"{(seconds[0] / seconds[1] - 1) * 100:+5.2f} % in time, {(cycles[0] / cycles[1] - 1) * 100:+5.2f} % in cycles"
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true")
@@ -300,11 +294,11 @@ def main() -> int:
         for way in ways:
             rates = [idle_rate(model, pairs[way], items, to) for _ in range(args.rounds)]
             found.append({"way": way, "chunk": chunk, "prefills": samples[way], "rate": rates})
-            middle = {name: median(s[name] for s in samples[way]) for name in samples[way][0]}
-            allowed = middle["left"] / median(rates) + ALLOWED
-            print(f"\rchunks of {chunk:,}, {way:36} prefill {middle['compute'] * 1e3:.2f} ms at {middle['mhz']:.0f} MHz: {slower(samples[way], samples[AFTER])}; "
-                  f"last part {middle['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {middle['tail'] * 1e6:4.0f} us of {allowed * 1e6:4.0f} allowed, "
-                  f"to the sink's node {middle['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
+            of, than = prefills(found[-1]), prefills(next(r for r in found if (r["way"], r["chunk"]) == (AFTER, chunk)))
+            in_time, in_cycles = slower(of, than)
+            print(f"\rchunks of {chunk:,}, {way:36} prefill {of['compute'] * 1e3:.2f} ms at {of['mhz']:.0f} MHz: {in_time:+5.2f} % in time, {in_cycles:+5.2f} % in cycles; "
+                  f"last part {of['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {of['tail'] * 1e6:4.0f} us of {of['allowed'] * 1e6:4.0f} allowed, "
+                  f"to the sink's node {of['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
     for pair in pairs.values():
         pair.close()
     if args.write:

@@ -15,6 +15,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/gpu.md"
+ALLOWED = 100e-6
+"""Seconds from the last layer to the last byte, beyond those of the last part on an idle GPU."""
 
 
 def results(name: str) -> Any:
@@ -54,17 +56,26 @@ def shapes() -> Iterator[Sequence[str]]:
         yield s["shape"], f"{s['tokens']:,}", f"{s['bytes'] / 1e6:,.1f}", f"{s['mean_run']:,.0f}", f"{seconds * 1e6:,.0f}", gb(rate / 1e9), f"{rate / median(s['ceiling']):.3f}"
 
 
+def prefills(run: dict[str, Any]) -> dict[str, float]:
+    """Of one way and chunk: medians, with the cycles of the GPU and the tail that is allowed."""
+    of = {name: median(p[name] for p in run["prefills"]) for name in run["prefills"][0]}
+    return of | {"cycles": median(p["compute"] * p["mhz"] for p in run["prefills"]), "allowed": of["left"] / median(run["rate"]) + ALLOWED}
+
+
+def slower(of: dict[str, float], than: dict[str, float]) -> list[float]:
+    """Per cent, in time and in cycles."""
+    return [(of[n] / than[n] - 1) * 100 for n in ("compute", "cycles")]
+
+
 def overlap() -> Iterator[Sequence[str]]:
     yield "handed over", "chunks of", "prefill, ms", "clock, MHz", "slower in time", "in cycles", "last part, MB", "from the last layer to the last byte, us", "allowed"
-    base: dict[int, dict[str, Any]] = {}
+    base: dict[int, dict[str, float]] = {}
     for r in results("overlap")["runs"]:
-        of = {name: median(p[name] for p in r["prefills"]) for name in r["prefills"][0]}
-        of["cycles"] = median(p["compute"] * p["mhz"] for p in r["prefills"])
+        of = prefills(r)
         than = base.setdefault(r["chunk"], of)
-        slower = ["" if than is of else f"{(of[n] / than[n] - 1) * 100:+z.1f} %" for n in ("compute", "cycles")]
-        allowed = of["left"] / median(r["rate"]) + 100e-6
-        yield (r["way"], f"{r['chunk']:,}", f"{of['compute'] * 1e3:.1f}", f"{of['mhz']:,.0f}", *slower, f"{of['left'] / 1e6:,.1f}", f"{of['tail'] * 1e6:,.0f}",
-               f"{allowed * 1e6:,.0f}")  # fmt: skip
+        more = ["" if than is of else f"{percent:+z.1f} %" for percent in slower(of, than)]
+        yield (r["way"], f"{r['chunk']:,}", f"{of['compute'] * 1e3:.1f}", f"{of['mhz']:,.0f}", *more, f"{of['left'] / 1e6:,.1f}", f"{of['tail'] * 1e6:,.0f}",
+               f"{of['allowed'] * 1e6:,.0f}")  # fmt: skip
 
 
 TABLES = {"cuda": cuda, "shapes": shapes, "overlap": overlap, "nixl": nixl}

@@ -27,7 +27,7 @@ class Slots:
 
     @property
     def usable(self) -> bool:
-        """Whether either side's memory is still there."""
+        """Whether the memory of both sides is still there."""
         return not self.source.closed and not self.peer.lost
 
 
