@@ -22,7 +22,7 @@ test: $(STAMP)
 check: $(STAMP)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
-	@$(PY) -m kvproto.wire.make --check
+	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
 
 bench: $(STAMP)

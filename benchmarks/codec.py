@@ -68,15 +68,25 @@ def register(groups: list[tuple[int, int, int]]) -> m.Register:
             handle = m.Handle(transport=Transport.CUDA, data=bytes((number + i) % 256 for i in range(64)))
             regions.append(
                 m.Region(
-                    id=number, base=(0x7F00 << 32) + number * (1 << 30), length=item * 4096, kind=MemoryKind.CUDA, device="GPU-5e0d6c2a-94d1-7a35-8c7e-2f1b0a9d4c11",
-                    boot=bytes(range(16)), handles=(handle,),
+                    id=number,
+                    base=(0x7F00 << 32) + number * (1 << 30),
+                    length=item * 4096,
+                    kind=MemoryKind.CUDA,
+                    device="GPU-5e0d6c2a-94d1-7a35-8c7e-2f1b0a9d4c11",
+                    boot=bytes(range(16)),
+                    handles=(handle,),
                 )
             )
         full = np.full(tensors, 0, np.uint64)
         columns.append(
             m.Columns(
-                group=group, items=4096, region=np.arange(first, first + tensors, dtype=np.uint32), offset=full, item_stride=full + np.uint64(item),
-                row_stride=full + np.uint64(row), lane_stride=full + np.uint64(min(row, 256)),
+                group=group,
+                items=4096,
+                region=np.arange(first, first + tensors, dtype=np.uint32),
+                offset=full,
+                item_stride=full + np.uint64(item),
+                row_stride=full + np.uint64(row),
+                lane_stride=full + np.uint64(min(row, 256)),
             )
         )
     routes = tuple(m.RouteRef(group=g, digest=bytes((g + i) % 256 for i in range(32))) for g in range(len(groups)))
@@ -146,7 +156,12 @@ def frames_encode(v: Any) -> list[bytes]:
     """As today's engines send it: the parts of a multipart message."""
     if isinstance(v, m.Done):
         parts = [str(n).encode() for n in (v.session, v.sequence, v.attempt, v.writer, v.bytes, int(v.outcome))]
-        return [*parts, v.groups.tobytes(), b"".join(h.data for h in v.handoff), struct.pack(f"{len(v.checksums or ())}Q", *(c.value for c in v.checksums or ()))]
+        return [
+            *parts,
+            v.groups.tobytes(),
+            b"".join(h.data for h in v.handoff),
+            struct.pack(f"{len(v.checksums or ())}Q", *(c.value for c in v.checksums or ())),
+        ]
     if isinstance(v, m.Transfer):
         (grant,) = v.grants
         assert grant.items is not None
@@ -154,21 +169,43 @@ def frames_encode(v: Any) -> list[bytes]:
         return [*numbers, v.ticket, v.content, v.writers.tobytes(), grant.items.tobytes()]
     regions = v.regions
     parts = [str(n).encode() for n in (v.session, v.epoch)]
-    parts += [struct.pack(f"{len(regions)}Q", *(r.base for r in regions)), struct.pack(f"{len(regions)}Q", *(r.length for r in regions))]
+    parts += [
+        struct.pack(f"{len(regions)}Q", *(r.base for r in regions)),
+        struct.pack(f"{len(regions)}Q", *(r.length for r in regions)),
+    ]
     parts += [b"".join(r.handles[0].data for r in regions), regions[0].device.encode()]
     for c in v.columns:
-        parts += [getattr(c, n).astype(np.uint64).tobytes() for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")]
+        parts += [
+            getattr(c, n).astype(np.uint64).tobytes()
+            for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")
+        ]
     return [*parts, v.source, v.sink, v.plan, b"".join(r.digest for r in v.routes)]
 
 
 def frames_decode(kind: type[Any], p: list[bytes]) -> Any:
     """What its parser does: by index, without a check."""
     if kind is m.Done:
-        return tuple(int(x.decode("ascii")) for x in p[:6]), np.frombuffer(p[6], np.uint32), p[7], struct.unpack(f"{len(p[8]) // 8}Q", p[8])
+        return (
+            tuple(int(x.decode("ascii")) for x in p[:6]),
+            np.frombuffer(p[6], np.uint32),
+            p[7],
+            struct.unpack(f"{len(p[8]) // 8}Q", p[8]),
+        )
     if kind is m.Transfer:
-        return tuple(int(x.decode("ascii")) for x in p[:6]), p[6], p[7], np.frombuffer(p[8], np.uint32), np.frombuffer(p[9], np.uint32)
+        return (
+            tuple(int(x.decode("ascii")) for x in p[:6]),
+            p[6],
+            p[7],
+            np.frombuffer(p[8], np.uint32),
+            np.frombuffer(p[9], np.uint32),
+        )
     n = len(p[2]) // 8
-    head = int(p[0].decode("ascii")), int(p[1].decode("ascii")), list(struct.unpack(f"{n}Q", p[2])), list(struct.unpack(f"{n}Q", p[3]))
+    head = (
+        int(p[0].decode("ascii")),
+        int(p[1].decode("ascii")),
+        list(struct.unpack(f"{n}Q", p[2])),
+        list(struct.unpack(f"{n}Q", p[3])),
+    )
     handles = [p[4][i : i + 64] for i in range(0, len(p[4]), 64)]
     return *head, handles, p[5].decode(), [list(struct.unpack(f"{len(x) // 8}Q", x)) for x in p[6:-4]], p[-4:]
 
@@ -215,11 +252,16 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     found = {}
-    print(f"{'median of encode + decode, us':36}{'kvproto':>10}{'msgspec':>10}{'ratio':>8}{'frames':>10} | bytes{'kvproto':>9}{'msgspec':>10}{'frames':>9}")
+    print(
+        f"{'median of encode + decode, us':36}{'kvproto':>10}{'msgspec':>10}{'ratio':>8}{'frames':>10} | bytes{'kvproto':>9}{'msgspec':>10}{'frames':>9}"
+    )
     for name in SHAPES:
         print(f"  {name} ...", end="\r", file=sys.stderr, flush=True)
         row = found[name] = measure(name)
-        both = {who: sum(median(row["samples_us"][f"{who} {way}"]) for way in ("encode", "decode")) for who in ("kvproto", "msgspec", "frames")}
+        both = {
+            who: sum(median(row["samples_us"][f"{who} {way}"]) for way in ("encode", "decode"))
+            for who in ("kvproto", "msgspec", "frames")
+        }
         row["median_us"] = both | {label: median(s) for label, s in row["samples_us"].items()}
         b = row["bytes"]
         print(
@@ -227,8 +269,20 @@ def main() -> int:
             f"      {b['kvproto']:8,}  {b['msgspec']:8,} {b['frames']:8,}"
         )
     if args.write:
-        versions = {"python": platform.python_version(), "msgspec": msgspec.__version__, "msgpack": ".".join(map(str, msgpack.version)), "numpy": np.__version__, "attrs": attrs.__version__}
-        head = {"benchmark": "codec", "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": f"{platform.machine()}, {platform.system()}", "versions": versions, "rounds": ROUNDS}
+        versions = {
+            "python": platform.python_version(),
+            "msgspec": msgspec.__version__,
+            "msgpack": ".".join(map(str, msgpack.version)),
+            "numpy": np.__version__,
+            "attrs": attrs.__version__,
+        }
+        head = {
+            "benchmark": "codec",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{platform.machine()}, {platform.system()}",
+            "versions": versions,
+            "rounds": ROUNDS,
+        }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(head | {"shapes": found}, indent=1) + "\n")
     return 0

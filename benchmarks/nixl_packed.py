@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from transfer_gpu import WARM_UP, compare, random_bytes, shape
 
+from kvproto.calibration.probe import scattered
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
-from kvproto.probe import scattered
-from kvproto.program import CopyProgram
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.place import DevicePlace
-from kvproto.transport.nixl import Agent
-from kvproto.transport.nixl_direct import Direct, probe, require_fast
-from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.direct import Direct, probe, require_fast
+from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire import decode, encode
 from kvproto.wire.messages import Message
 
@@ -106,7 +106,14 @@ def _receive(conn: Connection, notices: Notices, receiver: StagedReceiver, seque
 
 class _Source:
     def __init__(
-        self, conn: Connection, end: socket.socket, agent: Agent, place: DevicePlace, pool: DeviceMemory, chunk: int, slots: int
+        self,
+        conn: Connection,
+        end: socket.socket,
+        agent: Agent,
+        place: DevicePlace,
+        pool: DeviceMemory,
+        chunk: int,
+        slots: int,
     ) -> None:
         self._conn, self._notices, self._agent, self._place, self._pool = conn, Notices(end), agent, place, pool
         self._own, staging = agent.register(place.of(pool)), agent.register(place.allocate(slots * chunk), chunk)
@@ -157,7 +164,16 @@ class _Source:
         return made.bytes / (time.perf_counter() - begin) / 1e9
 
 
-def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[int], rounds: int, chunk: int, slots: int, blocks: int | None) -> None:
+def _write(
+    conn: Connection,
+    end: socket.socket,
+    told: Connection,
+    runs: list[int],
+    rounds: int,
+    chunk: int,
+    slots: int,
+    blocks: int | None,
+) -> None:
     try:
         place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
         random_bytes(pool, 1)
@@ -184,7 +200,11 @@ def _write(conn: Connection, end: socket.socket, told: Connection, runs: list[in
 
 
 def measure(
-    runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None,
+    runs: list[int],
+    rounds: int,
+    chunk: int = CHUNK,
+    slots: int = SLOTS,
+    blocks: int | None = None,
 ) -> Found | str:
     """GB/s by contender and run length, or why there are none."""
     context = multiprocessing.get_context("spawn")
@@ -222,11 +242,15 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
     options.add_argument("--slots", type=int, nargs="*", default=[4, 8])
-    options.add_argument("--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor")
+    options.add_argument(
+        "--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor"
+    )
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
     args = options.parse_args()
-    print(f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians")
+    print(
+        f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians"
+    )
     for chunk, slots in itertools.product(args.chunk, args.slots):
         found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
         if isinstance(found, str):
@@ -234,7 +258,9 @@ def main() -> int:
             continue
         for run in args.runs:
             packed, called, long = (median(found[name][run]) for name in (PACKED, CALLED, CEILING))
-            print(f"{chunk:10}{slots:7}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True)
+            print(
+                f"{chunk:10}{slots:7}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True
+            )
     return 0
 
 

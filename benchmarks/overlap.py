@@ -31,13 +31,13 @@ from facts import facts
 from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
-from kvproto.describe import describe
-from kvproto.geometry import Geometry
 from kvproto.net import Dialer, Listener
 from kvproto.node import Computed, Finished, SinkNode, SourceNode
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.sink import Received
 from kvproto.node.source import Sent
+from kvproto.planning.describe import describe
+from kvproto.planning.geometry import Geometry
 from kvproto.session import Party
 from kvproto.session.events import Ready
 from kvproto.transport.base import Move
@@ -49,7 +49,13 @@ from kvproto.wire.enums import DType, Outcome
 from kvproto.wire.messages import Ticket
 
 RESULTS = Path(__file__).parent / "results/overlap.json"
-CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+CONFIG = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
 AFTER = "after the prefill"
@@ -77,7 +83,10 @@ class Model:
             return torch.randn(shape, dtype=torch.bfloat16, device="cuda:0") / shape[-1] ** 0.5
 
         kv = KV_HEADS * HEAD
-        self.layers = [(random(WIDTH + 2 * kv, WIDTH), random(WIDTH, WIDTH), random(2 * INNER, WIDTH), random(WIDTH, INNER)) for _ in range(LAYERS)]
+        self.layers = [
+            (random(WIDTH + 2 * kv, WIDTH), random(WIDTH, WIDTH), random(2 * INNER, WIDTH), random(WIDTH, INNER))
+            for _ in range(LAYERS)
+        ]
         self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
         bytes_ = torch.from_dlpack(pool.memory).view(torch.uint8)
         self.pages = []
@@ -88,7 +97,9 @@ class Model:
                 views.append(bytes_[offset : offset + n * rows * lanes * width].view(torch.bfloat16).view(n, rows, kv))
             self.pages.append(views)
         self.items = torch.tensor(items, device="cuda:0")
-        self.cache = [torch.empty(2, KV_HEADS, TOKENS, HEAD, dtype=torch.bfloat16, device="cuda:0") for _ in range(LAYERS)]
+        self.cache = [
+            torch.empty(2, KV_HEADS, TOKENS, HEAD, dtype=torch.bfloat16, device="cuda:0") for _ in range(LAYERS)
+        ]
 
     def prefill(self, chunk: int) -> Iterator[tuple[int, int]]:
         """After each layer of each chunk: tokens and layers of them that are enqueued."""
@@ -169,7 +180,16 @@ class Pair:
         self.poke = [DeviceMemory(POKE, d) for d in (0, 1)] if way == POKED else []
         self.side = torch.cuda.Stream(0)
         self.mover = Marked(0, **options)
-        self.source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], Listener(address), {0: address}, verify=False, movers=[self.mover], late=late)
+        self.source = SourceNode(
+            Party("prefill", 0, 0, 1),
+            geometry,
+            pools[0],
+            Listener(address),
+            {0: address},
+            verify=False,
+            movers=[self.mover],
+            late=late,
+        )
         self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
         while not any(isinstance(e, Ready) for e in self.sink.poll()):
             self.source.poll()
@@ -207,7 +227,10 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     for tokens, layers in model.prefill(chunk):
         if pair.poke:
             pair.side.wait_stream(stream)
-            call(driver.cuMemcpyDtoDAsync(pair.poke[1].address, pair.poke[0].address, POKE, pair.side.cuda_stream), "poke")
+            call(
+                driver.cuMemcpyDtoDAsync(pair.poke[1].address, pair.poke[0].address, POKE, pair.side.cuda_stream),
+                "poke",
+            )
         if pair.behind and (tokens, layers) != (TOKENS, LAYERS):
             events.append(torch.cuda.Event())
             events[-1].record(stream)
@@ -227,7 +250,13 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     pair.source.poll()
     pair.source.forget(key)
     pair.mover.landed.synchronize()
-    return {"compute": begin.elapsed_time(end) / 1000, "mhz": clock.mhz(), "tail": end.elapsed_time(pair.mover.landed) / 1000, "told": known - over, "left": last.left}
+    return {
+        "compute": begin.elapsed_time(end) / 1000,
+        "mhz": clock.mhz(),
+        "tail": end.elapsed_time(pair.mover.landed) / 1000,
+        "told": known - over,
+        "left": last.left,
+    }
 
 
 @torch.inference_mode()
@@ -246,7 +275,9 @@ def idle_rate(model: Model, pair: Pair, items: list[int], to: list[int]) -> floa
         pass
     pair.source.poll()
     pair.source.forget(key)
-    return float(sum(next(e for e in sent if isinstance(e, Sent)).bytes.values()) / start.elapsed_time(pair.mover.landed) * 1000)
+    return float(
+        sum(next(e for e in sent if isinstance(e, Sent)).bytes.values()) / start.elapsed_time(pair.mover.landed) * 1000
+    )
 
 
 def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:

@@ -99,7 +99,10 @@ def _mooncake_writer(pipe: Connection) -> Callable[[np.ndarray, np.ndarray, int]
     return prepare
 
 
-LIBRARIES = {"NIXL, descriptors": (_nixl_owner, _nixl_writer), "Mooncake, descriptors": (_mooncake_owner, _mooncake_writer)}
+LIBRARIES = {
+    "NIXL, descriptors": (_nixl_owner, _nixl_writer),
+    "Mooncake, descriptors": (_mooncake_owner, _mooncake_writer),
+}
 
 
 def _write(library: str, pipe: Connection, result: Connection, runs: list[int], rounds: int) -> None:
@@ -151,4 +154,6 @@ def measure(runs: list[int], rounds: int) -> dict[str, dict[int, list[float]] | 
 
 if __name__ == "__main__":
     for library, samples in measure([512, 8192, 1 << 20, 1 << 26], 3).items():
-        print(library, samples if isinstance(samples, str) else {k: [round(x, 2) for x in v] for k, v in samples.items()})
+        print(
+            library, samples if isinstance(samples, str) else {k: [round(x, 2) for x in v] for k, v in samples.items()}
+        )

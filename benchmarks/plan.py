@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.geometry import Geometry, Rank, gqa, mla, owns
-from kvproto.lowering import Pair
-from kvproto.plan import Plan, plan
-from kvproto.planner import Planner
-from kvproto.program import Side, Window
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import Side, Window
+from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
+from kvproto.planning.plan import Plan, plan
+from kvproto.planning.planner import Planner
 from kvproto.wire.messages import Columns
 
 ROUNDS = 15
@@ -46,7 +46,12 @@ def gqa_engine(tp: int, heads: int, layers: int = 80, replica: int = 0) -> Geome
 def mla_engine(tp: int, layers: int = 61) -> Geometry:
     """An MLA target on every rank."""
     target = mla(0, "target", 0, 1152, 64)
-    return Geometry(replica=0, facts=(), groups=(target,), ranks=tuple(Rank(rank=r, owns=(owns(target, range(layers)),)) for r in range(tp)))
+    return Geometry(
+        replica=0,
+        facts=(),
+        groups=(target,),
+        ranks=tuple(Rank(rank=r, owns=(owns(target, range(layers)),)) for r in range(tp)),
+    )
 
 
 def spread(made: Plan, layers: int, candidates: int) -> tuple[float, int, int]:
@@ -88,8 +93,13 @@ def lowering(page: int, layers: int, tokens: int = 131072) -> tuple[Callable[[],
     size = page * 1152
     full = np.ones(layers, np.uint64)
     columns = Columns(
-        group=0, items=items, region=np.arange(layers, dtype=np.uint32), offset=full * np.uint64(0), item_stride=full * np.uint64(size),
-        row_stride=full * np.uint64(1152), lane_stride=full * np.uint64(1152),
+        group=0,
+        items=items,
+        region=np.arange(layers, dtype=np.uint32),
+        offset=full * np.uint64(0),
+        item_stride=full * np.uint64(size),
+        row_stride=full * np.uint64(1152),
+        lane_stride=full * np.uint64(1152),
     )
     side = Side(geometry, 0, {0: columns})
     pair = Pair(plan(geometry, geometry).between(0, 0), side, side)
@@ -153,8 +163,15 @@ def main() -> int:
         print(f"{f'page size {page}, {layers} layers':52}{a:12.3f}{b:12.1f}{b / a:8.0f}")
     if args.write:
         versions = {"python": platform.python_version(), "numpy": np.__version__}
-        head = {"benchmark": "plan", "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": f"{platform.machine()}, {platform.system()}", "versions": versions}
-        RESULTS.write_text(json.dumps(head | {"planning_ms": samples, "load_layers": loads, "lowering": lowered}, indent=1) + "\n")
+        head = {
+            "benchmark": "plan",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{platform.machine()}, {platform.system()}",
+            "versions": versions,
+        }
+        RESULTS.write_text(
+            json.dumps(head | {"planning_ms": samples, "load_layers": loads, "lowering": lowered}, indent=1) + "\n"
+        )
     return 0
 
 

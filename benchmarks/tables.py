@@ -34,18 +34,44 @@ def rates() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def cuda() -> Iterator[Sequence[str]]:
-    yield "run, bytes", "peer copy", "pull", "push", "torch: select, copy, put", "cuMemcpyBatchAsync", "NIXL, a descriptor a run", "Mooncake, a descriptor a run"
+    yield (
+        "run, bytes",
+        "peer copy",
+        "pull",
+        "push",
+        "torch: select, copy, put",
+        "cuMemcpyBatchAsync",
+        "NIXL, a descriptor a run",
+        "Mooncake, a descriptor a run",
+    )
     for run, of in rates():
         ours = [f"{gb(of[n])} ({of[n] / of['peer copy']:.3f})" for n in ("kernel, pull", "kernel, push")]
-        others = [gb(of.get(n)) for n in ("torch, float64", "cuMemcpyBatchAsync", "NIXL, descriptors", "Mooncake, descriptors")]
+        others = [
+            gb(of.get(n))
+            for n in ("torch, float64", "cuMemcpyBatchAsync", "NIXL, descriptors", "Mooncake, descriptors")
+        ]
         yield run, gb(of["peer copy"]), *ours, *others
 
 
 def nixl() -> Iterator[Sequence[str]]:
-    yield "run, bytes", "packed, GB/s", "NIXL's own writes of 64 MB, in the same rounds", "share", "with its tables", "NIXL, a descriptor a run"
+    yield (
+        "run, bytes",
+        "packed, GB/s",
+        "NIXL's own writes of 64 MB, in the same rounds",
+        "share",
+        "with its tables",
+        "NIXL, a descriptor a run",
+    )
     for run, of in rates():
         packed, own, tables = of["NIXL, packed"], of["NIXL, writes of 64 MB"], of["NIXL, packed, with its tables"]
-        yield run, gb(packed), gb(own), f"{packed / own:.2f}", f"{gb(tables)} ({tables / own:.2f})", gb(of.get("NIXL, descriptors"))
+        yield (
+            run,
+            gb(packed),
+            gb(own),
+            f"{packed / own:.2f}",
+            f"{gb(tables)} ({tables / own:.2f})",
+            gb(of.get("NIXL, descriptors")),
+        )
 
 
 def shapes() -> Iterator[Sequence[str]]:
@@ -53,13 +79,24 @@ def shapes() -> Iterator[Sequence[str]]:
     for s in results("transfer_shapes")["shapes"]:
         seconds = median(s["seconds"])
         rate = s["bytes"] / seconds
-        yield s["shape"], f"{s['tokens']:,}", f"{s['bytes'] / 1e6:,.1f}", f"{s['mean_run']:,.0f}", f"{seconds * 1e6:,.0f}", gb(rate / 1e9), f"{rate / median(s['ceiling']):.3f}"
+        yield (
+            s["shape"],
+            f"{s['tokens']:,}",
+            f"{s['bytes'] / 1e6:,.1f}",
+            f"{s['mean_run']:,.0f}",
+            f"{seconds * 1e6:,.0f}",
+            gb(rate / 1e9),
+            f"{rate / median(s['ceiling']):.3f}",
+        )
 
 
 def prefills(run: dict[str, Any]) -> dict[str, float]:
     """Of one way and chunk: medians, with the cycles of the GPU and the tail that is allowed."""
     of = {name: median(p[name] for p in run["prefills"]) for name in run["prefills"][0]}
-    return of | {"cycles": median(p["compute"] * p["mhz"] for p in run["prefills"]), "allowed": of["left"] / median(run["rate"]) + ALLOWED}
+    return of | {
+        "cycles": median(p["compute"] * p["mhz"] for p in run["prefills"]),
+        "allowed": of["left"] / median(run["rate"]) + ALLOWED,
+    }
 
 
 def slower(of: dict[str, float], than: dict[str, float]) -> list[float]:
@@ -68,7 +105,17 @@ def slower(of: dict[str, float], than: dict[str, float]) -> list[float]:
 
 
 def overlap() -> Iterator[Sequence[str]]:
-    yield "handed over", "chunks of", "prefill, ms", "clock, MHz", "slower in time", "in cycles", "last part, MB", "from the last layer to the last byte, us", "allowed"
+    yield (
+        "handed over",
+        "chunks of",
+        "prefill, ms",
+        "clock, MHz",
+        "slower in time",
+        "in cycles",
+        "last part, MB",
+        "from the last layer to the last byte, us",
+        "allowed",
+    )
     base: dict[int, dict[str, float]] = {}
     for r in results("overlap")["runs"]:
         of = prefills(r)
@@ -87,7 +134,12 @@ def written(page: str) -> str:
         head, *body = ["| " + " | ".join(row) + " |" for row in rows()]
         mark = f"<!-- table {name} -->\n\n"
         before, after = page.split(mark)
-        page = before + mark + "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body]) + after[after.index("\n\n") :]
+        page = (
+            before
+            + mark
+            + "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
+            + after[after.index("\n\n") :]
+        )
     return page
 
 

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from facts import facts
 
-from kvproto.measure.cuda import count
+from kvproto.calibration.measure.cuda import count
 
 ROOT = Path(__file__).parents[1]
 SANITIZED = ("tests/gpu/test_copier.py", "tests/gpu/test_packer.py")
@@ -36,13 +36,34 @@ def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str]
     """One pytest: the outcome and the seconds of each test, and the end of what it printed where one failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [*before, sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
+        command = [
+            *before,
+            sys.executable,
+            "-m",
+            "pytest",
+            *files,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *options,
+        ]
         began = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        tests = {f"{c.get('classname')}::{c.get('name')}": [next((e.tag for e in c if e.tag != "properties"), "passed"), float(c.get("time", 0))] for c in cases}
-    print(f"{'ok ' if done.returncode == 0 else 'BAD'} {len(tests):4} tests {seconds:6.1f} s  {' '.join(files)}", file=sys.stderr, flush=True)
+        tests = {
+            f"{c.get('classname')}::{c.get('name')}": [
+                next((e.tag for e in c if e.tag != "properties"), "passed"),
+                float(c.get("time", 0)),
+            ]
+            for c in cases
+        }
+    print(
+        f"{'ok ' if done.returncode == 0 else 'BAD'} {len(tests):4} tests {seconds:6.1f} s  {' '.join(files)}",
+        file=sys.stderr,
+        flush=True,
+    )
     found: dict[str, Any] = {"files": list(files), "rc": done.returncode, "seconds": round(seconds, 1), "tests": tests}
     if before:
         found["sanitizer"] = re.findall(r"ERROR SUMMARY: .*", done.stdout + done.stderr)
@@ -66,7 +87,9 @@ def main() -> int:
     if args.sanitize:
         runs.append(run(SANITIZED, tool, ["-k", LATE]))
     total = [outcome for r in runs for outcome, _ in r["tests"].values() or [("did not run", 0)]]
-    print(f"{count()} GPUs: {total.count('passed')} passed, {total.count('skipped')} skipped, {len(total) - total.count('passed') - total.count('skipped')} failed")
+    print(
+        f"{count()} GPUs: {total.count('passed')} passed, {total.count('skipped')} skipped, {len(total) - total.count('passed') - total.count('skipped')} failed"
+    )
     for r in runs:
         print("\n".join(r.get("sanitizer", [])) or r.get("output", ""), end="\n" if r["rc"] or "sanitizer" in r else "")
     if args.write or args.out:

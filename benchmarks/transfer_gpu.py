@@ -24,8 +24,8 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
-from kvproto.probe import scattered
-from kvproto.program import CopyProgram
+from kvproto.calibration.probe import scattered
+from kvproto.copying.program import CopyProgram
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
@@ -107,7 +107,10 @@ class Bench:
 
     def peer_copy(self) -> float:
         """The copy engine's ceiling: 1 GB that lies together."""
-        return self._between(lambda: driver.cuMemcpyDtoDAsync(self.memory[1].address, self.memory[0].address, TOTAL, self.stream.handle), TOTAL)
+        return self._between(
+            lambda: driver.cuMemcpyDtoDAsync(self.memory[1].address, self.memory[0].address, TOTAL, self.stream.handle),
+            TOTAL,
+        )
 
     def _between(self, work: Callable[[], Any], size: int) -> float:
         current(1)
@@ -137,7 +140,10 @@ class Bench:
 
     def batch(self, program: CopyProgram, run: int) -> Timed:
         """cuMemcpyBatchAsync: a descriptor a run; at most 16,384 of them, so that a round stays short."""
-        a, b = (np.concatenate([p[:: max(run // 4096, 1)] for p in places(program, min(run, 4096), s)])[:16384] for s in ("source", "sink"))
+        a, b = (
+            np.concatenate([p[:: max(run // 4096, 1)] for p in places(program, min(run, 4096), s)])[:16384]
+            for s in ("source", "sink")
+        )
         width = min(run, 4096)
         sources = [driver.CUdeviceptr(self.memory[0].address + int(x) * width) for x in a]
         sinks = [driver.CUdeviceptr(self.memory[1].address + int(x) * width) for x in b]
@@ -146,7 +152,9 @@ class Bench:
         count = len(sinks)
 
         def go() -> Any:
-            return driver.cuMemcpyBatchAsync(sinks, sources, [run] * count, count, [attributes], [0], 1, self.stream.handle)
+            return driver.cuMemcpyBatchAsync(
+                sinks, sources, [run] * count, count, [attributes], [0], 1, self.stream.handle
+            )
 
         return lambda: self._between(go, count * run)
 
@@ -154,7 +162,10 @@ class Bench:
         """What a careful user of torch writes: index_select, one peer copy, index_copy, in elements of some width."""
         a, b = (torch.from_numpy(np.concatenate(list(places(program, width, s)))) for s in ("source", "sink"))
         a, b = a.to("cuda:0"), b.to("cuda:1")
-        rows = [t[: t.numel() // width * width].view(dtype).view(-1, width // dtype.itemsize) for t in (self.source, self.sink)]
+        rows = [
+            t[: t.numel() // width * width].view(dtype).view(-1, width // dtype.itemsize)
+            for t in (self.source, self.sink)
+        ]
         packed = torch.empty(len(a), width // dtype.itemsize, dtype=dtype, device="cuda:0")
         landed = torch.empty_like(packed, device="cuda:1")
 
@@ -249,11 +260,20 @@ def main() -> int:
                     table[run][library] = samples
     print(file=sys.stderr)
     names = list(dict.fromkeys(n for samples in table.values() for n in samples))
-    print(f"{'run, bytes':>12}" + "".join(f"{n:>23}" for n in names) + "   pull / ceiling   push / ceiling   packed / NIXL 64 MB")
+    print(
+        f"{'run, bytes':>12}"
+        + "".join(f"{n:>23}" for n in names)
+        + "   pull / ceiling   push / ceiling   packed / NIXL 64 MB"
+    )
     for run, samples in table.items():
         middle = {n: median(samples[n]) for n in names if n in samples}
         ratios = [middle[n] / middle["peer copy"] for n in bench.copiers]
-        print(f"{run:12,}" + "".join(f"{middle[n]:23.1f}" if n in middle else f"{'':23}" for n in names) + "".join(f"{r:17.3f}" for r in ratios) + (f"{share:22.3f}" if (share := of_nixl(samples, table.get(1 << 26, {}))) else ""))
+        print(
+            f"{run:12,}"
+            + "".join(f"{middle[n]:23.1f}" if n in middle else f"{'':23}" for n in names)
+            + "".join(f"{r:17.3f}" for r in ratios)
+            + (f"{share:22.3f}" if (share := of_nixl(samples, table.get(1 << 26, {}))) else "")
+        )
     for library, why in left_out.items():
         print(f"{library}: left out: {why}")
     if args.write:

@@ -27,15 +27,15 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.geometry import Geometry, Rank, mla, owns
-from kvproto.lowering import lower
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import CopyProgram, Side, Window
 from kvproto.node.pool import pack as columns_without_gaps
-from kvproto.plan import plan
-from kvproto.program import CopyProgram, Side, Window
-from kvproto.transport.nixl import Agent, Registered
-from kvproto.transport.nixl_direct import Costs, Direct, choose
-from kvproto.transport.packed import PackedStream
-from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.planning.geometry import Geometry, Rank, mla, owns
+from kvproto.planning.plan import plan
+from kvproto.transport.nixl.agent import Agent, Registered
+from kvproto.transport.nixl.direct import Costs, Direct, choose
+from kvproto.transport.staging.packed import PackedStream
+from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 
 RESULTS = Path(__file__).parent / "results/transfer_host.json"
 RUNS = (512, 1152, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -79,7 +79,9 @@ def sink(conn: Connection, slot_bytes: int) -> None:
             conn.send(None)
 
 
-def packed(conn: Connection, agent: Agent, link: Link, sequence: int, run: int, made: CopyProgram, own: Registered) -> float:
+def packed(
+    conn: Connection, agent: Agent, link: Link, sequence: int, run: int, made: CopyProgram, own: Registered
+) -> float:
     """Seconds from the first byte that is gathered to the last one that is scattered."""
     conn.send((sequence, run, made.maps[0].size * made.ops["lane_bytes"][0] // run))
     assert conn.recv() is None
@@ -124,7 +126,9 @@ def main() -> int:
         pages, slots = (agent.connect(region, "regions") for region in ours.recv())
         link = Link(staging, slots)
         sequence = 0
-        print(f"{'run':>10}{'descriptors':>14}{'ceiling':>10}{'direct':>10}{'packed':>10}{'of ceiling':>12}  GB/s, medians")
+        print(
+            f"{'run':>10}{'descriptors':>14}{'ceiling':>10}{'direct':>10}{'packed':>10}{'of ceiling':>12}  GB/s, medians"
+        )
         for run in RUNS:
             whole, fewer = MOVED // run, min(MOVED // run, MOST_DESCRIPTORS)
             all_runs, some_runs = program(run, whole), program(run, fewer)
@@ -146,7 +150,9 @@ def main() -> int:
         costs = Costs(RUNS[0] / median(samples[short]["direct"]) / 1e9, top * 1e9, 0.5)
         for run in RUNS:
             samples[str(run)]["chosen"] = choose(program(run, 4).runs(), costs).value
-        print(f"descriptor {costs.descriptor * 1e6:.2f} us; chosen: {({run: samples[str(run)]['chosen'] for run in RUNS})}")
+        print(
+            f"descriptor {costs.descriptor * 1e6:.2f} us; chosen: { ({run: samples[str(run)]['chosen'] for run in RUNS}) }"
+        )
         ours.send(None)
     peer_process.join()
     if args.write:

@@ -22,9 +22,9 @@ from cuda.core import Device
 from facts import facts
 from transfer_shapes import half
 
-from kvproto.describe import PRESETS, Parallel, describe
-from kvproto.lowering import Pair
-from kvproto.plan import plan
+from kvproto.copying.lowering import Pair
+from kvproto.planning.describe import PRESETS, Parallel, describe
+from kvproto.planning.plan import plan
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
@@ -100,7 +100,16 @@ def main() -> int:
             go()
             samples.append(time.perf_counter() - began)
         rate = total / median(samples)
-        found.append({"shape": preset, "gpus": [count, count], "tokens": args.tokens, "bytes": total, "seconds": samples, "ceiling": ceilings})
+        found.append(
+            {
+                "shape": preset,
+                "gpus": [count, count],
+                "tokens": args.tokens,
+                "bytes": total,
+                "seconds": samples,
+                "ceiling": ceilings,
+            }
+        )
         print(f"{preset:22} {count} to {count} GPUs, {args.tokens:,} tokens, {len(checks)} rank pairs, {total / 1e6:9.1f} MB  {median(samples) * 1e6:8.0f} us "
               f"{rate / 1e9:7.1f} GB/s in all, {rate / median(ceilings):.3f} of the ceiling {median(ceilings) / 1e9:.1f}", flush=True)  # fmt: skip
         for side in (here, there):

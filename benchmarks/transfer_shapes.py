@@ -25,14 +25,14 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
-from kvproto.describe import PRESETS, Parallel, describe
-from kvproto.geometry import Geometry
-from kvproto.grants import items_needed
-from kvproto.lowering import Pair
+from kvproto.calibration.probe import scattered
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import Side, Window
 from kvproto.node.pool import pack
-from kvproto.plan import plan
-from kvproto.probe import scattered
-from kvproto.program import Side, Window
+from kvproto.planning.describe import PRESETS, Parallel, describe
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import plan
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
@@ -55,11 +55,17 @@ def cases() -> dict[str, tuple[Geometry, Geometry, bool]]:
         "Llama-3-70B TP 8 to 4, NHD to HND": (engine(llama, tp=8), engine(llama, tp=4), True),
         "Llama-3-70B TP 4 to 8, NHD to HND": (engine(llama, tp=4), engine(llama, tp=8), True),
         "DeepSeek-V3 + EAGLE3 draft, TP 8 to 4": (engine(deepseek, tp=8), engine(deepseek, tp=4), False),
-        "DeepSeek-V3, page 64 to DCP 4, interleave 1": (engine("deepseek-v3", tp=4), engine("deepseek-v3", tp=4, dcp=4, page=16), False),
+        "DeepSeek-V3, page 64 to DCP 4, interleave 1": (
+            engine("deepseek-v3", tp=4),
+            engine("deepseek-v3", tp=4, dcp=4, page=16),
+            False,
+        ),
     }
 
 
-def half(geometry: Geometry, rank: int, tokens: int, heads_first: bool, device: int) -> tuple[Side, dict[int, Window], DeviceMemory]:
+def half(
+    geometry: Geometry, rank: int, tokens: int, heads_first: bool, device: int
+) -> tuple[Side, dict[int, Window], DeviceMemory]:
     """One rank's pool, twice as large as the request, and the request's items in no order."""
     groups, dice = {g.id: g for g in geometry.groups}, np.random.default_rng(rank)
     windows, counts = {}, {}
@@ -105,7 +111,9 @@ def shapes(ceiling: Ceiling, rounds: int) -> list[dict[str, Any]]:
             lowering = time.perf_counter() - began
             prepared = copier.prepare(program, {0: mine.address}, {0: theirs.address})
             copier.submit([Job(prepared, program.maps)]).wait()
-            if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(program, {0: mine.address}, sink=False):
+            if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(
+                program, {0: mine.address}, sink=False
+            ):
                 raise SystemExit(f"{name}: checksums differ")
             until = time.perf_counter() + WARM_UP
             while time.perf_counter() < until:
@@ -148,7 +156,9 @@ def latency() -> dict[str, list[float]]:
     copier, job = mla_request()
 
     def once() -> float:
-        fresh = attrs.evolve(job, maps=[attrs.evolve(m) for m in job.maps])  # as of a new request: nothing is known of it
+        fresh = attrs.evolve(
+            job, maps=[attrs.evolve(m) for m in job.maps]
+        )  # as of a new request: nothing is known of it
         began = time.perf_counter()
         copy = copier.submit([fresh])
         while not copy.done:
@@ -226,8 +236,19 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     address = f"ipc://{folder}/kv"
     listener, dialer = Listener(address), Dialer()
     pools = [allocate(geometry, 0, {0: 8}, d) for d in (0, 1)]
-    source = SourceNode(Party("prefill", 0, 0, 1), geometry, pools[0], listener, {0: address}, verify=False, movers=[Marked(0)], pull=pull)
-    sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], dialer, address, verify=False, movers=[Marked(1)], pull=pull)
+    source = SourceNode(
+        Party("prefill", 0, 0, 1),
+        geometry,
+        pools[0],
+        listener,
+        {0: address},
+        verify=False,
+        movers=[Marked(0)],
+        pull=pull,
+    )
+    sink = SinkNode(
+        Party("decode", 0, 0, 2), geometry, pools[1], dialer, address, verify=False, movers=[Marked(1)], pull=pull
+    )
     while not any(isinstance(e, Ready) for e in sink.poll()):
         source.poll()
     found: list[tuple[float, float]] = []
@@ -307,10 +328,18 @@ def main() -> int:
     made["latency"] |= session_latency(pull=False) | session_latency(pull=True) | wire_latency()
     for name, samples in made["latency"].items():
         ordered = sorted(samples)
-        print(f"latency, 1 page of 64 tokens, 61 layers MLA, {name:30} p50 {median(samples) * 1e6:7.1f} us  p99 {ordered[len(ordered) * 99 // 100] * 1e6:8.1f} us")
+        print(
+            f"latency, 1 page of 64 tokens, 61 layers MLA, {name:30} p50 {median(samples) * 1e6:7.1f} us  p99 {ordered[len(ordered) * 99 // 100] * 1e6:8.1f} us"
+        )
     made["share_by_multiprocessors"], made["product_seconds"] = budget(ceiling)
-    print("share of the ceiling at 2 KB runs, pull, by multiprocessors: " + "  ".join(f"{b}: {median(s):.3f}" for b, s in made["share_by_multiprocessors"].items()))
-    print("bf16 product of 8,192 x 8,192: " + "  ".join(f"{n}: {median(s) * 1e3:.3f} ms" for n, s in made["product_seconds"].items()))
+    print(
+        "share of the ceiling at 2 KB runs, pull, by multiprocessors: "
+        + "  ".join(f"{b}: {median(s):.3f}" for b, s in made["share_by_multiprocessors"].items())
+    )
+    print(
+        "bf16 product of 8,192 x 8,192: "
+        + "  ".join(f"{n}: {median(s) * 1e3:.3f} ms" for n, s in made["product_seconds"].items())
+    )
     if args.write:
         args.out.write_text(json.dumps(facts() | made, indent=1) + "\n")
     return 0

@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
-from kvproto.grants import items_needed
-from kvproto.lowering import lower
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import Side, Window
 from kvproto.node.pool import pack
-from kvproto.plan import plan
-from kvproto.program import Side, Window
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
+from kvproto.planning.plan import plan
 
 Spans = list[tuple[int, int]]
 

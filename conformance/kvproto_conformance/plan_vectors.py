@@ -12,8 +12,8 @@ from typing import Any
 
 import attrs
 
-from kvproto.describe import PRESETS, Parallel, describe, draft_of
-from kvproto.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
+from kvproto.planning.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part

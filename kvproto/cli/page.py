@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 
-from kvproto.geometry import Geometry
-from kvproto.plan import Plan
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Plan
 
 __all__ = ["page"]
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from kvproto.calibration.cost import COSTS, ORIGIN, Cost, advise, estimates, load
 from kvproto.cli.page import page
-from kvproto.cost import COSTS, ORIGIN, Cost, advise, estimates, load
-from kvproto.describe import PRESETS, Config, Parallel, describe, draft_of
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Runs, Side, Window
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.geometry import Geometry, validate
-from kvproto.grants import items_needed
-from kvproto.lowering import Pair
 from kvproto.node.pool import pack
-from kvproto.plan import Plan, differences, plan
-from kvproto.program import CopyProgram, Runs, Side, Window
+from kvproto.planning.describe import PRESETS, Config, Parallel, describe, draft_of
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature, ItemKind
 

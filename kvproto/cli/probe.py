@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvproto.calibration.probe import LEAST_MEMORY, TRANSPORTS, Probe, probe, save
 from kvproto.errors import KvprotoError
-from kvproto.probe import LEAST_MEMORY, TRANSPORTS, Probe, probe, save
 
 __all__ = ["SLOW", "add", "run"]
 

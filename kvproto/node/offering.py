@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvproto.geometry import Group, owned_before
-from kvproto.grants import items_needed, rows_of
-from kvproto.plan import Route
-from kvproto.program import OP, CopyProgram, Side
+from kvproto.copying.grants import items_needed, rows_of
+from kvproto.copying.program import OP, CopyProgram, Side
+from kvproto.planning.geometry import Group, owned_before
+from kvproto.planning.plan import Route
 from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Grants
 

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.program import CopyProgram
+from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 
 __all__ = ["Handed", "Part", "There"]

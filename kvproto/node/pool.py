@@ -8,11 +8,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto import memory
-from kvproto.geometry import Geometry
-from kvproto.program import Side
+from kvproto.copying.program import Side
+from kvproto.planning.geometry import Geometry
+from kvproto.transport import memory
 from kvproto.transport.base import Memory
-from kvproto.transport.shm import SharedMemory
+from kvproto.transport.shm.mover import SharedMemory
 from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Side, Window, windows
 from kvproto.errors import KvprotoError
-from kvproto.lowering import Pair
 from kvproto.node.pool import Pool
 from kvproto.node.ways import Way, reach
-from kvproto.program import CopyProgram, Side, Window, windows
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked
 from kvproto.transport.base import Copying, Move, Mover

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Window, windows
 from kvproto.errors import RemoteError
-from kvproto.lowering import Pair
 from kvproto.node.parts import There
-from kvproto.program import CopyProgram, Window, windows
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from kvproto.wire.messages import Grants, HandOff

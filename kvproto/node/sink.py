@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.geometry import Geometry
-from kvproto.grants import items_needed
-from kvproto.lowering import Pair
 from kvproto.net import Dialer
 from kvproto.node.pool import Pool, pack
 from kvproto.node.pulling import Puller
-from kvproto.plan import Plan
-from kvproto.program import CopyProgram, Runs, Side, Window, windows
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Plan
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, Offered, Proven, RegisterAsked, SessionRefused
 from kvproto.transport import mover_of
 from kvproto.transport.base import Mover
-from kvproto.transport.nixl_mover import NixlMover
+from kvproto.transport.nixl.mover import NixlMover
 from kvproto.transport.process import Watch
-from kvproto.transport.staged import StagedReceiver
+from kvproto.transport.staging.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
 from kvproto.wire.messages import Done, Grants, Handle, Region, Ticket
 

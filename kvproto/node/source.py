@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 import attrs
 
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.geometry import Geometry
-from kvproto.lowering import Pair
 from kvproto.net import Listener
 from kvproto.node.offering import LEASE, NOTHING, offered
 from kvproto.node.parts import Handed, Part
 from kvproto.node.pool import Pool
 from kvproto.node.request import Computed, Finished, Request, asked, check
 from kvproto.node.ways import Way, reach
-from kvproto.program import CopyProgram, Side
+from kvproto.planning.geometry import Geometry
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import mover_of
 from kvproto.transport.base import Copying, Layer, Move, Mover
-from kvproto.transport.nixl_mover import NixlMover, Streaming
+from kvproto.transport.nixl.mover import NixlMover, Streaming
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Checksum, HandOff, Ticket

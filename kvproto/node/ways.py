@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import attrs
 
+from kvproto.copying.lowering import Pair
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.lowering import Pair
 from kvproto.session.events import RegisterAsked
 from kvproto.transport.base import Mapped, Memory, Move, Mover
-from kvproto.transport.nixl_mover import NixlMover
-from kvproto.transport.staged import Link
+from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.staging.staged import Link
 from kvproto.wire.enums import ErrorCode, Transport
 
 __all__ = ["Way", "reach"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.plan import Plan
+from kvproto.planning.plan import Plan
 from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 

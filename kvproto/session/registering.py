@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvproto.copying.grants import check_columns
 from kvproto.errors import RemoteError
-from kvproto.geometry import Geometry
-from kvproto.grants import check_columns
-from kvproto.plan import Plan
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Plan
 from kvproto.wire.enums import Access, ErrorCode, Transport
 from kvproto.wire.messages import Register, Registered
 

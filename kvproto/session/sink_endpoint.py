@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError, WireError
-from kvproto.geometry import Geometry, encode_geometry, validate
-from kvproto.plan import Plan
+from kvproto.planning.geometry import Geometry, encode_geometry, validate
+from kvproto.planning.plan import Plan
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import (
     Arrived,

@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from kvproto.copying.grants import check_grants
 from kvproto.errors import KvprotoError, PlanError, RemoteError, WireError
-from kvproto.geometry import Geometry, decode_geometry, digest
-from kvproto.grants import check_grants
-from kvproto.plan import Plan, differences, plan
+from kvproto.planning.geometry import Geometry, decode_geometry, digest
+from kvproto.planning.plan import Plan, differences, plan
 from kvproto.session.events import Fetched, Planned, RegisterAsked, SessionClosed, SessionRefused
 from kvproto.session.peer import PATIENCE, Attempt, Party, Peer, refusal, refused
 from kvproto.session.registering import DYING, agrees, check_register

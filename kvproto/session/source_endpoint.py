@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError, WireError
-from kvproto.geometry import Geometry, encode_geometry, validate
+from kvproto.planning.geometry import Geometry, encode_geometry, validate
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Expired, Released, Serve, SessionClosed, SessionRefused, Troubled
 from kvproto.session.negotiation import Terms, negotiate

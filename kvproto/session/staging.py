@@ -1,4 +1,4 @@
-"""What a session asks of packed bytes (feature STAGED); `kvproto.transport.staged` has both sides."""
+"""What a session asks of packed bytes (feature STAGED); `kvproto.transport.staging.staged` has both sides."""
 
 from __future__ import annotations
 

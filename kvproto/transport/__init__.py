@@ -12,6 +12,6 @@ def mover_of(memory: Memory) -> Mover:
         from kvproto.transport.cuda.mover import DeviceMover
 
         return DeviceMover(memory.__dlpack_device__()[1])
-    from kvproto.transport.shm import HostMover
+    from kvproto.transport.shm.mover import HostMover
 
     return HostMover()

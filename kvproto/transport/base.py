@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from kvproto.program import CopyProgram
+from kvproto.copying.program import CopyProgram
 from kvproto.wire.enums import Proof, Transport
 from kvproto.wire.messages import Region
 
@@ -94,7 +94,7 @@ class Mover(Protocol):
         """Start all of them at once, or none; BUSY where too many copies are under way."""
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.execute.checksums`, of memory of this process."""
+        """As `kvproto.copying.execute.checksums`, of memory of this process."""
 
     def close(self) -> None:
         """Let go of everything; nothing may be under way."""

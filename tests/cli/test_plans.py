@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvproto.cli.main import main
-from kvproto.describe import PRESETS, Parallel, describe
-from kvproto.geometry import validate
-from kvproto.plan import plan
+from kvproto.planning.describe import PRESETS, Parallel, describe
+from kvproto.planning.geometry import validate
+from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample, load, save
 from kvproto.cli.main import main
-from kvproto.describe import PRESETS, Parallel, describe
-from kvproto.probe import Constants, Host, Measured, Probe, Sample, load, save
+from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.wire import to_json
 
 

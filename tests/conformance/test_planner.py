@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import PlanError
-from kvproto.plan import plan
+from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import Geometry

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from kvproto.probe import Constants, Host, Measured, Probe, Sample, save
-from kvproto.transport.nixl_direct import Costs
-from kvproto.transport.nixl_mover import NixlMover
+from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample, save
+from kvproto.transport.nixl.direct import Costs
+from kvproto.transport.nixl.mover import NixlMover
 from kvproto_reference.demo.__main__ import DemoOptions, run
 from kvproto_reference.demo.options import parse
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.program import CopyProgram
+from kvproto.copying.program import CopyProgram
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.place import DevicePlace
-from kvproto.transport.nixl import Agent
-from kvproto.transport.staged import StagedReceiver
+from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.staging.staged import StagedReceiver
 from tests.gpu.memory import get, put
 
 EDGE = 4096
@@ -21,7 +21,9 @@ ARENA = 64 << 20
 
 
 @contextmanager
-def pools(lengths: dict[int, int], device: int, seed: int) -> Iterator[tuple[dict[int, DeviceMemory], dict[int, DeviceMemory]]]:
+def pools(
+    lengths: dict[int, int], device: int, seed: int
+) -> Iterator[tuple[dict[int, DeviceMemory], dict[int, DeviceMemory]]]:
     """Noise, edges and all; and the pools inside."""
     whole = {r: DeviceMemory(n + 2 * EDGE, device) for r, n in lengths.items()}
     for r, memory in whole.items():

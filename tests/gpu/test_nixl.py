@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kvproto.node.sink
+from kvproto.copying.execute import execute
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.execute import execute
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
@@ -22,13 +22,13 @@ from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Lost, Ready, SessionRefused
-from kvproto.transport import nixl
 from kvproto.transport.cuda.place import DevicePlace
-from kvproto.transport.nixl import Agent
-from kvproto.transport.nixl_direct import DEVICE_FLOOR, Direct, Way, probe, require_fast
-from kvproto.transport.nixl_handle import Named
-from kvproto.transport.nixl_mover import NixlMover
-from kvproto.transport.staged import Link, StagedSender
+from kvproto.transport.nixl import agent as nixl
+from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, Way, probe, require_fast
+from kvproto.transport.nixl.handle import Named
+from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.staging.staged import Link, StagedSender
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
@@ -186,7 +186,9 @@ def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
         made.close()
 
 
-def source_node(conn: Connection, address: str, made: Ticket, way: Way, slots: int, slot_bytes: int, hold: bool, loud: bool = False) -> None:
+def source_node(
+    conn: Connection, address: str, made: Ticket, way: Way, slots: int, slot_bytes: int, hold: bool, loud: bool = False
+) -> None:
     """A prefill rank on GPU 0; with `hold` it stands still when its first chunks are out."""
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(pool.memory, noise(0, pool.memory.length, 5))  # type: ignore[arg-type]
@@ -207,7 +209,9 @@ def source_node(conn: Connection, address: str, made: Ticket, way: Way, slots: i
 class Node:
     """A decode rank on GPU 1, and its source in another process."""
 
-    def __init__(self, folder: Path, way: Way, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False) -> None:
+    def __init__(
+        self, folder: Path, way: Way, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False
+    ) -> None:
         folder.chmod(0o700)
         address, self.ticket = private_address(folder, "kv"), ticket()
         self.conn, theirs = multiprocessing.Pipe()

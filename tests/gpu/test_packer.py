@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
+from kvproto.calibration.probe import scattered
+from kvproto.copying.execute import execute
 from kvproto.errors import LocalError
-from kvproto.execute import execute
-from kvproto.probe import scattered
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.place import DevicePlace
-from kvproto.transport.packed import PackedStream
+from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.memory import get, put
 from tests.plan.programs import random_pairs

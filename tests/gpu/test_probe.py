@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvproto.cost import load as load_costs
+from kvproto.calibration.cost import load as load_costs
+from kvproto.calibration.measure import cuda
+from kvproto.calibration.measure.line import program
+from kvproto.calibration.measure.nixl import job as nixl_job
+from kvproto.calibration.probe import LENGTHS, fit, load, probe, save
 from kvproto.errors import LocalError
-from kvproto.measure import cuda
-from kvproto.measure.line import program
-from kvproto.measure.nixl import job as nixl_job
-from kvproto.probe import LENGTHS, fit, load, probe, save
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.conftest import FOUND

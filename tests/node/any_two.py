@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.execute import execute
-from kvproto.geometry import Geometry
-from kvproto.grants import items_needed
-from kvproto.lowering import lower
+from kvproto.copying.execute import execute
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import Window
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
-from kvproto.plan import plan
-from kvproto.program import Window
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import plan
 from kvproto.session import Party
 from kvproto.session.events import Ready
 from kvproto.wire.enums import Outcome

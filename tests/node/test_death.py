@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 import kvproto.node.sink
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.net.sockets import wait
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.sink import Received
-from kvproto.program import CopyProgram
 from kvproto.session import Party
 from kvproto.session.events import Lost, Proven, Ready, SessionClosed
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
-from kvproto.transport.shm import HostMover
+from kvproto.transport.shm.mover import HostMover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Ticket
 from tests.node.test_node import CONTENT, ITEMS, TOKENS

@@ -15,21 +15,21 @@ import pytest
 
 import kvproto.node.sink
 import kvproto.node.source
-from kvproto.describe import PRESETS, Parallel, describe
+from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import RemoteError
-from kvproto.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate, pack
 from kvproto.node.sink import Received
-from kvproto.plan import plan
-from kvproto.program import CopyProgram, Side
+from kvproto.planning.describe import PRESETS, Parallel, describe
+from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
+from kvproto.planning.plan import plan
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionRefused
-from kvproto.transport.nixl_direct import Costs, Way
-from kvproto.transport.nixl_mover import NixlMover
-from kvproto.transport.nixl_place import HostPlace
-from kvproto.transport.shm import HostMover
+from kvproto.transport.nixl.direct import Costs, Way
+from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.nixl.place import HostPlace
+from kvproto.transport.shm.mover import HostMover
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Chunk, Ticket

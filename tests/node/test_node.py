@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.geometry import Geometry
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import Finished, SinkNode, SourceNode
 from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.node.source import PART
+from kvproto.planning.geometry import Geometry
 from kvproto.session import Party
 from kvproto.session.events import Arrived, Lost, Ready, Released
 from kvproto.transport.base import Mover

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from kvproto.execute import execute
-from kvproto.grants import check_grants, items_needed
-from kvproto.lowering import lower
+from kvproto.copying.execute import execute
+from kvproto.copying.grants import check_grants, items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import Window, windows
 from kvproto.node.offering import offered
 from kvproto.node.pool import allocate
-from kvproto.plan import plan
-from kvproto.program import Window, windows
+from kvproto.planning.plan import plan
 from kvproto.wire.messages import Grants
 from tests.node.any_two import FEW, ROOM, small_worlds, window, world
 from tests.session.driver import geometry

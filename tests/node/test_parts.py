@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvproto.node.source
+from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
-from kvproto.execute import execute
 from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.parts import Handed, Part, There
 from kvproto.node.sink import Received
@@ -23,7 +23,7 @@ from kvproto.node.source import Sent
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
 from kvproto.transport.base import Move
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.shm import HostCopy, HostMover
+from kvproto.transport.shm.mover import HostCopy, HostMover
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from tests.node.any_two import FEW, AnyTwo, small_worlds
 from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
@@ -81,7 +81,10 @@ def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: fl
     for program, _, _ in random_pairs(rng):
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
         asked = {model: (first := rng.randint(0, 9), first + rng.randint(0, 20)) for model in {m for m, _ in layers}}
-        maps = [not m.whole and (not program.state_after or program.state_after[i] is None) for i, m in enumerate(program.maps)]
+        maps = [
+            not m.whole and (not program.state_after or program.state_after[i] is None)
+            for i, m in enumerate(program.maps)
+        ]
         early = {(int(op["model"]), int(op["layer"])) for op in program.ops if maps[op["map"]]}
         wanted = {(layer, t) for layer in early for t in range(*asked[layer[0]])}
         handed, there, gone, n = Handed(program), dict[tuple[int, int], There](), set[Any](), 0

@@ -21,7 +21,7 @@ from kvproto.node.sink import Received
 from kvproto.node.source import Sent
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
-from kvproto.transport.shm import HostCopy, HostMover
+from kvproto.transport.shm.mover import HostCopy, HostMover
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Renew, Renewed, Ticket

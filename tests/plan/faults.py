@@ -11,14 +11,14 @@ import attrs
 import numpy as np
 
 import kvproto
-from kvproto.execute import execute
-from kvproto.geometry import Geometry, owned_before, owner
-from kvproto.grants import items_needed
-from kvproto.layout import GroupSpec, Parallel, lay_out
-from kvproto.lowering import Pair
+from kvproto.copying.execute import execute
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import Side, Window
 from kvproto.node.pool import pack
-from kvproto.plan import plan
-from kvproto.program import Side, Window
+from kvproto.planning.geometry import Geometry, owned_before, owner
+from kvproto.planning.layout import GroupSpec, Parallel, lay_out
+from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 
 TOKENS = 23
@@ -179,36 +179,36 @@ CASES: dict[str, Callable[[], None]] = {
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
-        "heads_dropped", "plan.py", "few, many = len(candidates), len(needy)", "few, many = len(candidates), len(needy)\n"
+        "heads_dropped", "planning/plan.py", "few, many = len(candidates), len(needy)", "few, many = len(candidates), len(needy)\n"
         "            if candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                continue"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "plan.py", "candidates[j * few // many]", "sources[min(rank * len(sources) // len(sinks), len(sources) - 1)].rank"),
+        "heads_dropped", "planning/plan.py", "candidates[j * few // many]", "sources[min(rank * len(sources) // len(sinks), len(sources) - 1)].rank"),
     "each replica sends": (
-        "replicas_written_again", "plan.py", "cells[source, rank, c, d].append((lo, hi, share))", "cells[source, rank, c, d].append((lo, hi, layers))"),
+        "replicas_written_again", "planning/plan.py", "cells[source, rank, c, d].append((lo, hi, share))", "cells[source, rank, c, d].append((lo, hi, layers))"),
     "a rank with a layer has all of its heads": (
-        "empty_ranks_shadow", "plan.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
+        "empty_ranks_shadow", "planning/plan.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
         "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
         "    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
-        "draft_shards_lost", "plan.py", "for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):\n        for c, d",
+        "draft_shards_lost", "planning/plan.py", "for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):\n        for c, d",
         "for i, (lo, hi) in enumerate(zip(cuts[:1], cuts[1:], strict=False)):\n        for c, d"),
     "the sender of the target sends the draft": (
-        "draft_shards_lost", "plan.py", "routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))",
+        "draft_shards_lost", "planning/plan.py", "routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))",
         "firsts = {k[1]: k[0] for k in sorted(boxes, reverse=True)}\n    routes = (Route(*key, tuple(sorted(boxes[key])), "
         "_digest(rows[key])) for key in sorted(boxes) if key[2] == 0 or key[0] == firsts[key[1]])"),
     "parts pair by position": (
-        "v_over_k", "lowering.py", "src_part = [p.name for p in m.source.parts].index(name)", "src_part = box.part"),
+        "v_over_k", "copying/lowering.py", "src_part = [p.name for p in m.source.parts].index(name)", "src_part = box.part"),
     "layers pair by position": (
-        "layers_by_position", "lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
+        "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (
-        "pages_by_count", "lowering.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
+        "pages_by_count", "copying/lowering.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
         "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base\n"
         "    low, high, base = items.size - 1 - high + low, items.size - 1, base - (items.size - 1 - high)"),
     "the first n pages": (
-        "pages_by_count", "lowering.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
+        "pages_by_count", "copying/lowering.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "lowering.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
+        "tokens_by_position", "copying/lowering.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
 }  # fmt: skip
 
 if __name__ == "__main__":

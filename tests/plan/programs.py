@@ -5,11 +5,11 @@ import random
 import attrs
 import numpy as np
 
-from kvproto.geometry import Geometry
-from kvproto.grants import check_columns, items_needed
-from kvproto.lowering import lower
-from kvproto.plan import plan
-from kvproto.program import CopyProgram, Side, Window
+from kvproto.copying.grants import check_columns, items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import CopyProgram, Side, Window
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import plan
 from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns
 from tests.plan import oracle

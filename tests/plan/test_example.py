@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvproto.geometry import decode_geometry, digest
-from kvproto.grants import check_columns
-from kvproto.plan import plan
+from kvproto.copying.grants import check_columns
+from kvproto.planning.geometry import decode_geometry, digest
+from kvproto.planning.plan import plan
 from kvproto.wire import decode
 from kvproto.wire.messages import Register
 

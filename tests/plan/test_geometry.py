@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import RemoteError
-from kvproto.geometry import (
+from kvproto.planning.geometry import (
     Geometry,
     Group,
     LaneSpan,

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.describe import PRESETS, describe, draft_of, specs
+from kvproto.copying.execute import checksums, execute
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import Side, Window
 from kvproto.errors import LocalError, PlanError
-from kvproto.execute import checksums, execute
-from kvproto.geometry import Geometry, validate
-from kvproto.grants import items_needed
-from kvproto.layout import Block, GroupSpec, Parallel, lay_out
-from kvproto.lowering import lower
 from kvproto.node.pool import pack
-from kvproto.plan import plan
-from kvproto.program import Side, Window
+from kvproto.planning.describe import PRESETS, describe, draft_of, specs
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.layout import Block, GroupSpec, Parallel, lay_out
+from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 F8 = DType.F8E4M3
@@ -220,7 +220,10 @@ def test_config_json(config: str) -> None:
     ("changes", "path"),
     [
         ({"num_attention_heads": None}, "config.num_attention_heads"),
-        ({"num_attention_heads": None, "state_size": 16}, "config.conv_kernel"),  # no attention: a Mamba, which lacks its sizes
+        (
+            {"num_attention_heads": None, "state_size": 16},
+            "config.conv_kernel",
+        ),  # no attention: a Mamba, which lacks its sizes
         ({"text_config": {"num_key_value_heads": 2}}, "config.head_dim"),  # Gemma 3: the default of its class
         ({"text_config": {"head_dim": 8}}, "config.num_key_value_heads"),
         ({"torch_dtype": "int3"}, "config.torch_dtype"),

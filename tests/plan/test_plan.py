@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import Side
 from kvproto.errors import PlanError
-from kvproto.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
-from kvproto.lowering import lower
-from kvproto.plan import Plan, differences, plan
-from kvproto.program import Side
+from kvproto.planning.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
+from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.execute import checksums, execute
+from kvproto.copying.grants import check_columns, check_grants, items_needed
+from kvproto.copying.lowering import Pair, lower
+from kvproto.copying.program import CopyProgram, RowMap, Side, Window
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.execute import checksums, execute
-from kvproto.geometry import (
+from kvproto.node.pool import pack as columns_without_gaps
+from kvproto.planning.geometry import (
     Geometry,
     Group,
     Rank,
@@ -22,12 +26,8 @@ from kvproto.geometry import (
     owns,
     validate,
 )  # fmt: skip
-from kvproto.grants import check_columns, check_grants, items_needed
-from kvproto.layout import GroupSpec, lay_out
-from kvproto.lowering import Pair, lower
-from kvproto.node.pool import pack as columns_without_gaps
-from kvproto.plan import Plan, plan
-from kvproto.program import CopyProgram, RowMap, Side, Window
+from kvproto.planning.layout import GroupSpec, lay_out
+from kvproto.planning.plan import Plan, plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
@@ -391,7 +391,7 @@ def test_worked_examples_of_the_spec() -> None:
 
 def test_worked_example_of_two_deals() -> None:
     """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
-    from kvproto.plan import _class_pairs
+    from kvproto.planning.plan import _class_pairs
 
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
     assert len(_class_pairs(a, b)) == 8

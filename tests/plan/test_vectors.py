@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvproto.errors import PlanError
-from kvproto.geometry import validate
-from kvproto.plan import plan
+from kvproto.planning.geometry import validate
+from kvproto.planning.plan import plan
 from kvproto.wire import from_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry

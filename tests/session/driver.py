@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
-from kvproto.grants import items_needed
+from kvproto.copying.grants import items_needed
 from kvproto.node.pool import Pool, allocate
+from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Party, SinkEndpoint, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.geometry import encode_geometry
+from kvproto.planning.geometry import encode_geometry
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof

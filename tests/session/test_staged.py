@@ -10,7 +10,7 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError, WireError
 from kvproto.node.pool import Pool
-from kvproto.transport.staged import Link, Piece, StagedReceiver
+from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Chunk, Credit, Error, Handle

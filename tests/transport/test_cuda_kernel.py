@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvproto.transport.cuda
+from kvproto.copying.execute import checksums, execute
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Side, Window
 from kvproto.errors import LocalError
-from kvproto.execute import checksums, execute
-from kvproto.grants import items_needed
-from kvproto.layout import GroupSpec, lay_out
-from kvproto.lowering import Pair
 from kvproto.node.pool import pack
-from kvproto.plan import plan
-from kvproto.program import CopyProgram, Side, Window
+from kvproto.planning.layout import GroupSpec, lay_out
+from kvproto.planning.plan import plan
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.table import FEW, Launch, Work, check, few, launch, parts, rebase, sizes, sums, table
 from kvproto.wire.enums import DType, ErrorCode
@@ -52,7 +52,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     for word, name in WORDS.items():
         library = folder / f"copy{word}.so"
         flags = ["-O1", "-w", "-shared", "-fPIC", "-fsanitize=bounds"]
-        flags += [f"-DWORD={name}", "-DTHREADS=64", "-DDEPTH=3", f"-DFEW_CLASSES={tables.FEW_CLASSES}", f"-DFEW_WORDS={tables.FEW_WORDS}"]
+        flags += [
+            f"-DWORD={name}",
+            "-DTHREADS=64",
+            "-DDEPTH=3",
+            f"-DFEW_CLASSES={tables.FEW_CLASSES}",
+            f"-DFEW_WORDS={tables.FEW_WORDS}",
+        ]
         places = ["-I", str(SOURCE.parent), "-include", str(HERE / "host_gpu.h")]
         subprocess.run(["gcc", *flags, *places, "-o", str(library), str(folder / "driver.c")], check=True, timeout=60)
         made[word] = ctypes.CDLL(str(library))
@@ -83,12 +89,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
     monkeypatch.setattr("kvproto.transport.cuda.table._FIRST_RUNS", 3)
-    monkeypatch.setattr("kvproto.program._SMALL", 2)
+    monkeypatch.setattr("kvproto.copying.program._SMALL", 2)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), cut=st.booleans(), direct=st.booleans(), long=st.sampled_from([1, 24, 1 << 30]), most=st.integers(1, 4))
-def test_random_programs(kernels: Kernels, seed: int, blocks: int, cut: bool, direct: bool, long: int, most: int) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    blocks=st.integers(1, 9),
+    cut=st.booleans(),
+    direct=st.booleans(),
+    long=st.sampled_from([1, 24, 1 << 30]),
+    most=st.integers(1, 4),
+)
+def test_random_programs(
+    kernels: Kernels, seed: int, blocks: int, cut: bool, direct: bool, long: int, most: int
+) -> None:
     """Several rank pairs in one launch; all of it, or the layers of an interval."""
     rng = random.Random(seed)
     dice = np.random.default_rng(seed)

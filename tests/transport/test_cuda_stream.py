@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.execute import execute
+from kvproto.copying.program import EMPTY_MAP, CopyProgram
 from kvproto.errors import LocalError
-from kvproto.execute import execute
-from kvproto.program import EMPTY_MAP, CopyProgram
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
-from kvproto.transport.packed import PackedStream
+from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from tests.plan.programs import random_pairs
 from tests.transport.test_cuda_kernel import Kernels, kernels, plain, small_blocks
@@ -76,7 +76,10 @@ def test_any_program_cut_anywhere(kernels: Kernels, seed: int, blocks: int, misa
         wanted = {r: a.copy() for r, a in there.items()}
         execute(program, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
         by_hand = PackedStream(program, "source", {r: memoryview(a) for r, a in here.items()})
-        out, into = Emulated(kernels, program, "source", here, blocks), Emulated(kernels, program, "sink", there, blocks)
+        out, into = (
+            Emulated(kernels, program, "source", here, blocks),
+            Emulated(kernels, program, "sink", there, blocks),
+        )
         assert out.table.order.length == into.table.order.length == by_hand.length
         stream = np.zeros(by_hand.length, np.uint8)
         by_hand.pack(0, stream)
@@ -124,7 +127,9 @@ def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) 
         made = stream(program, "source", dict.fromkeys(lengths, 1 << 20), lengths)
         order = made.order
         ends = {0}
-        for start, end, width in zip(order.start.tolist(), order.end.tolist(), order.columns.width.tolist(), strict=True):
+        for start, end, width in zip(
+            order.start.tolist(), order.end.tolist(), order.columns.width.tolist(), strict=True
+        ):
             ends |= set(range(start, end + 1, width))
         at = 0
         while at < order.length:
@@ -162,7 +167,9 @@ def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: py
 def test_what_is_beyond_the_stream_is_refused() -> None:
     program, here, _, _ = plain(rows=5, width=96)
     regions = {0: here}
-    made = stream(program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()})
+    made = stream(
+        program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()}
+    )
     for offset, length in ((-1, 4), (0, made.order.length + 1), (made.order.length, 1)):
         with pytest.raises(LocalError) as caught:
             made.chunk(offset, length, 1 << 20)

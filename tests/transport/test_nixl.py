@@ -23,18 +23,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.execute import execute
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import CopyProgram, Runs, Side, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.execute import execute
-from kvproto.geometry import Geometry, Rank, mla, owns
-from kvproto.lowering import lower
 from kvproto.node.pool import pack as columns_without_gaps
-from kvproto.plan import plan
-from kvproto.program import CopyProgram, Runs, Side, Window
-from kvproto.transport.nixl import Agent, Peer
-from kvproto.transport.nixl_direct import Costs, Direct, Way, choose, descriptors, probe, require_fast, threshold
-from kvproto.transport.nixl_handle import Memory
-from kvproto.transport.packed import PackedStream
-from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.planning.geometry import Geometry, Rank, mla, owns
+from kvproto.planning.plan import plan
+from kvproto.transport.nixl.agent import Agent, Peer
+from kvproto.transport.nixl.direct import Costs, Direct, Way, choose, descriptors, probe, require_fast, threshold
+from kvproto.transport.nixl.handle import Memory
+from kvproto.transport.staging.packed import PackedStream
+from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 from kvproto.wire.messages import Handle, Region
 from tests.plan import oracle
@@ -219,7 +219,7 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_nixl
 def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.nixl._MOST_KEPT", 4)
+    monkeypatch.setattr("kvproto.transport.nixl.agent._MOST_KEPT", 4)
     with Agent() as agent, Agent() as other:
         memory = bytearray(4096)
         own = agent.register(bytearray(range(256)) * 16, 1024)
@@ -503,7 +503,7 @@ def test_an_agent_without_nixl_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_module_needs_no_nixl() -> None:
-    code = "import sys, kvproto.transport.nixl; sys.exit(any(m.split('.')[0].startswith('nixl') for m in sys.modules))"
+    code = "import sys, kvproto.transport.nixl.agent; sys.exit(any(m.split('.')[0].startswith('nixl') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

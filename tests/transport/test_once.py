@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from kvproto.program import OP
+from kvproto.copying.program import OP
 from kvproto.transport.cuda.once import Once
 
 

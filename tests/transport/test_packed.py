@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.execute import execute
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import EMPTY_MAP, CopyProgram, Side, Window
 from kvproto.errors import KvprotoError
-from kvproto.execute import execute
-from kvproto.geometry import Geometry, Rank, gqa, mla, owns
-from kvproto.grants import items_needed
-from kvproto.lowering import lower
 from kvproto.node.pool import pack as columns_without_gaps
-from kvproto.plan import Plan, plan
-from kvproto.program import EMPTY_MAP, CopyProgram, Side, Window
-from kvproto.transport.packed import PackedStream, pack, unpack
+from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
+from kvproto.planning.plan import Plan, plan
+from kvproto.transport.staging.packed import PackedStream, pack, unpack
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 from tests.plan import oracle

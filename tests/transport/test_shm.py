@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.transport.shm import SharedMemory, connect
+from kvproto.transport.shm.mover import SharedMemory, connect
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Region
 

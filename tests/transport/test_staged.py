@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.transport.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvproto.wire.make import __main__ as make
-from kvproto.wire.make import clauses, lock, markdown
-from kvproto.wire.make.lint import RegistryError, lint
-from kvproto.wire.make.registry import HEAD, ROOT, SPEC, load
+from tools.specgen import __main__ as make
+from tools.specgen import clauses, lock, markdown
+from tools.specgen.lint import RegistryError, lint
+from tools.specgen.registry import HEAD, ROOT, SPEC, load
 
 
 def test_generated_files_are_up_to_date() -> None:

@@ -22,8 +22,8 @@ from cuda.core import (
     Stream,
 )
 
+from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
 from kvproto.transport.cuda.stream import PART, Chunk
@@ -353,7 +353,7 @@ class Copier:
         call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
-        """As `kvproto.execute.checksums`, of regions at these addresses, after all that was submitted here; waits."""
+        """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all submitted; waits."""
         self._device.set_current()
         image, operations, groups = tables.sums(program, addresses, sink)
         if not groups:

@@ -154,7 +154,7 @@ class DeviceMemory:
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
                 "virtual memory or a memory pool without",
-                "allocate with kvproto.memory, or turn expandable segments and stream-ordered pools off",
+                "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off",
             )  # fmt: skip
         return Region(
             id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
@@ -170,7 +170,7 @@ class DeviceMemory:
             found.append(piece_at(base, _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)))
             at = found[-1].base + found[-1].size
         if len(found) > MOST_PIECES:
-            advice = "allocate the pool at once, with kvproto.memory"
+            advice = "allocate the pool at once, with kvproto.transport.memory"
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, "regions.handles", f"at most {MOST_PIECES} allocations", str(len(found)), advice
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram
 from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
 from kvproto.transport.cuda.driver import has_nvlink
@@ -31,7 +31,7 @@ class DeviceMover:
     def __init__(self, device: int = 0, blocks: int | None = None, long: int | None = None, beside: int = 16) -> None:
         """As of `Copier`; beside: thread blocks of launches while what comes after them is being computed.
 
-        For `long`, see `kvproto.measure.choice`, which asks a file of `kvproto probe`.
+        For `long`, see `kvproto.calibration.measure.choice`, which asks a file of `kvproto probe`.
         """
         long = LONG if long is None else long
         if beside < 1:
@@ -58,7 +58,7 @@ class DeviceMover:
         return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
     def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.execute.checksums`, on the GPU."""
+        """As `kvproto.copying.execute.checksums`, on the GPU."""
         return self.copier.checksums(program, _addresses(memory), sink)
 
     def close(self) -> None:

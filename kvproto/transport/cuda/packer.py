@@ -1,4 +1,4 @@
-"""Packs and unpacks streams of device memory: `kvproto.transport.packed.Packer` by the copy kernel."""
+"""Packs and unpacks streams of device memory: `kvproto.transport.staging.packed.Packer` by the copy kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from kvproto.program import CopyProgram
+from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram
 from kvproto.transport.base import Memory
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import current, is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
-from kvproto.transport.nixl_handle import Memory as Bytes
+from kvproto.transport.nixl.handle import Memory as Bytes
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["DevicePlace"]
 
 
 class DevicePlace:
-    """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl_place.Place`."""
+    """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl.place.Place`."""
 
     slot_bytes, eager = 64 << 20, True
 

@@ -18,10 +18,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
-from kvproto.program import CopyProgram, RowMap
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.packed import Order, StreamColumns
+from kvproto.transport.staging.packed import Order, StreamColumns
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["PART", "Chunk", "Part", "StreamSide", "StreamTable"]

@@ -16,9 +16,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.execute import seeds
+from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
-from kvproto.execute import seeds
-from kvproto.program import CopyProgram, RowMap
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [

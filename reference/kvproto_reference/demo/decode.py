@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import torch
 
+from kvproto.copying.grants import items_needed
 from kvproto.errors import DeviceFault, KvprotoError
-from kvproto.grants import items_needed
 from kvproto.net import Dialer
 from kvproto.net.sockets import wait
 from kvproto.node import SinkNode

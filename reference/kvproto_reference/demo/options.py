@@ -7,15 +7,15 @@ from pathlib import Path
 
 import attrs
 
+from kvproto.calibration.measure.choice import long_runs, nixl_costs
+from kvproto.calibration.probe import Probe, load
 from kvproto.errors import LocalError
-from kvproto.geometry import Geometry
-from kvproto.measure.choice import long_runs, nixl_costs
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
-from kvproto.probe import Probe, load
+from kvproto.planning.geometry import Geometry
 from kvproto.transport.base import Mover
-from kvproto.transport.nixl_direct import Way
-from kvproto.transport.nixl_mover import NixlMover
+from kvproto.transport.nixl.direct import Way
+from kvproto.transport.nixl.mover import NixlMover
 from kvproto.wire.enums import ErrorCode
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer

@@ -10,11 +10,11 @@ import attrs
 import torch
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
-from kvproto.geometry import validate
 from kvproto.net import Listener
 from kvproto.net.sockets import wait
 from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.source import Sent
+from kvproto.planning.geometry import validate
 from kvproto.session import Party
 from kvproto.session.events import Expired, Released, SessionRefused, Troubled
 from kvproto.wire import from_json

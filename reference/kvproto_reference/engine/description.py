@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import torch.utils.dlpack
 
-from kvproto.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.node.pool import Pool
+from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.wire.enums import DType
 
 from ..checkpoint import fingerprint

@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvproto import memory
-from kvproto.geometry import Geometry
+from kvproto.copying.program import Side
 from kvproto.node.pool import Pool, pack
-from kvproto.program import Side
+from kvproto.planning.geometry import Geometry
+from kvproto.transport import memory
 
 _HELD: list[Any] = []
 """Arrays that own the memory of pools; XLA computes nothing with them, so it never moves them."""

@@ -1,0 +1,1 @@
+"""What the transports of this machine cost, measured and kept in a file."""

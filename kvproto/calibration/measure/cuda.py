@@ -1,0 +1,139 @@
+"""Transport `cuda`: the copy kernel, pull and push, and the copy engine as a ceiling; by device events."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from cuda.core import Device, EventOptions
+
+from kvproto.calibration.measure.line import Go, Job, Line, program
+from kvproto.transport.cuda.copier import Copier
+from kvproto.transport.cuda.copier import Job as Work
+from kvproto.transport.cuda.driver import call, current, driver, enable_peer
+from kvproto.transport.cuda.memory import DeviceMemory
+
+__all__ = ["Kernel", "count", "driver_version", "job", "names", "pairs"]
+
+_MOST_COPIES = 256
+
+
+def count() -> int:
+    """GPUs that this process sees; 0 without a driver."""
+    try:
+        found = driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS
+    except RuntimeError:  # cuda-core is installed, a driver is not
+        found = False
+    if not found:
+        return 0
+    return int(call(driver.cuDeviceGetCount(), "devices"))
+
+
+def names() -> tuple[str, ...]:
+    """Of the GPUs, in order."""
+    return tuple(Device(i).name for i in range(count()))
+
+
+def driver_version() -> str:
+    """The kernel module's, such as 580.95.05, or else the newest CUDA that the driver knows."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    number = int(call(driver.cuDriverGetVersion(), "version"))
+    return f"CUDA {number // 1000}.{number % 1000 // 10}"
+
+
+def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Ordered pairs of GPUs that reach each other, (0, 0) for one alone; and those that do not."""
+    some = [(a, b) for a in range(count()) for b in range(count()) if a != b]
+    peers = [p for p in some if Device(p[0]).can_access_peer(p[1]) and Device(p[1]).can_access_peer(p[0])]
+    return (peers if some else [(0, 0)] * count()), [p for p in some if p not in peers]
+
+
+@lru_cache
+def _copier(device: int) -> Copier:
+    return Copier(device, timed=True)
+
+
+class Kernel(Line):
+    """The gather-scatter kernel on the sink's GPU (pull) or on the source's (push)."""
+
+    transport = "cuda"
+
+    def __init__(self, way: str, source: DeviceMemory, sink: DeviceMemory) -> None:
+        self.way, self.source, self.sink = way, f"gpu{source.device}", f"gpu{sink.device}"
+        self._copier = _copier((sink if way == "pull" else source).device)
+        self.pools = source, sink
+
+    def most(self, run: int) -> int:
+        return self.pools[0].length // run
+
+    def ready(self, run: int, runs: int) -> Go:
+        here, there = self.pools
+        made = program(run, runs, here.length)
+        prepared = self._copier.prepare(made, {0: here.address}, {0: there.address})
+
+        def go() -> float:
+            copy = self._copier.submit([Work(prepared, made.maps)])
+            copy.wait()
+            return copy.seconds
+
+        return go
+
+
+class _Engine(Line):
+    """One cuMemcpyDtoDAsync a run."""
+
+    transport, way = "cuda", "engine"
+
+    def __init__(self, source: DeviceMemory, sink: DeviceMemory) -> None:
+        self.source, self.sink = f"gpu{source.device}", f"gpu{sink.device}"
+        self._from, self._to = source, sink
+        self._stream = current(sink.device).create_stream()
+
+    def most(self, run: int) -> int:
+        return min(self._from.length // run, _MOST_COPIES)
+
+    def ready(self, run: int, runs: int) -> Go:
+        dice = np.random.default_rng(run)
+        places = [(dice.permutation(self._from.length // run)[:runs] * run).tolist() for _ in range(2)]
+        copies = [(self._to.address + b, self._from.address + a) for a, b in zip(*places, strict=True)]
+        timing = EventOptions(timing_enabled=True)
+
+        def go() -> float:
+            current(self._to.device)
+            began = self._stream.record(options=timing)
+            for to, from_ in copies:
+                call(driver.cuMemcpyDtoDAsync(to, from_, run, self._stream.handle), "copy")
+            ended = self._stream.record(options=timing)
+            ended.sync()
+            return float(ended - began) / 1000
+
+        return go
+
+
+def job(memory: int, source: int, sink: int) -> Job:
+    """Pull, push and the engine from one GPU to another, or within one; `memory` bytes on both together."""
+
+    @contextmanager
+    def opened() -> Iterator[Sequence[Line]]:
+        enable_peer(source, sink)
+        enable_peer(sink, source)
+        length = memory * 4 // 10 // 4096 * 4096
+        pools: list[DeviceMemory] = []
+        try:
+            for device in (source, sink):
+                pools.append(DeviceMemory(length, device))
+            here, there = pools
+            yield [Kernel("pull", here, there), Kernel("push", here, there), _Engine(here, there)]
+        finally:
+            for pool in pools:
+                pool.close()
+
+    return Job(f"cuda gpu{source} to gpu{sink}", 3, opened)

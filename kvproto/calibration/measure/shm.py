@@ -1,0 +1,52 @@
+"""Transport `shm` and the numpy executor: a region and its mapping, as a sink has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvproto.calibration.measure.line import HOST, Go, Job, Line, program
+from kvproto.copying.execute import execute
+from kvproto.transport.shm.mover import Mapping, SharedMemory, connect
+
+__all__ = ["job"]
+
+_MOST_RUNS = 1 << 16
+
+
+class _Copy(Line):
+    transport, way, source, sink = "shm", "copy", HOST, HOST
+
+    def __init__(self, mapped: Mapping, own: SharedMemory) -> None:
+        self._mapped, self._own = mapped, own
+
+    def most(self, run: int) -> int:
+        # the executor gathers before it scatters: what is moved is in memory three times
+        return min(self._own.length * 3 // 4 // run, _MOST_RUNS)
+
+    def ready(self, run: int, runs: int) -> Go:
+        made = program(run, runs, self._own.length)
+
+        def go() -> float:
+            begin = time.perf_counter()
+            execute(made, {0: self._mapped.buffer}, {0: self._own.buffer})
+            return time.perf_counter() - begin
+
+        return go
+
+
+def job(memory: int) -> Job:
+    """Two regions of a third of `memory` bytes at most."""
+
+    @contextmanager
+    def opened() -> Iterator[Sequence[Line]]:
+        with ExitStack() as closing:
+            theirs, own = (SharedMemory(memory * 3 // 10) for _ in range(2))
+            closing.callback(theirs.close)
+            closing.callback(own.close)
+            mapped = connect(theirs.region, "regions[0]")
+            closing.callback(mapped.close)
+            yield [_Copy(mapped, own)]
+
+    return Job("shm", 1, opened)

@@ -1,0 +1,288 @@
+"""Copy programs: strided copies over shared index arrays; never a Python object for a page or a layer.
+
+A program is a table of operations (one row for each layer, part and lane piece of a rank pair, made at registration)
+and row maps (which rows of which items, made for each request). An operation runs once over all runs of its map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from operator import add
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import LocalError
+from kvproto.planning.geometry import Geometry, Group, Owns
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Columns, Grants
+
+__all__ = ["EMPTY_MAP", "OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
+
+IntArray = npt.NDArray[np.int64]
+
+_PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
+OP = np.dtype(
+    [(name, np.int64) for name in ("map", "group", "model", "layer", "part", "lo", "lanes", "lane_bytes")]
+    + [(f"{side}_{name}", np.int64) for side in ("source", "sink") for name in _PLACE]
+)
+"""One operation: `lanes` lanes of `lane_bytes` bytes of one layer and part, for every run of a map.
+
+A lane's bytes are at offset + item*item_stride + row*row_stride + lane*lane_stride of the region. `lo` is the first
+byte on the part's lane axis; `group` the sink's. `items` and `rows` are the extents of the pool: where items touch
+(item_stride = rows * row_stride in all layers of the group) a pool is one item of items * rows rows, and runs go on
+across items.
+"""
+
+
+@attrs.frozen
+class Window:
+    """Tokens [first, first + count) of one group and the items that hold them at one rank, first owned row first."""
+
+    first: int
+    count: int
+    items: npt.NDArray[Any]
+
+
+def windows(grants: Iterable[Grants]) -> dict[int, Window]:
+    """The windows of grants that were checked, by group."""
+    made = {}
+    for grant in grants:
+        items = np.empty(0, np.int64) if grant.items is None else grant.items
+        made[grant.group] = Window(grant.first, grant.count, items)
+    return made
+
+
+@attrs.frozen
+class Side:
+    """One rank's view: what it owns and where that lies."""
+
+    geometry: Geometry
+    rank: int
+    columns: Mapping[int, Columns]
+    """By group id of this side."""
+
+    def group(self, id: int) -> Group:
+        """The group of that id."""
+        return next(g for g in self.geometry.groups if g.id == id)
+
+    def owns(self, id: int) -> Owns:
+        """This rank's share of the group."""
+        rank = next(r for r in self.geometry.ranks if r.rank == self.rank)
+        return next(o for o in rank.owns if o.group == id)
+
+
+_SMALL = 32
+"""Runs of a map up to which Python's own numbers are faster than calls of numpy."""
+
+Reach = tuple[int, int, int]
+"""The lowest number of all items and rows, the highest item, the highest row; 0, -1 and -1 where there is none."""
+
+
+def _reach(item: IntArray, row: IntArray, rows: IntArray, few: tuple[list[int], ...] | None) -> Reach:
+    if not len(rows):
+        return 0, -1, -1
+    if few is None:
+        return int(min(item.min(), row.min())), int(item.max()), int((row + rows).max()) - 1
+    items, firsts, lengths = few
+    return min(min(items), min(firsts)), max(items), max(map(add, firsts, lengths)) - 1
+
+
+@attrs.frozen(eq=False)
+class RowMap:
+    """Runs of rows that lie one after the other on both sides; arrays of equal length, but for the last two."""
+
+    source_item: IntArray
+    source_row: IntArray
+    sink_item: IntArray
+    sink_row: IntArray
+    rows: IntArray
+    """Rows of each run."""
+    piece_first: IntArray
+    """Global rows, in the order of the runs: pieces of consecutive rows, their first ..."""
+    piece_rows: IntArray
+    """... and their number. A run may span pieces, where both sides deal tokens alike."""
+    whole: bool = False
+    """Whether items are opaque, so that no rows of them can be picked out."""
+
+    @cached_property
+    def size(self) -> int:
+        """Rows in all."""
+        return int(self.rows.sum()) if self.numbers is None else sum(self.numbers[4])
+
+    @property
+    def places(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Source items, source rows, sink items, sink rows."""
+        return self.source_item, self.source_row, self.sink_item, self.sink_row
+
+    @cached_property
+    def numbers(self) -> tuple[list[int], ...] | None:
+        """Places and rows as Python's own, where there are few runs: a small hand-over waits for each call of numpy."""
+        return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
+
+    @cached_property
+    def ends(self) -> IntArray:
+        """Rows up to the end of each run."""
+        return np.cumsum(self.rows)
+
+    @cached_property
+    def source_reach(self) -> Reach:
+        """Of the source's places."""
+        few = None if self.numbers is None else (self.numbers[0], self.numbers[1], self.numbers[4])
+        return _reach(self.source_item, self.source_row, self.rows, few)
+
+    @cached_property
+    def sink_reach(self) -> Reach:
+        """Of the sink's places."""
+        few = None if self.numbers is None else self.numbers[2:]
+        return _reach(self.sink_item, self.sink_row, self.rows, few)
+
+    @cached_property
+    def global_rows(self) -> IntArray:
+        """Every global row, run after run."""
+        starts = np.cumsum(self.piece_rows) - self.piece_rows
+        made: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
+        return made
+
+    def between(self, lo: int, hi: int) -> RowMap:
+        """The part of global rows [lo, hi): runs are cut, not looked up again. Raises LAYOUT_OPAQUE."""
+        if self.whole:
+            advice = "send groups with an opaque part at once, when the prompt is computed"
+            raise LocalError(ErrorCode.LAYOUT_OPAQUE, "tokens", "whole items", f"rows {lo} to {hi}", advice)
+        ends = np.cumsum(self.piece_rows)
+        # where on the axis of all rows each kept piece begins and ends; pieces ascend: that is one interval
+        a = np.clip(lo - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
+        b = np.clip(hi - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
+        kept = b > a
+        if not kept.any():
+            return EMPTY_MAP
+        begin, end = int(a[kept][0]), int(b[kept][-1])
+        stop = self.ends
+        start = stop - self.rows
+        some = slice(int(np.searchsorted(stop, begin, "right")), int(np.searchsorted(start, end, "left")))
+        skip = np.maximum(begin - start[some], 0)
+        rows = np.minimum(stop[some], end) - np.maximum(start[some], begin)
+        return RowMap(
+            self.source_item[some], self.source_row[some] + skip, self.sink_item[some], self.sink_row[some] + skip,
+            rows, self.piece_first[kept] + np.maximum(lo - self.piece_first[kept], 0), (b - a)[kept],
+        )  # fmt: skip
+
+
+_NONE = np.empty(0, np.int64)
+EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+
+
+@attrs.frozen
+class Runs:
+    """Contiguous runs of bytes: how many, and how long they are on average; what a transport is paid for."""
+
+    count: int
+    bytes: int
+
+    @property
+    def mean(self) -> float:
+        """Bytes of a run."""
+        return self.bytes / self.count if self.count else 0.0
+
+
+@attrs.frozen(eq=False)
+class CopyProgram:
+    """A table of operations over shared row maps."""
+
+    maps: tuple[RowMap, ...]
+    ops: npt.NDArray[np.void]
+    """Rows of dtype OP."""
+    tokens_per_row: tuple[int, ...]
+    """Of each map."""
+    state_after: tuple[int | None, ...] = ()
+    """Of each map: the position that a state is of; None for rows of tokens."""
+
+    @cached_property
+    def _rows(self) -> IntArray:
+        return np.array([m.size for m in self.maps], np.int64)
+
+    @property
+    def _op_bytes(self) -> IntArray:
+        ops = self.ops
+        if not len(ops):
+            return _NONE
+        made: IntArray = self._rows[ops["map"]] * ops["lanes"] * ops["lane_bytes"]
+        return made
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes that the program writes."""
+        return int(self._op_bytes.sum())
+
+    @property
+    def early(self) -> frozenset[int]:
+        """Maps whose rows may go before the end: neither opaque items nor state."""
+        ends = self.state_after or (None,) * len(self.maps)
+        return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None)
+
+    def bytes_by_group(self) -> dict[int, int]:
+        """The same, by sink group, of groups that move at all."""
+        found: dict[int, int] = {}
+        for group in np.unique(self.ops["group"]).tolist():
+            moved = int(self._op_bytes[self.ops["group"] == group].sum())
+            if moved:
+                found[group] = moved
+        return found
+
+    def runs(self) -> Runs:
+        """Contiguous runs of bytes, on both sides at once."""
+        ops = self.ops
+        if not len(ops):
+            return Runs(0, 0)
+        width = ops["lanes"] * ops["lane_bytes"]
+        lanes, rows = np.ones(len(ops), bool), np.ones(len(ops), bool)
+        for side in ("source", "sink"):
+            lanes &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
+            rows &= ops[f"{side}_row_stride"] == width
+        number = np.array([len(m.rows) for m in self.maps], np.int64)[ops["map"]]
+        count = np.where(lanes & rows, number, np.where(lanes, 1, ops["lanes"]) * self._rows[ops["map"]])
+        return Runs(int(count.sum()), self.bytes)
+
+    def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
+        """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
+
+        State goes with the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of layers that have opaque
+        items.
+        """
+        ops, maps = self.ops, self.maps
+        if layers is not None:
+            ops = ops[np.isin(ops["layer"], np.fromiter(layers, np.int64))]
+        if tokens is not None:
+            bounds = [(-(-tokens[0] // step), tokens[1] // step) for step in self.tokens_per_row]
+            used = set(ops["map"].tolist())
+            ends = self.state_after or (None,) * len(maps)
+            maps = tuple(
+                EMPTY_MAP
+                if i not in used or not (end is None or tokens[0] < end <= tokens[1])
+                else (m.between(lo, max(lo, hi)) if end is None else m)
+                for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
+            )
+        return CopyProgram(maps, ops, self.tokens_per_row, self.state_after)
+
+    def since(self, model: int, first: int, end: int | None) -> CopyProgram:
+        """Rows of a model that are complete with `end` tokens and were not with `first`; None: all that are left.
+
+        Rows of several tokens go when their last token is there; opaque items and state go with the end. Operations
+        stay the same array, so that a table of them stays known.
+        """
+        of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
+        early, maps = self.early, []
+        for i, (m, step) in enumerate(zip(self.maps, self.tokens_per_row, strict=True)):
+            if i not in of_model or (i not in early and end is not None):
+                m = EMPTY_MAP
+            elif i in early and (first or end is not None):
+                m = m.between(first // step, _ALL if end is None else end // step)
+            maps.append(m)
+        return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after)
+
+
+_ALL = 1 << 62
+"""Above any row."""

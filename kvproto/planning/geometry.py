@@ -1,0 +1,198 @@
+"""What each rank owns, as the Description states it.
+
+The classes are the wire's own (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`); here are plain
+constructors, their invariants, and the two formulas that place a token. `kvproto.planning.layout` states whole engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import PlanError
+from kvproto.wire import check_fields, decode_struct, encode_struct
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
+
+__all__ = [
+    "Fact",
+    "Geometry",
+    "Group",
+    "LaneSpan",
+    "Owns",
+    "Part",
+    "Rank",
+    "decode_geometry",
+    "digest",
+    "encode_geometry",
+    "facts",
+    "gqa",
+    "handoff",
+    "local_row",
+    "mla",
+    "owned_before",
+    "owner",
+    "owns",
+    "validate",
+]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def gqa(
+    id: int,
+    name: str,
+    model: int,
+    kv_heads: int,
+    head_bytes: int,
+    page_size: int,
+    dtype: DType = DType.F32,
+    v_head_bytes: int | None = None,
+    **more: Any,
+) -> Group:
+    """Paged K and V of multi-head or grouped-query attention; one lane a KV head, `head_bytes` long (V its own size).
+
+    Joint or apart, NHD or HND, padded or not, is said by the strides of Register, not here.
+    """
+    sizes = {"k": head_bytes, "v": v_head_bytes or head_bytes}
+    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p, size in sizes.items())
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+
+
+def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any) -> Group:
+    """Paged latent of multi-head latent attention, rope part included: one lane of `row_bytes`."""
+    parts = (Part(name="latent", dtype=dtype, lanes=1, lane_bytes=row_bytes),)
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+
+
+def handoff(id: int, name: str, parts: Mapping[str, tuple[DType, int]]) -> Group:
+    """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+    made = tuple(Part(name=n, dtype=d, lanes=1, lane_bytes=size) for n, (d, size) in parts.items())
+    return _group(id, name, 0, ItemKind.HANDOFF, 1, made)
+
+
+def _group(id: int, name: str, model: int, kind: ItemKind, rows: int, parts: tuple[Part, ...], **more: Any) -> Group:
+    defaults = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0}
+    return Group(id=id, name=name, model=model, kind=kind, rows=rows, parts=parts, **(defaults | more))
+
+
+def owns(group: Group, layers: Iterable[int], lanes: Sequence[tuple[int, int]] | None = None, cp_rank: int = 0) -> Owns:
+    """A rank's share: layer ids and lane intervals in local order (the same of each part; all lanes by default)."""
+    spans = tuple(
+        LaneSpan(part=p, lo=lo, hi=hi)
+        for p, part in enumerate(group.parts)
+        for lo, hi in (lanes if lanes is not None else [(0, part.lanes)])
+    )
+    return Owns(group=group.id, layers=np.fromiter(layers, np.uint32), cp_rank=cp_rank, lanes=spans)
+
+
+def facts(equal: Mapping[str, str], warn: Mapping[str, str] | None = None) -> tuple[Fact, ...]:
+    """Identity facts in canonical order."""
+    rows = [(n, v, FactRule.EQUAL) for n, v in equal.items()] + [(n, v, FactRule.WARN) for n, v in (warn or {}).items()]
+    return tuple(Fact(name=n, value=v, rule=r) for n, v, r in sorted(rows))
+
+
+def encode_geometry(geometry: Geometry) -> bytes:
+    """Canonical bytes, the ones that the digest is taken of."""
+    return encode_struct(geometry)
+
+
+def decode_geometry(data: bytes | memoryview) -> Geometry:
+    """Geometry of canonical bytes; raises WireError or PlanError(BAD_GEOMETRY)."""
+    geometry = decode_struct(Geometry, data)
+    validate(geometry)
+    return geometry
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """SHA-256 of a Description's geometry bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def owner(group: Group, rows: IntArray) -> IntArray:
+    """cp rank that owns each global row."""
+    run, origin = _deal(group)
+    return ((rows - origin) // run) % group.cp_size
+
+
+def local_row(group: Group, rows: IntArray) -> IntArray:
+    """Row within its owner's share of each global row."""
+    run, origin = _deal(group)
+    return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
+
+
+def owned_before(group: Group, cp_rank: int, row: int) -> int:
+    """How many rows below `row` the rank owns."""
+    run, origin = _deal(group)
+    whole, rest = divmod(max(row - origin, 0), run * group.cp_size)
+    return whole * run + min(max(rest - cp_rank * run, 0), run)
+
+
+def _deal(group: Group) -> tuple[int, int]:
+    if group.cp_size == 1:
+        return 1, 0
+    return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+
+
+def validate(geometry: Geometry) -> None:
+    """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
+    check_fields(geometry)
+    claims = sum(share.layers.size * len(share.lanes) for rank in geometry.ranks for share in rank.owns)
+    if claims > _LARGEST_CLAIM:
+        raise _bad("ranks", f"at most {_LARGEST_CLAIM} layers times intervals", str(claims))
+    groups = {g.id: g for g in geometry.groups}
+    for i, group in enumerate(geometry.groups):
+        _check_group(group, f"groups[{i}]")
+    held: dict[tuple[int, str, int], int] = {}
+    for i, rank in enumerate(geometry.ranks):
+        for j, share in enumerate(rank.owns):
+            path = f"ranks[{i}].owns[{j}]"
+            if share.group not in groups:
+                raise _bad(f"{path}.group", "one of the groups", str(share.group))
+            _check_owns(groups[share.group], share, path)
+            for part in groups[share.group].parts:
+                for layer in share.layers.tolist():
+                    key = (groups[share.group].model, part.name, layer)
+                    if held.setdefault(key, share.group) != share.group:
+                        raise _bad(f"{path}.layers", "each layer and part in one group", f"layer {layer} twice")
+
+
+_LARGEST_DEAL = 1 << 20
+"""Rows after which a token deal repeats, at most."""
+_LARGEST_CLAIM = 1 << 18
+"""Layers times lane intervals that one Description states, at most."""
+
+
+def _check_group(group: Group, path: str) -> None:
+    cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
+    if group.cp_size > 1 and (group.kind != ItemKind.PAGE or cut):
+        raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
+    if group.cp_size > 1 and group.cp_size * group.interleave > _LARGEST_DEAL:
+        raise _bad(
+            f"{path}.cp_size", f"at most {_LARGEST_DEAL} tokens in one deal", str(group.cp_size * group.interleave)
+        )
+
+
+def _check_owns(group: Group, share: Owns, path: str) -> None:
+    if share.cp_rank >= group.cp_size:
+        raise _bad(f"{path}.cp_rank", f"below {group.cp_size}", str(share.cp_rank))
+    for k, span in enumerate(share.lanes):
+        at = f"{path}.lanes[{k}]"
+        if span.part >= len(group.parts):
+            raise _bad(f"{at}.part", f"below {len(group.parts)}", str(span.part))
+        if span.hi > group.parts[span.part].lanes:
+            raise _bad(f"{at}.hi", f"at most {group.parts[span.part].lanes}", str(span.hi))
+    for p in range(len(group.parts)):
+        spans = sorted((s.lo, s.hi) for s in share.lanes if s.part == p)
+        if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
+            raise _bad(
+                f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans)
+            )
+
+
+def _bad(path: str, mine: str, yours: str) -> PlanError:
+    return PlanError(ErrorCode.BAD_GEOMETRY, path, mine, yours, "mend the Description")

@@ -1,0 +1,324 @@
+"""An engine's geometry in a few lines: a `GroupSpec` for each cache, and `lay_out` over its parallel ranks.
+
+Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.planning import geometry as g
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.messages import Fact
+
+__all__ = ["BYTES", "Block", "GroupSpec", "Parallel", "lay_out"]
+
+BYTES = {
+    DType.F32: 4, DType.F16: 2, DType.BF16: 2, DType.F8E4M3: 1, DType.F8E5M2: 1, DType.U8: 1, DType.I8: 1,
+}  # fmt: skip
+"""Bytes of an element."""
+
+
+@attrs.frozen
+class Block:
+    """Lanes that tensor-parallel ranks divide among them, `unit` lanes together (a head's channels, say).
+
+    Where ranks are more than units, consecutive ranks hold the same unit.
+    """
+
+    lanes: int
+    unit: int = 1
+
+    def cut(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Lanes [lo, hi) of one of `ranks` ranks."""
+        units = self.lanes // self.unit
+        lo = units * rank // ranks
+        hi = lo + 1 if ranks >= units else units * (rank + 1) // ranks
+        return lo * self.unit, hi * self.unit
+
+
+@attrs.frozen
+class GroupSpec:
+    """One cache of some layers of one model, before it is known which rank owns what.
+
+    Sizes are in elements of `dtype`; `layers` is a number of layers or their ids. Joint or apart, NHD or HND, padded or
+    not, is said by the strides of Register, not here.
+    """
+
+    group: Group
+    """Its id is given by `lay_out`."""
+    layers: tuple[int, ...]
+    blocks: tuple[tuple[Block, ...], ...]
+    """Of each part: blocks one after the other on its lane axis."""
+
+    @classmethod
+    def gqa(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
+        v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None, model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Paged K and V of multi-head or grouped-query attention; an F32 scale for every `scale_block` elements."""
+        dims = {"k": head_dim, "v": v_head_dim or head_dim}
+        parts = {p: (dtype, kv_heads, n * BYTES[dtype]) for p, n in dims.items()}
+        if scale_block:
+            parts |= {f"{p}_scale": (DType.F32, kv_heads, -(-n // scale_block) * 4) for p, n in dims.items()}
+        return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    def mla(
+        cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
+        model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank."""
+        parts = {"latent": (dtype, 1, (latent + rope) * BYTES[dtype])}
+        return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    def indexer(
+        cls, name: str, layers: int | Iterable[int], *, head_dim: int, page: int, dtype: DType = DType.F8E4M3,
+        scale_block: int | None = 128, model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Paged keys of a sparse-attention indexer, with their F32 scales; whole on every rank."""
+        parts = {"index": (dtype, 1, head_dim * BYTES[dtype])}
+        if scale_block:
+            parts["index_scale"] = (DType.F32, 1, -(-head_dim // scale_block) * 4)
+        return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    def page_scales(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0
+    ) -> GroupSpec:
+        """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-WHOLE.
+
+        The scale of a page that is not full moves too: the parts are opaque. A scale of a whole tensor is a fact.
+        """
+        parts = tuple(
+            g.Part(name=p, dtype=DType.F32, lanes=kv_heads, lane_bytes=4, encoding="page_scale")
+            for p in ("k_scale", "v_scale")
+        )
+        return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page)
+
+    @classmethod
+    def compressed(
+        cls, name: str, layers: int | Iterable[int], *, dim: int, tokens_per_row: int, page_rows: int,
+        dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Paged rows that each cover several tokens (4 or 128, say): one lane, a part of its own name."""
+        parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=dim * BYTES[dtype]),)
+        return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
+
+    @classmethod
+    def window(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, ring_rows: int,
+        dtype: DType = DType.BF16, model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """K and V of a sliding window in a ring a request: row = position mod `ring_rows`; each side states its own."""
+        size = head_dim * BYTES[dtype]
+        parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
+        return cls._of(name, layers, model, ItemKind.RING, ring_rows, parts)
+
+    @classmethod
+    def paged(
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], page: int,
+        model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Any other paged parts: name to element type, lanes, bytes of a lane."""
+        return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
+
+    @classmethod
+    def state(
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1,
+        scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
+    ) -> GroupSpec:  # fmt: skip
+        """Recurrent state, a slot a request: `rows` live ones, then scratch (of speculative steps), never sent."""
+        rows_ = {"live_rows": rows}
+        return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, _parts(parts), blocks, **rows_)
+
+    @classmethod
+    def mamba1(
+        cls, name: str, layers: int | Iterable[int], *, channels: int, state: int, kernel: int,
+        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+        """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
+        conv = (Block(channels),)
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    def mamba2(
+        cls, name: str, layers: int | Iterable[int], *, heads: int, head_dim: int, groups: int, state: int, kernel: int,
+        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+        """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
+        conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    def gdn(
+        cls, name: str, layers: int | Iterable[int], *, key_heads: int, key_dim: int, value_heads: int, value_dim: int,
+        kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+        """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
+        key = Block(key_heads * key_dim, key_dim)
+        conv = (key, key, Block(value_heads * value_dim, value_dim))
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> GroupSpec:
+        """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+        group = g.handoff(0, name, parts)
+        return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
+
+    @classmethod
+    def _conv(
+        cls, name: str, layers: int | Iterable[int], blocks: tuple[Block, ...], kernel: int, dtype: DType,
+        scratch_rows: int, model: int,
+    ) -> GroupSpec:  # fmt: skip
+        parts = {"conv": (dtype, sum(b.lanes for b in blocks), BYTES[dtype])}
+        return cls.state(
+            f"{name} conv", layers, parts=parts, rows=kernel - 1, scratch_rows=scratch_rows, blocks={"conv": blocks},
+            model=model,
+        )  # fmt: skip
+
+    @classmethod
+    def _of(
+        cls, name: str, layers: int | Iterable[int], model: int, kind: ItemKind, rows: int, parts: tuple[g.Part, ...],
+        blocks: Mapping[str, Sequence[Block]] | None = None, **more: Any,
+    ) -> GroupSpec:  # fmt: skip
+        numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
+        group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
+        given = blocks or {}
+        unknown = given.keys() - {p.name for p in parts}
+        if unknown:
+            raise _bad("blocks", ", ".join(p.name for p in parts), sorted(unknown)[0])
+        return cls(group, _ids(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+
+
+def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(range(layers) if isinstance(layers, int) else layers)
+
+
+def _parts(parts: Mapping[str, tuple[DType, int, int]]) -> tuple[g.Part, ...]:
+    return tuple(g.Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, (d, lanes, size) in parts.items())
+
+
+@attrs.frozen
+class Parallel:
+    """How an engine divides its ranks; rank = (pp * cp + cp_rank) * tp + tp_rank."""
+
+    tp: int = 1
+    """Tensor parallel: KV heads, latents and states."""
+    pp: int = 1
+    """Pipeline parallel: layers of the target; a draft is on the last stage."""
+    cp: int = 1
+    """Context parallel: tokens, over ranks of their own (prefill)."""
+    dcp: int = 1
+    """Decode context parallel: tokens, over the TP ranks that would otherwise hold the same heads."""
+    interleave: int = 1
+    """Consecutive tokens that one cp or dcp rank takes."""
+    stages: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; by default equal, the first stages one more."""
+
+    def check(self) -> None:
+        """Raise LocalError for sizes that no engine can have."""
+        for name in ("tp", "pp", "cp", "dcp", "interleave"):
+            if getattr(self, name) < 1:
+                raise _bad(name, "at least 1", getattr(self, name))
+        if self.tp % self.dcp:
+            raise _bad("dcp", f"a divisor of tp {self.tp}", self.dcp)
+        if self.cp > 1 and self.dcp > 1:
+            raise _bad("dcp", "1 with cp above 1: tokens are dealt once", self.dcp)
+        if self.stages is not None and (len(self.stages) != self.pp or min(self.stages) < 0):
+            raise _bad("stages", f"layers of {self.pp} stages", self.stages)
+
+    def bounds(self, depth: int) -> list[tuple[int, int]]:
+        """Layers [lo, hi) of each stage of a target of `depth` layers."""
+        counts = self.stages or [depth // self.pp + (i < depth % self.pp) for i in range(self.pp)]
+        if sum(counts) != depth:
+            raise _bad("stages", f"{depth} layers in all", tuple(counts))
+        return list(pairwise(accumulate(counts, initial=0)))
+
+
+def lay_out(
+    specs: Sequence[GroupSpec], parallel: Parallel | None = None, replica: int = 0,
+    facts: Mapping[str, str] | None = None, depth: int | None = None,
+) -> Geometry:  # fmt: skip
+    """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
+
+    `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's.
+    """
+    sizes = parallel or Parallel()
+    sizes.check()
+    dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
+    made = []
+    for id, spec in enumerate(specs):
+        _check(spec, id, depth)
+        group = attrs.evolve(spec.group, id=id)
+        if dealt > 1 and group.kind == ItemKind.PAGE:
+            group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave)
+        made.append(attrs.evolve(spec, group=group))
+    bounds = sizes.bounds(depth or max((max(s.layers) + 1 for s in specs if _deep(s)), default=sizes.pp))
+    ranks: list[Rank] = []
+    for stage in bounds:
+        for cp in range(sizes.cp):
+            for tp in range(sizes.tp):
+                last = stage is bounds[-1]
+                shares = [s for spec in made if (s := _share(spec, stage, last, cp, tp, sizes)) is not None]
+                ranks.append(Rank(rank=len(ranks), owns=tuple(shares)))
+    named = tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items()))
+    return Geometry(replica=replica, facts=named, groups=tuple(spec.group for spec in made), ranks=tuple(ranks))
+
+
+def _check(spec: GroupSpec, id: int, depth: int | None) -> None:
+    """Raise LocalError where some layers or lanes of a cache would be nobody's."""
+    path = f"specs[{id}]"
+    if not spec.layers:
+        raise _bad(f"{path}.layers", "one at least", "none")
+    if depth and _deep(spec) and max(spec.layers) >= depth:
+        raise _bad(f"{path}.layers", f"below depth {depth}", max(spec.layers))
+    for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):
+        if sum(b.lanes for b in blocks) != part.lanes or any(b.unit < 1 or b.lanes % b.unit for b in blocks):
+            raise _bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
+
+
+def _deep(spec: GroupSpec) -> bool:
+    """Whether pipeline stages divide its layers: those of a draft, and hand-off data, are on the last."""
+    return spec.group.model == 0 and spec.group.kind != ItemKind.HANDOFF
+
+
+def _share(spec: GroupSpec, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
+    """What one rank owns of a group; None where its stage has none of the layers."""
+    layers = [i for i in spec.layers if (stage[0] <= i < stage[1] if _deep(spec) else last)]
+    if not layers:
+        return None
+    paged = spec.group.kind == ItemKind.PAGE
+    ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if paged else (sizes.tp, tp)
+    spans = []
+    for p, blocks in enumerate(spec.blocks):
+        start = 0
+        for block in blocks:
+            lo, hi = block.cut(rank, ranks)
+            spans.append(LaneSpan(part=p, lo=start + lo, hi=start + hi))
+            start += block.lanes
+    cp_rank = (cp if sizes.cp > 1 else tp % sizes.dcp) if paged else 0
+    return attrs.evolve(g.owns(spec.group, layers), lanes=tuple(spans), cp_rank=cp_rank)
+
+
+def _bad(path: str, mine: str, yours: object) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))

@@ -1,0 +1,39 @@
+"""Plans between many replicas: equal geometries are planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import attrs
+
+from kvproto.planning.geometry import Geometry, digest, encode_geometry
+from kvproto.planning.plan import Plan, plan
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Keeps plans by what they depend on: both geometries, the ordinal of the sink, the features; no other ordinal.
+
+    A replica that comes or goes changes no plan between others: a plan has two arguments.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[Geometry, bytes]] = {}
+        self._plans: dict[tuple[bytes, bytes, int, frozenset[int]], Plan] = {}
+
+    def plan(self, source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:
+        """The same as `plan.plan`; raises what it raises, each time."""
+        key = self._key(source), self._key(sink), sink.replica, frozenset(features)
+        made = self._plans.get(key)
+        if made is None:
+            made = self._plans[key] = plan(source, sink, features)
+        return made
+
+    def _key(self, geometry: Geometry) -> bytes:
+        """Digest of what a geometry says but for its replica; kept by the object, which is never changed."""
+        held = self._keys.get(id(geometry))
+        if held is None:
+            key = digest(encode_geometry(attrs.evolve(geometry, replica=0)))
+            held = self._keys[id(geometry)] = geometry, key
+        return held[1]

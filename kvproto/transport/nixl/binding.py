@@ -1,0 +1,87 @@
+"""NIXL's own calls: the only importer of nixl."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import LocalError
+from kvproto.transport.nixl.handle import Memory, Named
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+__all__ = ["Descriptors", "Nixl"]
+
+Descriptors = npt.NDArray[np.uint64]
+"""[descriptor, (address, bytes, device)]"""
+Side = tuple[Descriptors, MemoryKind]
+
+
+class Nixl:
+    """The calls of NIXL that we use, over its bindings; raises what NIXL raises, NO_TRANSPORT without NIXL.
+
+    Its Python wrapper sets the progress thread's delay to 0, with which that thread keeps a core busy for ever. With
+    any delay it sleeps until UCX has work, and wakes by then at the latest.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            importlib.import_module("nixl")
+        except ImportError as e:
+            raise LocalError(ErrorCode.NO_TRANSPORT, "", "NIXL", "not installed", "pip install 'kvproto[nixl]'") from e
+        self._api = api = importlib.import_module("nixl._bindings")
+        config = api.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, 1000  # microseconds
+        config.useListenThread, config.syncMode = False, api.NIXL_THREAD_SYNC_STRICT
+        self._agent = api.nixlAgent(name, config)
+        self._ucx = [self._agent.createBackend("UCX", {})]
+        self._segment = {MemoryKind.HOST: api.DRAM_SEG, MemoryKind.CUDA: api.VRAM_SEG}
+
+    def register(self, memory: Memory) -> tuple[Any, bytes]:
+        """The registration, and the metadata that names this memory alone."""
+        made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
+        self._agent.registerMem(made, self._ucx)
+        return made, self._agent.getLocalPartialMD(made, True, self._ucx)
+
+    def deregister(self, registration: Any) -> None:
+        self._agent.deregisterMem(registration, self._ucx)
+
+    def load(self, named: Named) -> None:
+        """Make a peer's memory known and connect."""
+        if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
+            raise ValueError("its metadata is another agent's")
+        self._agent.makeConnection(named.name, self._ucx)
+
+    def forget(self, name: str) -> None:
+        """End the connection; a peer that is gone already is none."""
+        with contextlib.suppress(Exception):
+            self._agent.invalidateRemoteMD(name)
+
+    def make(self, here: Side, there: Side, peer: str) -> int:
+        """A transfer, not yet begun."""
+        local, remote = (self._api.nixlXferDList(self._segment[kind], list_) for list_, kind in (here, there))
+        made: int = self._agent.createXferReq(self._api.NIXL_WRITE, local, remote, peer, b"", self._ucx)
+        return made
+
+    def post(self, handle: int) -> bool:
+        """Begin; whether it is complete already."""
+        return self._complete(self._agent.postXferReq(handle, b""))
+
+    def ask(self, handle: int) -> bool:
+        """Whether it is complete."""
+        return self._complete(self._agent.getXferStatus(handle))
+
+    def _complete(self, status: Any) -> bool:
+        if status not in (self._api.NIXL_SUCCESS, self._api.NIXL_IN_PROG):
+            raise RuntimeError(str(status))
+        return bool(status == self._api.NIXL_SUCCESS)
+
+    def release(self, handle: int) -> None:
+        self._agent.releaseXferReq(handle)
+
+    def close(self) -> None:
+        """End UCX now, though a traceback may keep this object: from then on it reads no memory of ours."""
+        del self._agent, self._ucx

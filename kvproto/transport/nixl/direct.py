@@ -1,0 +1,141 @@
+"""Descriptor lists, for programs whose runs are long; and whether they, or packed streams, are the better way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from enum import Enum
+
+import attrs
+import numpy as np
+
+from kvproto.copying.program import CopyProgram, IntArray, Runs
+from kvproto.errors import LocalError, RemoteError
+from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+__all__ = ["DEVICE_FLOOR", "Costs", "Direct", "Way", "choose", "descriptors", "probe", "require_fast", "threshold"]
+
+
+def descriptors(
+    program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]
+) -> dict[tuple[int, int], tuple[IntArray, IntArray, IntArray]]:
+    """Addresses at the source, at the sink, and bytes of every run, by region pair; base addresses by region id."""
+    found: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
+    for op in program.ops:
+        rows = program.maps[op["map"]]
+        if not rows.size:
+            continue
+        size, lanes = int(op["lane_bytes"]), int(op["lanes"])
+        width = size * lanes
+        solid = lanes == 1 or op["source_lane_stride"] == op["sink_lane_stride"] == size
+        merged = solid and op["source_row_stride"] == op["sink_row_stride"] == width
+        if not merged:
+            nth = np.arange(rows.size) - np.repeat(rows.ends - rows.rows, rows.rows)
+        ends = []
+        for side, item, row, bases in (
+            ("source", rows.source_item, rows.source_row, sources),
+            ("sink", rows.sink_item, rows.sink_row, sinks),
+        ):
+            base = bases[int(op[f"{side}_region"])] + int(op[f"{side}_offset"])
+            at = base + item * op[f"{side}_item_stride"] + row * op[f"{side}_row_stride"]
+            if not merged:
+                at = np.repeat(at, rows.rows) + nth * op[f"{side}_row_stride"]
+            if not solid:
+                at = (at[:, None] + np.arange(lanes) * op[f"{side}_lane_stride"]).ravel()
+            ends.append(at)
+        length = rows.rows * width if merged else np.full(ends[0].size, width if solid else size)
+        key = int(op["source_region"]), int(op["sink_region"])
+        found.setdefault(key, []).append((ends[0], ends[1], length))
+    made = {}
+    for key, parts in found.items():
+        a, b, n = zip(*parts, strict=True)
+        made[key] = np.concatenate(a), np.concatenate(b), np.concatenate(n)
+    return made
+
+
+class Direct:
+    """A copy program as descriptor lists, for programs whose runs are long; memory and peers by region id."""
+
+    def __init__(
+        self, agent: Agent, program: CopyProgram, sources: Mapping[int, Registered], sinks: Mapping[int, Peer]
+    ) -> None:
+        self._agent, self.bytes, self._postings = agent, program.bytes, list[Posting]()
+        bases = (
+            {i: r.memory.address for i, r in sources.items()},
+            {i: p.memory.address for i, p in sinks.items()},
+        )
+        for (from_, to), (here, there, length) in descriptors(program, *bases).items():
+            source, peer = sources[from_].memory, sinks[to]
+            lists = (
+                np.stack([a, length, np.full(a.size, m.device)], axis=1).astype(np.uint64)
+                for a, m in ((here, source), (there, peer.memory))
+            )
+            self._postings.append((next(lists), source.kind, next(lists), peer))
+
+    def post(self) -> Write:
+        """Begin; ready when every byte is at its destination."""
+        return self._agent.post(self._postings, self.bytes)
+
+
+class Way(Enum):
+    """How a program's bytes go."""
+
+    DIRECT = "direct"
+    """One descriptor a run, into the peer's pages."""
+    PACKED = "packed"
+    """Gathered into chunks, into the peer's staging slots."""
+
+
+@attrs.frozen
+class Costs:
+    """What the choice depends on; measured, not guessed."""
+
+    descriptor: float
+    """Seconds that a descriptor costs more than its bytes: 6.5e-6 on a pair of H200."""
+    link: float
+    """Bytes a second of one long write."""
+    packed: float = 0.85
+    """Share of the link that packing leaves."""
+
+
+def threshold(costs: Costs) -> float:
+    """Bytes of a run from which descriptors are no slower than packing."""
+    return costs.descriptor * costs.link * costs.packed / (1 - costs.packed)
+
+
+def choose(runs: Runs, costs: Costs) -> Way:
+    """DIRECT where the mean run is long enough, else PACKED."""
+    return Way.DIRECT if runs.mean >= threshold(costs) else Way.PACKED
+
+
+DEVICE_FLOOR = 8e9
+"""Bytes a second: cuda_ipc gives 300e9, RDMA of 100 Gbit/s 11e9; sockets and copies through the host stay below 5e9."""
+
+
+def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float = 30.0) -> float:
+    """Bytes a second of writes to a peer's staging slots, the best of three; before any slot is granted.
+
+    NIXL does not say which of UCX's transports carries a write, so the rate tells. It overwrites staging memory, never
+    pages. Raises OUT_OF_RANGE without slots, DEADLINE after `timeout` seconds, and what a write raises.
+    """
+    if not peer.slots:
+        raise LocalError(ErrorCode.OUT_OF_RANGE, peer.path, "staging slots", "none", "probe staging memory only")
+    size = min(peer.memory.length, source.memory.length, bytes_)
+    best = 0.0
+    for _ in range(4):  # the first one connects
+        begin = time.perf_counter()
+        for _ in range(-(-bytes_ // size)):
+            if not peer.write(source.memory.part(0, size), peer.memory.part(0, size)).wait(timeout):
+                raise LocalError(ErrorCode.DEADLINE, peer.path, f"{timeout} s", "a write under way", "look at the link")
+        best = max(best, -(-bytes_ // size) * size / (time.perf_counter() - begin))
+    return best
+
+
+def require_fast(rate: float, peer: Peer, floor: float = DEVICE_FLOOR) -> None:
+    """Refuse device memory that is reached neither by cuda_ipc nor by RDMA: raises TRANSPORT_FAILED below the floor."""
+    if peer.memory.kind == MemoryKind.CUDA and rate < floor:
+        raise RemoteError(
+            ErrorCode.TRANSPORT_FAILED, peer.path, f"{floor / 1e9:g} GB/s at least", f"{rate / 1e9:.2f} GB/s",
+            "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and GPUDirect on both hosts",
+        )  # fmt: skip

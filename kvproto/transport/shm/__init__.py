@@ -1,0 +1,1 @@
+"""Transport `shm`: shared memory of one host."""

@@ -1,0 +1,1 @@
+"""Packed bytes through staging slots: what transports that stage have in common."""

@@ -1,0 +1,361 @@
+"""The packed stream of a copy program, and the numpy packer (spec/v1/transfers.md, packed bytes).
+
+The stream is defined by global coordinates alone, so that a source with its true columns and a sink with a packed
+stand-in for them cut the same bytes, however pages lie, runs join or lanes are split into operations:
+
+* a *column* is all operations of one model, layer, part and map (a pair of groups and of token classes);
+* columns follow each other by model, then layer, then part (index in the sink's group), then map in the order in which
+  the pair's routes name it first, as lowering numbers maps;
+* in a column, rows ascend by global row; a row's bytes ascend by their place on the part's lane axis.
+
+A row of a column is therefore one *record* of fixed width, and byte i of a column is in record i // width. Operations
+and runs decide only how the bytes are gathered. Whole items (groups with an encoding) are rows like any other.
+
+A chunk may end anywhere, within a record too. A record that is cut is unpacked by reading it, changing the part that
+came, and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import CopyProgram, IntArray, RowMap
+from kvproto.errors import LocalError
+from kvproto.transport.base import Layer
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
+
+Regions = Mapping[int, memoryview]
+Bytes = npt.NDArray[np.uint8]
+
+_LONG = 64 << 10
+"""Runs of at least this many bytes are copied one by one: a slice costs less than a tenth of the copy."""
+_BLOCK = 256 << 10
+"""Bytes that go through a temporary at once: it stays in the cache."""
+
+
+class Ready(Protocol):
+    """What a packer has begun."""
+
+    def ready(self) -> bool:
+        """Whether it is complete; raises what went wrong."""
+
+
+class Packer(Protocol):
+    """Packs or unpacks one stream; a GPU packer launches a kernel and returns its event."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the stream."""
+
+    def cut(self, offset: int, most: int) -> int:
+        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is better."""
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """Bytes of the stream before the first that is of another layer than these."""
+
+    def pack(self, offset: int, out: Any) -> Ready:
+        """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
+
+    def unpack(self, offset: int, data: Any) -> Ready:
+        """Begin the inverse of `pack` from `data`."""
+
+
+@attrs.frozen
+class _Now:
+    """Complete when it was returned."""
+
+    def ready(self) -> bool:
+        return True
+
+
+class StreamColumns:
+    """The columns of one rank pair's operations on one side, in order; `lengths` are those of its regions, by id.
+
+    Raises OUT_OF_REGION where the operations leave them.
+    """
+
+    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], lengths: Mapping[int, int]) -> None:
+        ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
+        self._check(ops, side, lengths)
+        new = np.ones(len(ops), bool)
+        if len(ops):
+            new[1:] = np.any([ops[n][1:] != ops[n][:-1] for n in ("model", "layer", "part", "map")], axis=0)
+        self.side, self.ops = side, ops
+        """Column after column, in each as bytes of a record follow each other."""
+        self.first = np.append(np.flatnonzero(new), len(ops))
+        """Operations of column c are [first[c], first[c + 1])."""
+        heads = self.first[:-1]
+        self.width = np.add.reduceat(ops["lanes"] * ops["lane_bytes"], heads) if len(ops) else np.empty(0, np.int64)
+        """Bytes of a record, of each column."""
+        self.map = ops["map"][heads]
+        """Of each column."""
+        self.layers: list[Layer] = list(zip(ops["model"][heads].tolist(), ops["layer"][heads].tolist(), strict=True))
+        """Of each column."""
+        bounds = np.full((len(program.maps), 2), np.iinfo(np.int64).max)
+        for k, name in enumerate(("items", "rows")):
+            np.minimum.at(bounds[:, k], ops["map"], ops[f"{side}_{name}"])
+        self.bounds: list[list[int]] = bounds.tolist()
+        """Items and rows of the pool, of each map: the least of any operation."""
+
+    def _check(self, ops: npt.NDArray[np.void], side: str, regions: Mapping[int, int]) -> None:
+        reach = ops[f"{side}_offset"] + ops["lane_bytes"]
+        extents = {"item": ops[f"{side}_items"], "row": ops[f"{side}_rows"], "lane": ops["lanes"]}
+        for name, extent in extents.items():
+            reach = reach + np.maximum(extent - 1, 0) * ops[f"{side}_{name}_stride"]
+        lengths = np.array([regions.get(i, -1) for i in ops[f"{side}_region"].tolist()], np.int64)
+        there = extents["item"] > 0  # where there is none, `bounds` refuses any
+        for k in np.flatnonzero((reach > lengths) & there)[:1].tolist():
+            raise LocalError(
+                ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}", f"{lengths[k]} bytes",
+                f"{reach[k]} bytes", "a layout of the region",
+            )  # fmt: skip
+
+
+class Order:
+    """Where the columns are in the stream of one request; raises OUT_OF_REGION where its maps leave the pools."""
+
+    def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
+        self.columns, self.maps = columns, maps
+        self.most = 0
+        """The last item or the end of the last row that is named."""
+        for i, (m, (items, rows)) in enumerate(zip(maps, columns.bounds, strict=True)):
+            least, item, row = m.source_reach if columns.side == "source" else m.sink_reach
+            if least < 0 or item >= items or row >= rows:
+                model, layer = columns.layers[int(np.flatnonzero(columns.map == i)[0])]
+                raise LocalError(
+                    ErrorCode.OUT_OF_REGION, f"model {model}, layer {layer}", f"{items} items of {rows} rows",
+                    f"item {item}, row {row}", "name items of the pool",
+                )  # fmt: skip
+            self.most = max(self.most, item, row + 1)
+        bytes_ = columns.width * np.array([m.size for m in maps], np.int64)[columns.map]
+        self.end = np.cumsum(bytes_)
+        """In the stream, of each column."""
+        self.start = self.end - bytes_
+        self.length = int(bytes_.sum())
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """Bytes of the stream before the first that is of another layer than these."""
+        other = (c for c, layer in enumerate(self.columns.layers) if layer not in layers)
+        return next((int(self.start[c]) for c in other if self.start[c] < self.end[c]), self.length)
+
+    def check(self, offset: int, end: int) -> None:
+        """Raise OUT_OF_RANGE where stream bytes [offset, end) are none."""
+        if not 0 <= offset <= end <= self.length:
+            raise LocalError(
+                ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to the stream"
+            )
+
+    def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Items, first rows and rows of the runs of a map, on this side."""
+        return _runs(self.maps[which], self.columns.side)
+
+
+class PackedStream:
+    """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
+
+    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    """
+
+    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
+        self._side = side
+        self._memory = {i: _flat(m) for i, m in regions.items()}
+        self._order = Order(StreamColumns(program, side, {i: m.size for i, m in self._memory.items()}), program.maps)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the stream."""
+        return self._order.length
+
+    def cut(self, offset: int, most: int) -> int:
+        """A record that is cut costs nothing here."""
+        return most
+
+    def until(self, layers: Collection[Layer]) -> int:
+        """As of the order."""
+        return self._order.until(layers)
+
+    def pack(self, offset: int, out: Any) -> Ready:
+        """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""
+        self._run(offset, _flat(out), into=False)
+        return _Now()
+
+    def unpack(self, offset: int, data: Any) -> Ready:
+        """Write stream bytes [offset, offset + len(data)) to where they belong; raises OUT_OF_RANGE."""
+        self._run(offset, _flat(data), into=True)
+        return _Now()
+
+    def _run(self, offset: int, data: Bytes, into: bool) -> None:
+        order, end = self._order, offset + data.size
+        order.check(offset, end)
+        at = offset
+        c = int(np.searchsorted(order.end, offset, "right"))
+        while at < end:
+            stop = min(end, int(order.end[c]))
+            if at < stop:
+                self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
+            at, c = stop, c + 1
+
+    def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
+        """Bytes [at, at + data.size) of a column: a record that began before, whole ones, one that goes on after."""
+        width = int(self._order.columns.width[c])
+        row, skip = divmod(at, width)
+        done = 0
+        if skip or data.size < width:
+            done = min(width - skip, data.size)
+            self._part(c, row, skip, data[:done], into)
+            row += 1
+        whole = (data.size - done) // width
+        if whole:
+            self._rows(c, row, whole, data[done : done + whole * width], into)
+            done += whole * width
+        if done < data.size:
+            self._part(c, row + whole, 0, data[done:], into)
+
+    def _part(self, c: int, row: int, skip: int, data: Bytes, into: bool) -> None:
+        record = np.empty(int(self._order.columns.width[c]), np.uint8)
+        self._rows(c, row, 1, record, into=False)
+        if into:
+            record[skip : skip + data.size] = data
+            self._rows(c, row, 1, record, into=True)
+        else:
+            data[:] = record[skip : skip + data.size]
+
+    def _rows(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
+        """Whole records."""
+        order, columns = self._order, self._order.columns
+        ops = columns.ops[columns.first[c] : columns.first[c + 1]]
+        which = int(ops[0]["map"])
+        rows = order.maps[which]
+        ends = rows.ends
+        lo = int(np.searchsorted(ends, first, "right"))
+        hi = int(np.searchsorted(ends, first + number, "left")) + 1
+        item, row = (a[lo:hi] for a in order.runs(which)[:2])
+        length = rows.rows[lo:hi].astype(np.int64)
+        begin = ends[lo:hi] - length
+        cut = np.maximum(first - begin, 0)
+        row, length = row + cut, np.minimum(ends[lo:hi], first + number) - (begin + cut)
+        width, place = int(columns.width[c]), 0
+        for op in ops:
+            piece = int(op["lanes"] * op["lane_bytes"])
+            self._piece(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)
+            place += piece
+
+    def _piece(
+        self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: npt.NDArray[np.uint8], into: bool
+    ) -> None:
+        """One operation over some runs; `data` is [row, byte], rows apart where a record has more pieces."""
+        items, rows, item_stride, row_stride, lane_stride, offset, region = (
+            int(op[f"{self._side}_{n}"])
+            for n in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
+        )
+        memory, width, size = self._memory[region][offset:], data.shape[1], int(op["lane_bytes"])
+        lanes = width // size
+        if lanes > 1 and lane_stride != size:
+            view = np.ndarray(
+                (items, rows, lanes, size), np.uint8, memory, 0, (item_stride, row_stride, lane_stride, 1)
+            )
+            each_item, each_row = np.repeat(item, length), _spread(row, length, 1)
+            step = max(_BLOCK // width, 1)
+            for a in range(0, len(data), step):
+                index, block = (each_item[a : a + step], each_row[a : a + step]), data[a : a + step]
+                if into:
+                    view[index] = block.reshape(-1, lanes, size)
+                else:
+                    block[:] = view[index].reshape(block.shape)
+            return
+        at = item * item_stride + row * row_stride
+        if row_stride == width and data.flags.c_contiguous:
+            flat = data.reshape(-1)
+            stretches = list(_stretches(length))
+            if len(stretches) * 8 <= len(length) + 8:
+                done = 0
+                for a, b in stretches:
+                    run = int(length[a]) * width
+                    end = done + run * (b - a)
+                    _elements(memory, at[a:b], run, flat[done:end], into)
+                    done = end
+                return
+        at = _spread(at, length, row_stride)
+        if data.flags.c_contiguous:
+            _elements(memory, at, width, data.reshape(-1), into)
+            return
+        step = max(_BLOCK // width, 1)
+        for a in range(0, len(data), step):
+            some = np.ascontiguousarray(data[a : a + step]) if into else np.empty(data[a : a + step].shape, np.uint8)
+            _elements(memory, at[a : a + step], width, some.reshape(-1), into)
+            if not into:
+                data[a : a + step] = some
+
+
+def pack(program: CopyProgram, regions: Regions, stream_offset: int, out: Any) -> None:
+    """Write bytes [stream_offset, stream_offset + len(out)) of a source's stream to `out`; for one chunk."""
+    PackedStream(program, "source", regions).pack(stream_offset, out)
+
+
+def unpack(program: CopyProgram, regions: Regions, stream_offset: int, data: Any) -> None:
+    """Write bytes [stream_offset, stream_offset + len(data)) of the stream into a sink's regions; for one chunk."""
+    PackedStream(program, "sink", regions).unpack(stream_offset, data)
+
+
+def _flat(data: Any) -> Bytes:
+    data = getattr(data, "buffer", data)  # of registered memory
+    if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1:
+        return data
+    return np.ndarray(memoryview(data).nbytes, np.uint8, data)
+
+
+def _runs(rows: RowMap, side: str) -> tuple[IntArray, IntArray, IntArray]:
+    if side == "source":
+        return rows.source_item, rows.source_row, rows.rows
+    return rows.sink_item, rows.sink_row, rows.rows
+
+
+def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:
+    """start, start + stride, ... for each run."""
+    if len(length) == int(length.sum()):
+        return start
+    before = np.cumsum(length) - length
+    made: IntArray = np.repeat(start - before * stride, length) + np.arange(int(length.sum())) * stride
+    return made
+
+
+def _stretches(length: IntArray) -> Iterator[tuple[int, int]]:
+    """Runs of equal length, one after the other."""
+    cuts = [0, *(np.flatnonzero(length[1:] != length[:-1]) + 1).tolist(), len(length)]
+    yield from pairwise(cuts)
+
+
+def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:
+    """Copy `size` bytes at each place of memory from or to `data`, in order."""
+    if size >= _LONG:
+        for i, a in enumerate(at.tolist()):
+            here, there = memory[a : a + size], data[i * size : (i + 1) * size]
+            if into:
+                here[:] = there
+            else:
+                there[:] = here
+        return
+    kind = np.dtype((np.void, size))
+    packed = data.view(kind)
+    index, rest = np.divmod(at, size)
+    if not rest.any():
+        step, places = size, memory[: memory.size // size * size].view(kind)
+    else:  # elements that overlap, on the coarsest grid that has all of them
+        step = int(np.gcd.reduce(at))
+        index, places = at // step, np.ndarray(((memory.size - size) // step + 1,), kind, memory, 0, (step,))
+    if into:
+        places[index] = packed
+    elif step == size:
+        np.take(places, index, out=packed, mode="clip")  # in bounds by construction; this mode writes without a copy
+    else:
+        block = max(_BLOCK // size, 1)
+        for a in range(0, len(index), block):
+            packed[a : a + block] = places[index[a : a + block]]

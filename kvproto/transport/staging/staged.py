@@ -1,0 +1,391 @@
+"""Packed bytes through staging slots: what a source and a sink do for KVP-STG-*, without a clock, socket or thread.
+
+The sink owns slots of equal size and grants them by Credit. The source gathers the next bytes of a packed stream into a
+slot of its own, writes it into a granted one, and once the write is complete says so by Chunk. The sink scatters the
+bytes and returns the slot by Credit. Gathering, writing and scattering are begun and asked after, never waited for, so
+several slots are under way at once.
+
+    sink's slot:    free --Credit--> granted --Chunk--> unpacking --ready--> free
+    source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
+
+A source writes staging slots alone, so what an aborted attempt still writes never reaches a page: the sink's pages are
+free when its own unpacking has ended. A slot whose write did not end well is not written again in its session, and a
+slot that was never returned is not granted again: only the end of the session's registration frees it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.base import Layer
+from kvproto.transport.staging.packed import Packer, Ready
+from kvproto.wire.enums import CreditKind, ErrorCode, Proof
+from kvproto.wire.messages import Chunk, Credit
+
+__all__ = ["LEAST_SLOTS", "Link", "Piece", "StagedReceiver", "StagedSender", "Staging", "Target"]
+
+LEAST_SLOTS = 3
+"""One is filled while one is on its way and one is emptied."""
+
+
+class Staging(Protocol):
+    """Equal slots of this process; `nixl.Registered` is one."""
+
+    @property
+    def slots(self) -> int:
+        """How many."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each."""
+
+    def slot(self, number: int, length: int) -> Any:
+        """The first bytes of a slot, as the packer and the target take them."""
+
+
+class Writing(Ready, Protocol):
+    """A write under way."""
+
+    def abandon(self) -> None:
+        """Stop asking after it."""
+
+
+class Target(Protocol):
+    """A peer's slots; `nixl.Peer` is one."""
+
+    @property
+    def slots(self) -> int:
+        """How many."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each."""
+
+    def slot(self, number: int, length: int) -> Any:
+        """The first bytes of a slot, as `write` takes them."""
+
+    def write(self, source: Any, to: Any) -> Writing:
+        """Begin to write."""
+
+
+@attrs.frozen
+class Piece:
+    """A Chunk without its names."""
+
+    slot: int
+    offset: int
+    bytes: int
+    last: bool
+
+    def chunk(self, session: int, sequence: int, attempt: int) -> Chunk:
+        """The notice to send."""
+        return Chunk(
+            session=session, sequence=sequence, attempt=attempt, slot=self.slot, offset=self.offset, bytes=self.bytes,
+            last=self.last,
+        )  # fmt: skip
+
+
+# the source
+
+
+class Link:
+    """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
+
+    Raises OUT_OF_RANGE where either side has fewer than three slots.
+    """
+
+    def __init__(self, own: Staging, target: Target) -> None:
+        self.own, self.target = own, target
+        self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
+        _enough(own.slots, own.slot_bytes)
+        _enough(target.slots, target.slot_bytes)
+        self.free = deque(range(own.slots))
+        """Own slots."""
+        self.granted: deque[int] = deque()
+        """The sink's slots that may be written."""
+        self._away = set(range(target.slots))
+        """The sink's slots that it may grant: at first all, then those that a Chunk has named."""
+
+    def grant(self, credit: Credit) -> None:
+        """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
+        slots = [] if credit.slots is None else credit.slots.tolist()
+        came = set[int]()
+        for i, slot in enumerate(slots):
+            if slot not in self._away or slot in came:
+                raise RemoteError(
+                    ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
+                    str(slot), "return a slot once, after its Chunk",
+                )  # fmt: skip
+            came.add(slot)
+        self._away -= came
+        self.granted.extend(slots)
+
+    def named(self, slot: int) -> None:
+        """A Chunk of this slot goes out."""
+        self._away.add(slot)
+
+
+@attrs.define
+class _Part:
+    """A piece on its way."""
+
+    piece: Piece
+    own: int
+    packing: Ready
+    writing: Writing | None = None
+
+
+class StagedSender:
+    """One stream through a link: call `step` until `done`, and send what it returns, in order."""
+
+    def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
+        """`grows`: nothing is there to be packed before `allow` says so."""
+        self._link, self._packer = link, packer
+        self._at, self._allowed = 0, 0 if grows else packer.length
+        self._parts: deque[_Part] = deque()
+        self._writing = 0
+        """So many of them, from the first on, are written."""
+        self._stopped = False
+        self._lost = False
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at the sink and its Chunk was returned by `step`."""
+        return not self._stopped and self._at == self._packer.length and not self._parts
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not begun."""
+        return self._packer.length - self._at
+
+    def allow(self, there: Collection[Layer] | None) -> None:
+        """Rows of these layers are there, or of all."""
+        self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.until(there))
+
+    @property
+    def under_way(self) -> int:
+        """Slots that are packed or written at present."""
+        return len(self._parts)
+
+    def step(self) -> list[Piece]:
+        """Ask after what is under way, begin one more piece if slots allow; returns pieces now at the sink, in order.
+
+        Pieces are asked after in order, up to one that is not ready: as a rule the later ones are not either. Raises
+        what a write or the packer raises: the transfer has failed then, and `abort` says what is known.
+        """
+        try:
+            return self._step()
+        except KvprotoError:
+            self._stopped = True
+            raise
+
+    def _step(self) -> list[Piece]:
+        link, packer = self._link, self._packer
+        self._post()
+        found = self._take()
+        left, allowed = self.left, self._allowed - self._at
+        # a slot that is not full waits for more, but for the last
+        if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
+            size = packer.cut(self._at, min(link.slot_bytes, left))
+            own, slot = link.free[0], link.granted[0]
+            piece = Piece(slot, self._at, size, size == left)
+            self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
+            link.free.popleft()
+            link.granted.popleft()
+            self._at += size
+            self._post()
+        return found
+
+    def _post(self) -> None:
+        link = self._link
+        while self._writing < len(self._parts) and not self._stopped:
+            part = self._parts[self._writing]
+            if not part.packing.ready():
+                return
+            piece = part.piece
+            target = link.target.slot(piece.slot, piece.bytes)
+            part.writing = link.target.write(link.own.slot(part.own, piece.bytes), target)
+            self._writing += 1
+
+    def _take(self) -> list[Piece]:
+        found = []
+        while self._parts and (first := self._parts[0]).writing is not None and first.writing.ready():
+            self._parts.popleft()
+            self._writing -= 1
+            self._link.free.append(first.own)
+            self._link.named(first.piece.slot)
+            found.append(first.piece)
+        return found
+
+    def abort(self) -> Proof | None:
+        """Begin nothing more; call again until it says what is known, or `give_up`.
+
+        PROVEN: no write of this stream can arrive in a slot any more, and its slots serve the link again. UNPROVABLE: a
+        write failed or was given up; its slots are lost to the link. No page is written in either case.
+        """
+        self._stopped = True
+        for part in list(self._parts):
+            try:
+                if part.writing is None:
+                    if not part.packing.ready():
+                        continue
+                elif not part.writing.ready():
+                    continue
+            except KvprotoError:
+                self._lost = True
+            else:
+                self._link.free.append(part.own)
+                self._link.granted.append(part.piece.slot)
+            self._parts.remove(part)
+        if self._parts:
+            return None
+        return Proof.UNPROVABLE if self._lost else Proof.PROVEN
+
+    def give_up(self) -> Proof:
+        """`abort` without patience: what is under way is released, and its slots are lost to the link."""
+        found = self.abort()
+        if found is not None:
+            return found
+        for part in self._parts:
+            if part.writing is not None:
+                part.writing.abandon()
+        self._parts.clear()
+        self._lost = True
+        return Proof.UNPROVABLE
+
+
+# the sink
+
+
+@attrs.define
+class _Stream:
+    """One transfer's packed stream from one source."""
+
+    packer: Packer
+    at: int = 0
+    error: KvprotoError | None = None
+    closing: bool = False
+    unpacking: deque[tuple[int, Ready]] = attrs.field(factory=deque)
+
+
+class StagedReceiver:
+    """A sink's slots for the source of one session; transfers are named by (sequence, attempt).
+
+    Raises OUT_OF_RANGE where there are fewer than three slots.
+    """
+
+    def __init__(self, own: Staging) -> None:
+        _enough(own.slots, own.slot_bytes)
+        self._own = own
+        self._free = set(range(own.slots))
+        self._granted: set[int] = set()
+        self._streams: dict[tuple[int, int], _Stream] = {}
+
+    def credit(self, session: int) -> Credit | None:
+        """Grant every free slot, or None where there is none: send it at once (KVP-STG-RETURN)."""
+        self.step()
+        if not self._free:
+            return None
+        slots = np.array(sorted(self._free), np.uint32)
+        self._granted |= self._free
+        self._free.clear()
+        return Credit(session=session, kind=CreditKind.STAGING, slots=slots)
+
+    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+        """Expect the chunks of a transfer; `packer` unpacks them into its pages."""
+        self._streams[sequence, attempt] = _Stream(packer)
+
+    def chunk(self, chunk: Chunk) -> None:
+        """A Chunk has come: begin to unpack. A chunk of a transfer that is not open only returns its slot.
+
+        Raises CREDIT for a slot that was not granted (KVP-STG-BEYOND), OUT_OF_RANGE for bytes that are not the next of
+        the stream, FIELD_CONFLICT for a wrong `last`.
+        """
+        if chunk.slot not in self._granted:
+            raise RemoteError(ErrorCode.CREDIT, "slot", f"granted {sorted(self._granted)}", str(chunk.slot), "")
+        self._granted.remove(chunk.slot)
+        stream = self._streams.get((chunk.sequence, chunk.attempt))
+        if stream is None or stream.closing:
+            self._free.add(chunk.slot)
+            return
+        end = chunk.offset + chunk.bytes
+        length = stream.packer.length
+        error = None
+        if chunk.bytes > self._own.slot_bytes:
+            error = ErrorCode.OUT_OF_RANGE, "bytes", f"slots of {self._own.slot_bytes} bytes", str(chunk.bytes)
+        elif chunk.offset != stream.at or end > length:
+            error = ErrorCode.OUT_OF_RANGE, "offset", f"{stream.at} of {length}", f"{chunk.offset} to {end}"
+        elif chunk.last != (end == length):
+            error = ErrorCode.FIELD_CONFLICT, "last", f"{end == length}", f"{chunk.last}"
+        if error:
+            self._free.add(chunk.slot)
+            raise RemoteError(*error, "send the bytes of the stream in order, once")
+        stream.at = end
+        data = self._own.slot(chunk.slot, chunk.bytes)
+        try:
+            stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
+        except KvprotoError as fault:  # ours, not the peer's: `complete` tells it
+            stream.error = fault
+            self._free.add(chunk.slot)
+
+    def step(self) -> None:
+        """Ask after what is being unpacked: of each stream in order, up to what is not ready."""
+        for stream in self._streams.values():
+            while stream.unpacking:
+                slot, unpacking = stream.unpacking[0]
+                try:
+                    if not unpacking.ready():
+                        break
+                except KvprotoError as error:
+                    stream.error = error
+                stream.unpacking.popleft()
+                self._free.add(slot)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being unpacked."""
+        return any(stream.unpacking for stream in self._streams.values())
+
+    def complete(self, sequence: int, attempt: int) -> bool:
+        """Whether every byte of the stream is unpacked; raises what the packer raised."""
+        stream = self._streams[sequence, attempt]
+        self.step()
+        if stream.error:
+            raise stream.error
+        return stream.at == stream.packer.length and not stream.unpacking
+
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """`complete`, when no chunk comes any more: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        stream = self._streams[sequence, attempt]
+        if stream.at < stream.packer.length:
+            raise RemoteError(
+                ErrorCode.OUT_OF_RANGE, "bytes", f"a stream of {stream.packer.length}", f"Done after {stream.at}",
+                "send every Chunk before Done",
+            )  # fmt: skip
+        return self.complete(sequence, attempt)
+
+    def close(self, sequence: int, attempt: int) -> bool:
+        """Expect no more of it; call again until True: then nothing unpacks into its pages any more."""
+        stream = self._streams.get((sequence, attempt))
+        if stream is None:
+            return True
+        stream.closing = True
+        self.step()
+        if stream.unpacking:
+            return False
+        del self._streams[sequence, attempt]
+        return True
+
+
+def _enough(slots: int, slot_bytes: int) -> None:
+    if slots < LEAST_SLOTS or slot_bytes < 1:
+        raise LocalError(
+            ErrorCode.OUT_OF_RANGE, "slots", f"{LEAST_SLOTS} slots of a byte at least",
+            f"{slots} of {slot_bytes} bytes", "register more staging memory, or smaller slots",
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""`python -m tools.specgen`: write what follows from the registry; `--check` compares, `--lock WHY` renews the locks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tools.specgen import clauses, lock, markdown, python, straight, vectors
+from tools.specgen.lint import RegistryError, lint
+from tools.specgen.registry import ROOT, SPEC, load
+
+__all__ = ["main", "outputs"]
+
+
+_SHOWN = 40
+"""Lines printed of what differs from the locks."""
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file and its text."""
+    facts = load()
+    lint(facts)
+    return {
+        ROOT / "kvproto/wire/enums.py": python.enums_module(facts),
+        ROOT / "kvproto/wire/messages.py": python.messages_module(facts),
+        ROOT / "kvproto/wire/tables.py": python.tables_module(facts),
+        ROOT / "kvproto/wire/straight.py": straight.straight_module(facts),
+        ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
+        SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
+        **markdown.pages(facts),
+        **vectors.vectors(facts),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write; or compare, with the locks too; or renew the locks."""
+    parser = argparse.ArgumentParser(prog="python -m tools.specgen", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs, locks too")
+    parser.add_argument("--lock", metavar="WHY", help="renew the locks; WHY goes into the changelog")
+    args = parser.parse_args(argv)
+    facts = load()
+    try:
+        stale = [(p, t) for p, t in outputs().items() if not p.exists() or p.read_text() != t]
+        for path, text in stale:
+            print(f"{'out of date' if args.check else 'wrote'}: {path.relative_to(ROOT)}")
+            if not args.check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+        clauses.check(facts)
+        differing = lock.renew(facts, args.lock) if args.lock is not None else lock.differences(facts)
+    except RegistryError as error:
+        print(f"error: {error}")
+        return 1
+    for line in differing[:_SHOWN]:
+        print(f"{'locked' if args.lock is not None else 'differs'}: {line}")
+    if len(differing) > _SHOWN:
+        print(f"... and {len(differing) - _SHOWN} more")
+    if differing and args.check:
+        print('a change of what is locked needs a reason: python -m tools.specgen --lock "why"')
+    return 1 if args.check and (stale or differing) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

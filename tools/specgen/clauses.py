@@ -1,0 +1,84 @@
+"""Clauses of the prose: sentences with an id, a role, one key word and at most one error."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import attrs
+
+from tools.specgen.lint import RegistryError
+from tools.specgen.registry import SPEC, Facts
+
+__all__ = ["Clause", "check", "clauses"]
+
+_BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` (.*?)(?=\n(?:\n|\* |#|<!--)|\Z)", re.MULTILINE | re.DOTALL)
+_ID = re.compile(r"`(KVP-[A-Z0-9-]+)`")
+_KEYWORD = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY)\b")
+_ROLE = re.compile(r"\b(?:An?|The) (?:[a-z]+ )*?(writer|reader|source|sink|side|owner|holder|maker|implementation)\b")
+_NAME = re.compile(r"`([A-Z][A-Z_]+)`")
+
+
+@attrs.frozen
+class Clause:
+    """One clause, as its page has it."""
+
+    id: str
+    page: str
+    role: str
+    keyword: str
+    error: str | None
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """Of its words; how they are broken into lines does not matter."""
+        return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()[:16]
+
+
+def clauses(facts: Facts) -> dict[str, Clause]:
+    """Every clause by its id; raises RegistryError for a sentence that breaks the rules of clauses."""
+    found: dict[str, Clause] = {}
+    for path in sorted(SPEC.glob("*.md")):
+        for id_, text in _BULLET.findall(path.read_text()):
+            keywords, role = _KEYWORD.findall(text), _ROLE.search(text)
+            errors = {n for n in _NAME.findall(text) if n in facts["error"]}
+            at = f"{path.name}: {id_}"
+            _need(id_ not in found, f"{at}: the id comes twice")
+            _need(len(keywords) == 1, f"{at}: one key word, not {keywords}")
+            _need(role is not None, f"{at}: no role")
+            _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
+            found[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], min(errors, default=None), text)
+    return found
+
+
+def check(facts: Facts) -> None:
+    """Raise RegistryError where registry and prose do not meet."""
+    found = clauses(facts)
+    for name, body in (facts["struct"] | facts["message"]).items():
+        for rule in body.get("rule", ()):
+            _need(rule["clause"] in found, f"{name}, rule {rule['id']}: no clause {rule['clause']}")
+            error = found[rule["clause"]].error
+            generic = rule["clause"].startswith("KVP-RULE-")
+            _need(
+                generic or error == rule["error"],
+                f"{name}, rule {rule['id']}: {rule['error']}, but {rule['clause']} says {error}",
+            )
+        for field in body["field"]:
+            for id_ in field.get("clauses", ()):
+                _need(id_ in found, f"{name}.{field['name']}: no clause {id_}")
+    for name, feature in facts["feature"].items():
+        for id_ in feature["clauses"]:
+            _need(id_ in found, f"feature {name}: no clause {id_}")
+    said = {c.error for c in found.values()}
+    said |= {r["error"] for b in (facts["struct"] | facts["message"]).values() for r in b.get("rule", ())}
+    for name in facts["error"]:
+        _need(name in said, f"error {name}: no clause says it")
+    for path in sorted(SPEC.glob("*.md")):
+        for id_ in _ID.findall(path.read_text()):
+            _need(id_ in found, f"{path.name}: {id_} is no clause")
+
+
+def _need(good: bool, what: str) -> None:
+    if not good:
+        raise RegistryError(what)

@@ -1,0 +1,264 @@
+"""Rules that the registry itself must keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tools.specgen.registry import Facts, moves
+
+__all__ = ["RegistryError", "lint"]
+
+_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+_PLAIN = {*_BITS, "bool", "str", "bytes", "array<u32>", "array<u64>"}
+_BLOCKS = {"malformed": 1, "invalid": 2, "incompatible": 3, "state": 4, "limit": 5, "internal": 6}
+_RECOVERY = {"fix", "renegotiate", "reconnect", "retry-later", "give-up"}
+_UNITS = {"none", "byte", "token", "row", "item", "lane", "layer", "ms"}
+_SECRET = {"address", "ticket", "key", "base", "Handle.data"}
+_FACTS = {"id", "name", "type", "unit", "presence", "since", "doc"}
+_MORE = {"min", "max", "length", "secret", "clauses"}
+_CLAUSE = re.compile(r"KVP(-[A-Z0-9]+)+")
+_HEAD = {1: ("session", "u64"), 2: ("request", "u64")}
+
+
+class RegistryError(Exception):
+    """The registry contradicts itself."""
+
+
+def lint(facts: Facts) -> None:
+    """Raise RegistryError at the first rule that is broken."""
+    _need(len(set(facts["ext"].values())) == len(facts["ext"]), "ext codes repeat")
+    _ascend([e["code"] for e in facts["error"].values()], "error codes")
+    for name, error in facts["error"].items():
+        _keys(error, {"code", "class", "recovery", "since", "doc"}, set(), f"error {name}")
+        _need(error["code"] >> 8 == _BLOCKS.get(error["class"]), f"error {name} is not in the block of its class")
+        _need(error["recovery"] in _RECOVERY, f"error {name}: recovery")
+    for name, limit in facts["limit"].items():
+        _keys(limit, {"value", "unit", "doc"}, set(), f"limit {name}")
+        _need(limit["value"] > 0 and limit["unit"] in _UNITS, f"limit {name}")
+    for name in ("field_ids", "features"):
+        row = facts["grease"][name]
+        _need((row["last"] - row["first"]) % row["step"] == 0, f"grease {name}: the last is not of the series")
+    _enums(facts)
+    _messages(facts)
+    _bodies(facts)
+    _machines(facts)
+
+
+def _enums(facts: Facts) -> None:
+    for name, row in facts["feature"].items():
+        _keys(row, {"value", "since", "status", "doc", "clauses"}, set(), f"feature {name}")
+        _need(row["status"] in facts["status"], f"feature {name}: status")
+        _need(row["value"] not in _range(facts["grease"]["features"]), f"feature {name} is grease")
+        _clauses(row["clauses"], f"feature {name}")
+    for name, enum in facts["enum"].items():
+        values = list(enum["values"].values())
+        _need(0 not in values, f"enum {name}: 0 is not a value")
+        _need(len(set(values)) == len(values) and max(values) <= 0xFFFF, f"enum {name}: values")
+        _need(enum["docs"].keys() == enum["values"].keys(), f"enum {name}: docs")
+        _need(isinstance(enum["open"], bool) and bool(enum["doc"]), f"enum {name}: a fact is missing")
+
+
+def _messages(facts: Facts) -> None:
+    messages = facts["message"]
+    _ascend([m["id"] for m in messages.values()], "message ids")
+    for name, m in messages.items():
+        facts_of = {"id", "since", "status", "sender", "delivery", "reply", "frozen", "doc", "field"}
+        _keys(m, facts_of, {"rule"}, name)
+        _need(m["status"] in facts["status"], f"{name}: status")
+        _need(m["sender"] in ("source", "sink", "both"), f"{name}: sender")
+        _need(m["delivery"] in facts["delivery"], f"{name}: delivery")
+        _need(bool(m["reply"]) == (m["delivery"] == "request"), f"{name}: requests have replies, others none")
+        for other in m["reply"]:
+            _need(other in messages, f"{name}: reply {other}")
+            _need(
+                other == "Error" or other == "Failed" or messages[other]["delivery"] == "reply",
+                f"{name}: {other} is no reply",
+            )
+            _need(
+                messages[other]["sender"] in ("both", {"source": "sink", "sink": "source"}.get(m["sender"])),
+                f"{name}: {other} comes from the same side",
+            )
+        names = {f["name"]: f for f in m["field"]}
+        _need(
+            ("request" in names) == (m["delivery"] != "notice") or name == "Error",
+            f"{name}: a request id for all but notices",
+        )
+        for number, (field, type_) in _HEAD.items():
+            for f in m["field"]:
+                _need(
+                    f["name"] != field or (f["id"], f["type"]) == (number, type_),
+                    f"{name}.{field} is field {number}, {type_}",
+                )
+        _need(m["frozen"] == (m["id"] <= 5), f"{name}: frozen are ids 1 to 5")
+        _need(
+            not m["frozen"] or max(f["id"] for f in m["field"]) <= 15, f"{name}: fields of frozen messages are 1 to 15"
+        )
+    replies = {r for m in messages.values() for r in m["reply"]}
+    for name, m in messages.items():
+        _need(m["delivery"] != "reply" or name in replies, f"{name}: a reply to nothing")
+
+
+def _bodies(facts: Facts) -> None:
+    messages, structs = facts["message"], facts["struct"]
+    _need(not structs.keys() & messages.keys(), "a struct has the name of a message")
+    for name, body in (structs | messages).items():
+        _need({"since", "doc", "field"} <= body.keys(), f"{name}: a fact is missing")
+        _ascend([f["id"] for f in body["field"]], f"{name}: field ids")
+        _need(len({f["name"] for f in body["field"]}) == len(body["field"]), f"{name}: field names repeat")
+        _need(len(body["field"]) <= 15, f"{name}: more than 15 fields")
+        for f in body["field"]:
+            _field(name, body, f, facts)
+        ids = [r["id"] for r in body.get("rule", ())]
+        _need(len(set(ids)) == len(ids), f"{name}: rule ids repeat")
+        for r in body.get("rule", ()):
+            _rule(name, body, r, facts)
+        _need(_depth(name, facts, ()) <= facts["limit"]["max_depth"]["value"], f"{name}: nested beyond max_depth")
+
+
+def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
+    at = f"{owner}.{f.get('name')}"
+    _keys(f, _FACTS, _MORE, at)
+    _need(f["presence"] in ("required", "optional"), f"{at}: presence")
+    _need(f["unit"] in _UNITS, f"{at}: unit")
+    _need(_version(f["since"]) >= _version(body["since"]), f"{at}: older than {owner}")
+    _need(_known(f["type"], facts), f"{at}: type {f['type']}")
+    low = f["id"] & 0x7FFF
+    core = facts["field_ids"]["core"]
+    _need(core[0] <= low <= core[1], f"{at}: id outside the core range")
+    _need(not f["id"] & 0x8000 or f["presence"] == "optional", f"{at}: required, but may be ignored")
+    _need(f["id"] not in _range(facts["grease"]["field_ids"]), f"{at}: id is grease")
+    _need(not {f["name"], at} & _SECRET or bool(f.get("secret")), f"{at} must be secret")
+    _need("length" not in f or f["type"] == "bytes", f"{at}: length is for bytes")
+    _clauses(f.get("clauses", ()), at)
+    if "min" in f or "max" in f:
+        top = _top(f["type"], facts)
+        _need(0 <= f.get("min", 0) <= f.get("max", top) <= top, f"{at}: range")
+
+
+def _top(type_: str, facts: Facts) -> int:
+    if type_ in _BITS:
+        return (1 << _BITS[type_]) - 1
+    for prefix, limit in (
+        ("str", "max_string"),
+        ("bytes", "max_bytes"),
+        ("list<", "max_list"),
+        ("array<", "max_array"),
+    ):
+        if type_.startswith(prefix):
+            value: int = facts["limit"][limit]["value"]
+            return value
+    return -1
+
+
+def _rule(owner: str, body: Facts, r: Facts, facts: Facts) -> None:
+    at = f"{owner}, rule {r.get('id')}"
+    _keys(r, {"id", "rule", "args", "error", "clause"}, set(), at)
+    _need(r["rule"] in facts["predicate"], f"{at}: predicate")
+    _need(facts["error"].get(r["error"], {}).get("class") == "invalid", f"{at}: error")
+    _clauses([r["clause"]], at)
+    fields = {f["name"]: f["type"] for f in body["field"]}
+    types = [fields.get(a) if isinstance(a, str) else "number" for a in r["args"]]
+    _need(_fits(r["rule"], r["args"], types, facts), f"{at}: arguments {r['args']}")
+
+
+def _fits(rule: str, args: list[Any], types: list[str | None], facts: Facts) -> bool:
+    """Whether the arguments of a predicate are what it works on."""
+    first = types[0] if types else None
+    if first is None:
+        return False
+    if rule in ("ascend", "rise", "unique"):
+        if len(args) == 1:
+            return rule == "ascend" and first.startswith(("array<", "list<enum:"))
+        inner = first[len("list<struct:") : -1] if first.startswith("list<struct:") else ""
+        keys = {f["name"]: f for f in facts["struct"].get(inner, {}).get("field", ())}
+        return len(args) == 2 and args[1] in keys and keys[args[1]]["presence"] == "required"
+    if rule == "subset":
+        return len(args) == 2 and first == types[1] and first.startswith("list<enum:")
+    if rule in ("le", "lt"):
+        return len(args) == 2 and first in _BITS and types[1] in _BITS
+    if rule == "sum_le":
+        return len(args) == 3 and first in _BITS and types[1] in _BITS and types[2] in (*_BITS, "number")
+    if rule == "same_length":
+        return len(args) > 1 and all(t is not None and t.startswith("array<") for t in types)
+    enum = facts["enum"].get((types[1] or "")[5:], {}) if len(args) == 3 else {}
+    return rule in ("present_iff", "only_if") and args[-1] in enum.get("values", {})
+
+
+def _depth(name: str, facts: Facts, above: tuple[str, ...]) -> int:
+    _need(name not in above, f"{name}: contains itself")
+    body = (facts["struct"] | facts["message"])[name]
+    deepest = 0
+    for f in body["field"]:
+        inner = re.search(r"struct:(\w+)", f["type"])
+        below = _depth(inner[1], facts, (*above, name)) if inner and inner[1] in facts["struct"] else 0
+        deepest = max(deepest, below + f["type"].startswith("list<"))
+    return 1 + deepest
+
+
+def _machines(facts: Facts) -> None:
+    heard = set()
+    for name, machine in facts["machine"].items():
+        states = [s["name"] for s in machine["state"]]
+        _need(len(set(states)) == len(states) and machine["first"] in states, f"machine {name}: states")
+        for move in machine["move"]:
+            _keys(move, {"from", "message", "to"}, {"but", "status"}, f"machine {name}")
+        rows = moves(machine)
+        _need(len({row[:2] for row in rows}) == len(rows), f"machine {name}: two moves for one message in one state")
+        for before, message, after, status in rows:
+            _need({before, after} <= set(states), f"machine {name}: {before} to {after}")
+            _need(message in facts["message"], f"machine {name}: message {message}")
+            _need(
+                facts["message"][message]["status"] == "stable" or status == "draft",
+                f"machine {name}: {message} is draft",
+            )
+            heard.add(message)
+        reached, todo = {machine["first"]}, [machine["first"]]
+        while todo:
+            fresh = {row[2] for row in rows if row[0] == todo[-1]} - reached
+            todo.pop()
+            reached |= fresh
+            todo += fresh
+        _need(reached == set(states), f"machine {name}: {sorted(set(states) - reached)} is never reached")
+    _need(
+        heard | {"Error"} == facts["message"].keys(),
+        f"no state hears {sorted(facts['message'].keys() - heard - {'Error'})}",
+    )
+
+
+def _known(type_: str, facts: Facts) -> bool:
+    inner = re.fullmatch(r"(struct|enum):(\w+)|list<(struct|enum):(\w+)>|list<(str|bytes)>", type_)
+    if inner is None:
+        return type_ in _PLAIN
+    if inner[5]:
+        return True
+    kind, name = (part for part in inner.groups()[:4] if part)
+    return name in facts[kind] or (kind, name) == ("enum", "ErrorCode")
+
+
+def _range(row: Facts) -> range:
+    return range(row["first"], row["last"] + 1, row["step"])
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split("."))
+
+
+def _clauses(ids: Sequence[str], at: str) -> None:
+    _need(all(_CLAUSE.fullmatch(c) for c in ids), f"{at}: clauses {list(ids)}")
+
+
+def _keys(row: Facts, must: set[str], may: set[str], at: str) -> None:
+    _need(must <= row.keys(), f"{at}: a fact is missing: {sorted(must - row.keys())}")
+    _need(row.keys() <= must | may, f"{at}: unknown facts {sorted(row.keys() - must - may)}")
+    _need(all(row[k] != "" for k in must), f"{at}: an empty fact")
+
+
+def _ascend(numbers: Sequence[int], what: str) -> None:
+    _need(list(numbers) == sorted(set(numbers)), f"{what} do not ascend")
+
+
+def _need(good: bool, what: str) -> None:
+    if not good:
+        raise RegistryError(what)

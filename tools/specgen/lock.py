@@ -1,0 +1,132 @@
+"""Locks: what may not change unseen. `clauses.lock`, `registry.lock`, `vectors.lock`, one line a fact.
+
+A lock names in its first line the changelog line that explains its latest change; `renew` writes both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.specgen.clauses import clauses
+from tools.specgen.lint import RegistryError
+from tools.specgen.registry import ROOT, SPEC, Facts, moves
+
+__all__ = ["differences", "renew"]
+
+CHANGELOG = ROOT / "CHANGELOG.md"
+_SECTION = "### Spec 1.0-draft"
+_FACTS = ("id", "type", "unit", "presence", "since", "min", "max", "length", "secret")
+
+
+def _clauses(facts: Facts) -> Iterator[tuple[str, str]]:
+    for clause in clauses(facts).values():
+        yield clause.id, f"{clause.role} {clause.keyword} {clause.error or '-'} {clause.page} {clause.digest}"
+
+
+def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Every fact that is on the wire or decides what is refused, in words."""
+    for table in ("protocol", "field_ids", "ext"):
+        for name, value in facts[table].items():
+            yield f"{table}.{name}", str(value)
+    for name, value in facts["grease"].items():
+        yield f"grease.{name}", str(value)
+    for name, doc in facts["predicate"].items():
+        yield f"predicate.{name}", doc
+    for name, row in facts["limit"].items():
+        yield f"limit.{name}", f"{row['value']} {row['unit']}"
+    for name, row in facts["feature"].items():
+        yield f"feature.{name}", f"{row['value']} {row['status']}"
+    for name, row in facts["error"].items():
+        yield f"error.{name}", f"0x{row['code']:04X} {row['class']} {row['recovery']}"
+    for name, enum in facts["enum"].items():
+        yield f"enum.{name}", "open" if enum["open"] else "closed"
+        for member, value in enum["values"].items():
+            yield f"enum.{name}.{member}", str(value)
+    for kind in ("struct", "message"):
+        for name, body in facts[kind].items():
+            if kind == "message":
+                reply = ", ".join(body["reply"]) or "-"
+                yield (
+                    f"message.{name}",
+                    f"0x{body['id']:04X} {body['sender']} {body['delivery']} -> {reply}; {body['status']}",
+                )
+            for field in body["field"]:
+                yield f"{kind}.{name}.{field['name']}", " ".join(f"{k}={field[k]}" for k in _FACTS if k in field)
+            for i, rule in enumerate(body.get("rule", ())):
+                args = ", ".join(map(str, rule["args"]))
+                yield f"{kind}.{name}, rule {i + 1}", f"{rule['rule']}({args}) {rule['error']} {rule['clause']}"
+    for name, machine in facts["machine"].items():
+        for before, message, after, status in moves(machine):
+            yield f"machine.{name}.{before}, {message}", f"{after} {status}"
+
+
+def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:
+    for path in sorted((SPEC / "vectors").rglob("*.json")):
+        suite = json.loads(path.read_text())
+        for case in suite["cases"]:
+            text = json.dumps({k: v for k, v in case.items() if k != "note"}, sort_keys=True)
+            yield f"{suite['suite']}/{case['id']}", hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_LOCKS = {"clauses": _clauses, "registry": _registry, "vectors": _vectors}
+
+
+def _path(name: str) -> Path:
+    return SPEC / f"{name}.lock"
+
+
+def _held(name: str) -> tuple[str, dict[str, str]]:
+    """The reason and the rows of a lock file."""
+    if not _path(name).exists():
+        return "", {}
+    head, *lines = _path(name).read_text().splitlines()
+    return head.removeprefix("# "), dict(line.split(" | ", 1) for line in lines)
+
+
+def differences(facts: Facts) -> list[str]:
+    """What differs from the locks, one line each, by name."""
+    found = []
+    for name, rows in _LOCKS.items():
+        reason, held = _held(name)
+        now = dict(_unique(name, rows(facts)))
+        if reason not in CHANGELOG.read_text():
+            found.append(f"{name}.lock: the changelog does not have the line {reason!r}")
+        for key in [*held, *(k for k in now if k not in held)]:
+            before, after = held.get(key), now.get(key)
+            if before != after:
+                change = "is new" if before is None else "is gone" if after is None else f"was {before}, is {after}"
+                found.append(f"{name}.lock: {key} {change}")
+    return found
+
+
+def _unique(name: str, rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for key, text in rows:
+        if key in seen:
+            raise RegistryError(f"{name}: {key} comes twice")
+        seen.add(key)
+        yield key, text
+
+
+def renew(facts: Facts, why: str) -> list[str]:
+    """Write the reason into the changelog and the locks anew; the differences that this settled."""
+    why = " ".join(why.split())
+    if not why:
+        raise RegistryError("a change of what is locked needs a reason")
+    settled = [line for line in differences(facts) if "the changelog does not" not in line]
+    if not settled:
+        return []
+    text = CHANGELOG.read_text()
+    if _SECTION not in text:
+        raise RegistryError(f"CHANGELOG.md has no section {_SECTION!r}")
+    CHANGELOG.write_text(text.replace(f"{_SECTION}\n\n", f"{_SECTION}\n\n* {why}\n", 1))
+    for name, rows in _LOCKS.items():
+        _, held = _held(name)
+        now = dict(rows(facts))
+        if held != now:
+            body = "".join(f"{key} | {value}\n" for key, value in now.items())
+            _path(name).write_text(f"# {why}\n{body}")
+    return settled

@@ -1,0 +1,183 @@
+"""Tables in the prose that follow from the registry: marked blocks inside pages whose sentences are written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.specgen.lint import RegistryError
+from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
+
+__all__ = ["pages", "renewed"]
+
+
+def messages(facts: Facts) -> str:
+    """Every message: sender, class, reply, states."""
+    out = [
+        "| id | message | sender | delivery | answered by | heard in state | status | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, m in facts["message"].items():
+        reply = ", ".join(m["reply"]) or "-"
+        out.append(
+            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {reply} | {_heard(name, facts)} | {m['status']} | {m['doc']} |"
+        )
+    for kind, title in (("message", "Messages"), ("struct", "Structs")):
+        out += ["", f"# {title}"]
+        for name, body in facts[kind].items():
+            out += ["", f"## {name}", "", _about(name, body, kind), ""]
+            out += ["| id | field | type | unit | presence | range | secret | |", "|---|---|---|---|---|---|---|---|"]
+            for f in body["field"]:
+                type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
+                secret = "yes" if f.get("secret") else ""
+                more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
+                out.append(
+                    f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {_span(f)} | {secret} | {f['doc']}{more} |"
+                )
+            if body.get("rule"):
+                out += ["", "Rules, in order:", ""]
+                out += [
+                    f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
+                    for r in body["rule"]
+                ]
+    out += ["", "# Enums"]
+    for name, enum in facts["enum"].items():
+        out += [
+            "",
+            f"**{name}** ({'open' if enum['open'] else 'closed'}): {enum['doc']}",
+            "",
+            "| value | name | |",
+            "|---|---|---|",
+        ]
+        out += [f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items()]
+    out += ["", "**ErrorCode** (open): [errors](errors.md)."]
+    return "\n".join(out)
+
+
+def _about(name: str, body: Facts, kind: str) -> str:
+    if kind == "struct":
+        return str(body["doc"])
+    return f"`0x{body['id']:04X}`, {body['delivery']}, {body['status']}, since {body['since']}. {body['doc']}"
+
+
+def _heard(name: str, facts: Facts) -> str:
+    """The states that a message is heard in, machine by machine."""
+    found = []
+    for machine in facts["machine"].values():
+        states = [s["name"] for s in machine["state"]]
+        here = {before for before, message, _, _ in moves(machine) if message == name}
+        if len(here) > 4:
+            found.append(
+                "all but " + ", ".join(s for s in states if s not in here) if len(here) < len(states) else "all"
+            )
+        elif here:
+            found.append(", ".join(s for s in states if s in here))
+    return "; ".join(found) or "all"
+
+
+def _span(f: Facts) -> str:
+    if "length" in f:
+        return f"{f['length']} bytes"
+    if "min" not in f and "max" not in f:
+        return ""
+    unit = {"s": " bytes", "b": " bytes", "l": " elements", "a": " elements"}.get(f["type"][0], "")
+    return f"{f.get('min', '')}..{f.get('max', '')}{unit}"
+
+
+def errors(facts: Facts) -> str:
+    """Every error and what to do."""
+    out = ["| code | name | class | recovery | |", "|---|---|---|---|---|"]
+    out += [
+        f"| `0x{e['code']:04X}` | `{n}` | {e['class']} | {e['recovery']} | {e['doc']} |"
+        for n, e in facts["error"].items()
+    ]
+    return "\n".join(out)
+
+
+def limits(facts: Facts) -> str:
+    """What every reader takes."""
+    out = ["| limit | value | unit | |", "|---|---|---|---|"]
+    out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in facts["limit"].items()]
+    return "\n".join(out)
+
+
+def predicates(facts: Facts) -> str:
+    """The closed list of cross-field rules."""
+    return "\n".join(
+        ["| predicate | holds if |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in facts["predicate"].items())]
+    )
+
+
+def features(facts: Facts) -> str:
+    """Optional behaviour."""
+    out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
+    for n, r in facts["feature"].items():
+        out.append(
+            f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {', '.join(f'`{c}`' for c in r['clauses'])} |"
+        )
+    return "\n".join(out)
+
+
+def machines(facts: Facts) -> str:
+    """Both transition tables."""
+    out = []
+    for name, machine in facts["machine"].items():
+        out += [f"**{name.title()}**: {machine['doc']}", "", "| state | | message: next state |", "|---|---|---|"]
+        rows = moves(machine)
+        for state in machine["state"]:
+            here = [(m, after, status) for before, m, after, status in rows if before == state["name"]]
+            said = ", ".join(f"{m}: {after}" if status == "stable" else f"*{m}: {after}*" for m, after, status in here)
+            mark = " *(draft)*" if state.get("status") == "draft" else ""
+            out.append(f"| {state['name']}{mark} | {state['doc']} | {said or '-'} |")
+        out.append("")
+    return "\n".join(out).rstrip()
+
+
+def delivery(facts: Facts) -> str:
+    """Delivery classes and statuses."""
+    out = ["| delivery | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
+    return "\n".join(
+        [*out, "", "| status | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
+    )
+
+
+def dump(facts: Facts) -> str:
+    """The worked example, byte by byte."""
+    from kvproto.wire import explain  # late: it needs the generated modules
+
+    cases = json.loads((SPEC / "vectors/codec/example.json").read_text())["cases"]
+    frame = next(c["bytes"] for c in cases if c["id"] == "register")
+    return f"```\n{explain(bytes.fromhex(frame), secrets=True)}\n```"
+
+
+PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
+    "example-register.md": {"dump": dump},
+    "messages.md": {"messages": messages},
+    "errors.md": {"errors": errors},
+    "framing.md": {"limits": limits, "predicates": predicates},
+    "negotiation.md": {"features": features},
+    "session.md": {"machines": machines, "delivery": delivery},
+}
+
+
+def pages(facts: Facts) -> dict[Path, str]:
+    """Every page that holds generated blocks, renewed."""
+    found = {}
+    for page, blocks in PAGES.items():
+        path = SPEC / page
+        text = path.read_text()
+        for name, make in blocks.items():
+            text = renewed(text, name, make(facts), path)
+        found[path] = text
+    return found
+
+
+def renewed(text: str, name: str, made: str, path: Path) -> str:
+    """The page with one block renewed; the prose around it stays."""
+    begin, end = f"<!-- begin {name}. {HEAD} -->", f"<!-- end {name} -->"
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise RegistryError(f"{path.relative_to(ROOT)}: no marks for the block {name}")
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}"

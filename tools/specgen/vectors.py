@@ -1,0 +1,841 @@
+"""Boundary vectors: for every field and rule of the registry, frames just inside and just outside of it.
+
+Frames are put together here from the registry and the prose, without the codec, as trees of raw msgpack; what a reader
+must say of each follows from how it was made, not from running one. Every negative case breaks exactly one rule.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tools.specgen.registry import SPEC, Facts
+
+__all__ = ["vectors"]
+
+_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+_UNKNOWN, _GREASE, _OPEN = 0x3FFF, 0x801B, 0xF0F0
+
+Node = Any
+"""Map: dict of id to Node; list: list of Nodes; anything else: raw bytes of a value."""
+Case = dict[str, Any]
+
+
+_BARE = ("Geometry", "Ticket", "Content")
+"""Structs that stand alone: in a byte string, beside a prompt, under a digest."""
+
+
+def vectors(facts: Facts) -> dict[Path, str]:
+    """One file a message, and one a struct that stands alone. Each kind of struct is judged once, where it comes first."""
+    found = {}
+    judged: set[str] = set()
+    for name in (*facts["message"], *_BARE):
+        cases = list(_Body(facts, name, judged).cases())
+        lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
+        head = (
+            f'{{"suite": "{name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n'
+        )
+        number = f"{facts['message'][name]['id']:04x}" if name in facts["message"] else "struct"
+        found[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"
+    return found
+
+
+def uint(value: int) -> bytes:
+    """Canonical unsigned integer."""
+    for limit, head, form in (
+        (0x80, b"", "B"),
+        (1 << 8, b"\xcc", "B"),
+        (1 << 16, b"\xcd", "H"),
+        (1 << 32, b"\xce", "I"),
+        (1 << 64, b"\xcf", "Q"),
+    ):
+        if value < limit:
+            return head + struct.pack(f">{form}", value)
+    raise ValueError(value)
+
+
+def _headed(size: int, fix: tuple[int, int] | None, heads: tuple[int, ...]) -> bytes:
+    """Header of a value of `size`: the fixed form if it fits, else the shortest of 8, 16, 32 bits that `heads` has."""
+    if fix is not None and size < fix[1]:
+        return bytes((fix[0] | size,))
+    for width, head in zip((1, 2, 4), heads, strict=True):
+        if head and size < 1 << 8 * width:
+            return bytes((head,)) + size.to_bytes(width, "big")
+    raise ValueError(size)
+
+
+def text(value: str) -> bytes:
+    """Canonical string."""
+    data = value.encode()
+    return _headed(len(data), (0xA0, 32), (0xD9, 0xDA, 0xDB)) + data
+
+
+def binary(data: bytes) -> bytes:
+    """Canonical byte string."""
+    return _headed(len(data), None, (0xC4, 0xC5, 0xC6)) + data
+
+
+def numbers(values: list[int], width: int | None = None) -> bytes:
+    """Number array; of the narrowest width unless one is given."""
+    top = max(values, default=0)
+    width = width or next(w for w in (1, 2, 4, 8) if top < 1 << 8 * w)
+    data = b"".join(v.to_bytes(width, "little") for v in values)
+    return ext({1: 1, 2: 2, 4: 3, 8: 4}[width], data)
+
+
+def ext(code: int, data: bytes) -> bytes:
+    """Canonical ext value."""
+    fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}.get(len(data))
+    head = bytes((fixed,)) if fixed else _headed(len(data), None, (0xC7, 0xC8, 0xC9))
+    return head + bytes((code,)) + data
+
+
+def raw(node: Node) -> bytes:
+    """Bytes of a tree."""
+    if isinstance(node, dict):
+        return _headed(len(node), (0x80, 16), (0, 0xDE, 0xDF)) + b"".join(uint(k) + raw(v) for k, v in node.items())
+    if isinstance(node, list):
+        return _headed(len(node), (0x90, 16), (0, 0xDC, 0xDD)) + b"".join(map(raw, node))
+    made: bytes = node
+    return made
+
+
+@attrs.frozen
+class _Value:
+    """A value both ways."""
+
+    node: Node
+    json: Any
+
+
+def _replaced(node: Node, path: tuple[int, ...], new: Node | None) -> Node:
+    """The tree with another node at a path of field ids and indices; None takes it away."""
+    if not path:
+        return new
+    step, rest = path[0], path[1:]
+    if isinstance(node, list):
+        return [_replaced(v, rest, new) if i == step else v for i, v in enumerate(node)]
+    changed = {k: _replaced(v, rest, new) if k == step else v for k, v in node.items()}
+    if step not in node and new is not None:
+        changed = dict(sorted((changed | {step: new}).items()))
+    return {k: v for k, v in changed.items() if v is not None}
+
+
+_WRONG: dict[str, list[tuple[str, bytes, str]]] = {
+    "int": [
+        ("nil", b"\xc0", "nil is never a value"), ("float", b"\xca\x3f\x80\x00\x00", "floats do not occur"),
+        ("negative", b"\xff", "a reader that casts gets 2^64 - 1"), ("text", b"\xa11", "digits are no number"),
+        ("bool", b"\xc3", "true is not 1"), ("nan", b"\xcb\x7f\xf8" + bytes(6), "not even a number"),
+    ],
+    "str": [("bytes", b"\xc4\x01a", "bytes are no text"), ("nil", b"\xc0", "absent is left out"), ("int", b"\x01", "a number is no text")],
+    "bytes": [("text", b"\xa1a", "text is no bytes"), ("nil", b"\xc0", "absent is left out"), ("int", b"\x01", "a number is no bytes")],
+    "array": [
+        ("list", b"\x91\x01", "a list of integers costs 20 times as much to read"), ("bytes", b"\xc4\x01\x01", "bytes have no width"),
+        ("signed", b"\xd4\x05\x01", "a signed array where ids are unsigned"), ("timestamp", b"\xd6\xff\x00\x00\x00\x00", "timestamps do not occur"),
+    ],
+    "list": [("map", b"\x80", "a map is no list"), ("nil", b"\xc0", "empty is not nil"), ("array", b"\xd4\x01\x01", "elements are not numbers alone")],
+    "struct": [("list", b"\x90", "positions are not ids"), ("nil", b"\xc0", "absent is left out"), ("int", b"\x01", "a number is no map")],
+    "bool": [("int", b"\x01", "1 is not true"), ("nil", b"\xc0", "neither true nor false"), ("text", b"\xa4true", "text is no bool")],
+}  # fmt: skip
+
+
+class _Body:
+    """Cases of one message or bare struct: of its own fields, and of those of the structs inside it."""
+
+    def __init__(self, facts: Facts, name: str, judged: set[str]) -> None:
+        self.facts, self.name, self.judged = facts, name, judged
+        self.bare = name not in facts["message"]
+        self.body = self._body(name)
+        self.turn = self.body.get("id", 0)
+        self.least = self._struct(name, full=False)
+        self.full = self._struct(name, full=True)
+
+    def cases(self) -> Iterator[Case]:
+        yield self._good("least", "KVP-BODY-W-MAP", self.least, "every required field at its least")
+        yield self._good("full", "KVP-BODY-W-MAP", self.full, "every field, large values")
+        yield from self._whole()
+        if not self.bare:
+            yield from self._enveloped()
+        homes: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._find(self.name, (), "", homes)
+        for owner, (at, path) in homes.items():
+            # a struct is judged once in each file of a message: where it comes first
+            for field in self._fields(owner):
+                yield from self._field(owner, field, (*at, field["id"]), f"{path}{field['name']}")
+            for i, rule in enumerate(self._body(owner).get("rule", ())):
+                yield from self._rule(owner, i, rule, at, path)
+
+    def _find(self, owner: str, at: tuple[int, ...], path: str, homes: dict[str, tuple[tuple[int, ...], str]]) -> None:
+        """Where in the full message the first of each kind of struct is."""
+        if owner in homes or owner in self.judged:
+            return
+        self.judged.add(owner)
+        homes[owner] = at, path
+        for f in self._fields(owner):
+            name = f["type"].rpartition("struct:")[2].rstrip(">")
+            if "struct:" in f["type"]:
+                inside = f["type"].startswith("list<")
+                step = (*at, f["id"], 0) if inside else (*at, f["id"])
+                self._find(name, step, f"{path}{f['name']}{'[0]' if inside else ''}.", homes)
+
+    def _body(self, name: str) -> Facts:
+        found: Facts = (self.facts["struct"] | self.facts["message"])[name]
+        return found
+
+    def _fields(self, name: str) -> list[Facts]:
+        found: list[Facts] = self._body(name)["field"]
+        return found
+
+    # values
+
+    def _struct(self, name: str, full: bool, index: int = 0, **given: Any) -> _Value:
+        node: dict[int, Node] = {}
+        shown: dict[str, Any] = {}
+        absent, must = self._absent(name, full), self._must(name, full)
+        for f in self._fields(name):
+            if (f["presence"] == "optional" and not full and f["name"] not in must) or f["name"] in absent:
+                continue
+            value = self._value(f, full, index, name)
+            node[f["id"]], shown[f["name"]] = value.node, value.json
+        return _Value(node, shown)
+
+    def _absent(self, name: str, full: bool) -> set[str]:
+        """Optional fields that the rules on presence exclude for the enum value that the sample takes."""
+        found = set()
+        fields = {f["name"]: f for f in self._fields(name)}
+        for rule in self._body(name).get("rule", ()):
+            if rule["rule"] in ("present_iff", "only_if"):
+                enum = self.facts["enum"][fields[rule["args"][1]]["type"][5:]]
+                if self._member(enum, full) != rule["args"][2]:
+                    found.add(rule["args"][0])
+        return found
+
+    def _must(self, name: str, full: bool) -> set[str]:
+        """Optional fields that the rules on presence ask for."""
+        rules = [r["args"][0] for r in self._body(name).get("rule", ()) if r["rule"] == "present_iff"]
+        return set(rules) - self._absent(name, full)
+
+    @staticmethod
+    def _member(enum: Facts, full: bool) -> str:
+        return str(list(enum["values"])[1 if full and len(enum["values"]) > 1 else 0])
+
+    def _enum(self, name: str) -> Facts:
+        if name == "ErrorCode":
+            return {"open": True, "values": {n: e["code"] for n, e in self.facts["error"].items()}}
+        found: Facts = self.facts["enum"][name]
+        return found
+
+    def _value(self, f: Facts, full: bool, index: int, owner: str) -> _Value:
+        """A sample: the least, or a large one; element `index` of a list rises, so that ordered lists are."""
+        type_ = f["type"]
+        if type_ in _BITS:
+            low, high = f.get("min", 0), f.get("max", (1 << _BITS[type_]) - 1)
+            value = min(low + index, high)
+            if full:
+                value = self._large(owner, f, high, index)
+            return _Value(uint(value), str(value))
+        if type_.startswith("enum:"):
+            enum = self._enum(type_[5:])
+            name = self._member(enum, full) if not index else list(enum["values"])[index % len(enum["values"])]
+            return _Value(uint(enum["values"][name]), name)
+        if type_ == "bool":
+            return _Value(b"\xc3" if full else b"\xc2", full)
+        if type_ == "str":
+            value_ = chr(97 + index) * f.get("min", 0)
+            if full:
+                value_ = chr(97 + index) + "\u00e9\u6f22\U0001f600"
+            return _Value(text(value_), value_)
+        if type_ == "bytes":
+            size = f["length"] if "length" in f else 40 if full else f.get("min", 0)
+            data = bytes((index + 1 + i) & 0xFF for i in range(size)) if full else bytes(size)
+            return _Value(binary(data), data.hex())
+        if type_.startswith("array<"):
+            values = list(range(f.get("min", 0)))
+            if full:
+                top = (1 << _BITS[type_[6:-1]]) - 1
+                values = [3, 700, top]
+            return _Value(numbers(values), [str(v) for v in values])
+        if type_.startswith("struct:"):
+            return self._struct(type_[7:], full, index)
+        count = 2 if full else f.get("min", 0)
+        inner = {"type": type_[5:-1]}
+        values_ = [self._value(inner, full, i, owner) for i in range(count)]
+        if full and type_.startswith("list<enum:"):
+            enum = self._enum(type_[10:-1])
+            names = list(enum["values"])[:2]
+            values_ = [_Value(uint(enum["values"][n]), n) for n in names]
+        return _Value([v.node for v in values_], [v.json for v in values_])
+
+    @staticmethod
+    def _large(owner: str, f: Facts, high: int, index: int) -> int:
+        """Large values that keep the rules of their map."""
+        special = {
+            ("VersionRange", "major"): 1 + index, ("VersionRange", "min_minor"): 1, ("VersionRange", "max_minor"): 200,
+            ("Region", "base"): 1 << 62, ("Region", "length"): 1 << 40, ("Grants", "first"): 1 << 33, ("Grants", "count"): 1 << 20,
+            ("Grants", "valid"): 1 << 40, ("LaneSpan", "lo"): 1 << 20, ("LaneSpan", "part"): index,
+        }  # fmt: skip
+        return special.get((owner, f["name"]), high - 1 + index if index < 2 else high)
+
+    # cases
+
+    def _frame(self, body: bytes, major: int | None = None) -> str:
+        if self.bare:
+            return body.hex()
+        major = (0 if self.body["frozen"] else self.facts["protocol"]["major"]) if major is None else major
+        return (b"KVPW" + struct.pack("<BBHHHI", major, 0, self.body["id"], 0, 0, len(body)) + body).hex()
+
+    def _good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
+        kind = "struct" if self.bare else "message"
+        return {
+            "id": id_,
+            "clause": clause,
+            "bytes": self._frame(raw(value.node)),
+            kind: self.name,
+            "fields": value.json,
+            "note": note,
+        }
+
+    def _bad(self, id_: str, clause: str, node: Node, error: str, path: str, note: str) -> Case:
+        body = node if isinstance(node, bytes) else raw(node)
+        kind = {"struct": self.name} if self.bare else {}
+        return {
+            "id": id_,
+            "clause": clause,
+            "bytes": self._frame(body),
+            **kind,
+            "error": error,
+            "path": path,
+            "note": note,
+        }
+
+    def _enveloped(self) -> Iterator[Case]:
+        """Of the envelope."""
+        body = raw(self.least.node)
+        frame = bytes.fromhex(self._frame(body))
+        for what, bytes_, error, clause in (
+            ("cut", frame[:-1], "TRUNCATED", "KVP-FRAME-LENGTH"),
+            ("glued", frame + b"\x00", "TRAILING_BYTES", "KVP-FRAME-TRAILING"),
+        ):
+            note = "a frame cut short by its transport" if what == "cut" else "two frames in one"
+            yield {"id": what, "clause": clause, "bytes": bytes_.hex(), "error": error, "path": "@length", "note": note}
+        other = self.facts["protocol"]["major"] if self.body["frozen"] else 0
+        yield {
+            "id": "other-major", "clause": "KVP-FRAME-TYPE-MAJOR", "bytes": self._frame(body, other), "error": "UNSUPPORTED_VERSION",
+            "path": "@major", "note": "a known type under another major",
+        }  # fmt: skip
+
+    def _whole(self) -> Iterator[Case]:
+        """Of the body as a whole."""
+        node, last = self.least.node, max(self.least.node)
+        body = raw(node)
+        yield self._bad(
+            "trailing", "KVP-BODY-TRAILING", body + b"\x00", "TRAILING_BYTES", "", "a second value in the body"
+        )
+        yield self._bad(
+            "unknown-must",
+            "KVP-BODY-UNKNOWN",
+            node | {_UNKNOWN: uint(1)},
+            "UNKNOWN_FIELD",
+            f"#{_UNKNOWN:04x}",
+            "a newer field whose meaning is lost if ignored",
+        )
+        ignored = self._good("unknown-may", "KVP-BODY-IGNORE", self.least, "grease: a field that may be ignored")
+        yield ignored | {"bytes": self._frame(raw(node | {_GREASE: text("grease")})), "canonical": False}
+        names = {f["id"]: f["name"] for f in self.body["field"]}
+        pairs = b"".join(uint(k) + raw(v) for k, v in node.items())
+        twice = bytes((0x80 | len(node) + 1,)) + pairs + uint(last) + raw(node[last])
+        yield self._bad(
+            "twice",
+            "KVP-BODY-ORDER",
+            twice,
+            "FIELD_ORDER",
+            names[last],
+            "two readers may take different ones of two values",
+        )
+        if len(node) > 1:
+            first = min(node)
+            moved = {k: v for k, v in node.items() if k != first} | {first: node[first]}
+            yield self._bad(
+                "descending", "KVP-BODY-ORDER", moved, "FIELD_ORDER", names[first], "one message must have one encoding"
+            )
+        wide = b"\xde" + len(node).to_bytes(2, "big") + pairs
+        yield self._bad("wide-map", "KVP-BODY-FORM", wide, "NOT_CANONICAL", "", "one message must have one encoding")
+
+    def _field(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        node, id_ = self.full.node, path.replace("[0]", "")
+        if f["name"] in self._absent(owner, full=True):
+            return
+        if f["presence"] == "required":
+            yield self._bad(
+                f"{id_}-missing",
+                "KVP-BODY-REQUIRED",
+                _replaced(node, at, None),
+                "MISSING_FIELD",
+                path,
+                "a default nobody stated",
+            )
+        kind = self._kind(f["type"])
+        rows = _WRONG[kind]
+        for what, bytes_, note in (rows[self.turn % len(rows)], rows[(self.turn + 1) % len(rows)])[
+            : 2 if at[0] > 4 else 1
+        ]:
+            yield self._bad(
+                f"{id_}-{what}",
+                "KVP-BODY-TYPE" if what not in ("signed", "timestamp") else "KVP-BODY-ARRAY-KIND",
+                _replaced(node, at, bytes_),
+                "BAD_TYPE",
+                path,
+                note,
+            )
+        self.turn += 1
+        yield from getattr(self, f"_of_{kind}")(owner, f, at, path, id_)
+
+    @staticmethod
+    def _kind(type_: str) -> str:
+        if type_ in _BITS or type_.startswith("enum:"):
+            return "int"
+        return type_.partition("<")[0].partition(":")[0]
+
+    def _of_int(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        if f["type"].startswith("enum:"):
+            enum = self._enum(f["type"][5:])
+            if enum["open"]:
+                shown = _json_replaced(self.full.json, path, {"unknown": str(_OPEN)})
+                value = _Value(_replaced(node, at, uint(_OPEN)), shown)
+                rules = [r for r in self._body(owner).get("rule", ()) if f["name"] in r["args"]]
+                if not rules:
+                    yield self._good(f"{id_}-unknown", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
+            else:
+                beyond = max(enum["values"].values()) + 1
+                yield self._bad(
+                    f"{id_}-unknown",
+                    "KVP-BODY-ENUM",
+                    _replaced(node, at, uint(beyond)),
+                    "UNKNOWN_ENUM_VALUE",
+                    path,
+                    "an unknown value is no default",
+                )
+                yield self._bad(
+                    f"{id_}-zero",
+                    "KVP-BODY-ENUM",
+                    _replaced(node, at, uint(0)),
+                    "UNKNOWN_ENUM_VALUE",
+                    path,
+                    "0 is never a value",
+                )
+            yield self._bad(
+                f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits"
+            )
+            return
+        low, high = f.get("min", 0), f.get("max", (1 << _BITS[f["type"]]) - 1)
+        if low:
+            yield self._bad(
+                f"{id_}-below",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, uint(low - 1)),
+                "OUT_OF_RANGE",
+                path,
+                "0 where something is counted or divided by",
+            )
+        if high < (1 << 64) - 1:
+            yield self._bad(
+                f"{id_}-above",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, uint(high + 1)),
+                "OUT_OF_RANGE",
+                path,
+                "a reader that casts wraps around",
+            )
+        if not self._ruled(owner, f["name"]):
+            edges = [e for e in (0x7F, 0x80, 0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF, 0x100000000) if low < e < high]
+            head = self.turn % 3 if at[0] > 4 or self.bare else 99  # sessions and ids are the same everywhere
+            some = {f"{e:x}": e for e in edges[head::3]}
+            for what, value in ({"low": low, "high": high} | some).items():
+                good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))
+                note = "the end of the range" if what in ("low", "high") else "where the shortest form changes"
+                yield self._good(
+                    f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-W-SHORT", good, note
+                )
+        wide = b"\xcf" + min(high, 5).to_bytes(8, "big")
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, wide),
+            "NOT_CANONICAL",
+            path,
+            "an integer in 8 bytes that needs 1",
+        )
+
+    def _ruled(self, owner: str, name: str) -> bool:
+        """Whether some rule, in this map or around it, binds the field; then its ends are cases of that rule."""
+        own = any(name in r["args"] for r in self._body(owner).get("rule", ()))
+        bodies = self.facts["struct"] | self.facts["message"]
+        return own or any(
+            r["rule"] in ("ascend", "rise", "unique") and r["args"][-1] == name and len(r["args"]) == 2
+            for b in bodies.values()
+            for r in b.get("rule", ())
+        )
+
+    def _of_bool(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        good = _Value(_replaced(self.full.node, at, b"\xc2"), _json_replaced(self.full.json, path, False))
+        yield self._good(f"{id_}-false", "KVP-BODY-W-MAP", good, "false is not absent")
+
+    def _of_str(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node, low = self.full.node, f.get("min", 0)
+        high = f.get("max", self.facts["limit"]["max_string"]["value"])
+        if low:
+            yield self._bad(
+                f"{id_}-empty",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, b"\xa0"),
+                "OUT_OF_RANGE",
+                path,
+                "a name that names nothing",
+            )
+        if "max" in f:
+            yield self._bad(
+                f"{id_}-long",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, text("x" * (high + 1))),
+                "OUT_OF_RANGE",
+                path,
+                "one byte too long",
+            )
+            wide = "\u00e9" * (high // 2) + "\u00e9"
+            yield self._bad(
+                f"{id_}-wide",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, text(wide)),
+                "OUT_OF_RANGE",
+                path,
+                "lengths are bytes, not characters",
+            )
+        else:
+            yield self._bad(
+                f"{id_}-huge",
+                "KVP-BODY-LIMIT",
+                _replaced(node, at, text("x" * (high + 1))),
+                "TOO_LARGE",
+                path,
+                "beyond max_string",
+            )
+        yield self._bad(
+            f"{id_}-utf8", "KVP-BODY-TEXT", _replaced(node, at, b"\xa2\xc3\x28"), "BAD_TEXT", path, "not UTF-8"
+        )
+        yield self._bad(
+            f"{id_}-surrogate",
+            "KVP-BODY-TEXT",
+            _replaced(node, at, b"\xa3\xed\xa0\x80"),
+            "BAD_TEXT",
+            path,
+            "a surrogate is not UTF-8",
+        )
+        if not self._ruled(owner, f["name"]) and "max" in f:
+            good = _Value(_replaced(node, at, text("x" * high)), _json_replaced(self.full.json, path, "x" * high))
+            yield self._good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
+
+    def _of_bytes(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        if "length" in f:
+            for what, size in (("short", f["length"] - 1), ("long", f["length"] + 1)):
+                yield self._bad(
+                    f"{id_}-{what}",
+                    "KVP-BODY-RANGE",
+                    _replaced(node, at, binary(bytes(size))),
+                    "OUT_OF_RANGE",
+                    path,
+                    "a digest or key of another length",
+                )
+        else:
+            least = f.get("min", 0)
+            good = _Value(_replaced(node, at, binary(bytes(least))), _json_replaced(self.full.json, path, "00" * least))
+            yield self._good(f"{id_}-least", "KVP-BODY-RANGE", good, "the shortest")
+        bomb = b"\xc6\x00\x80\x00\x01"
+        if "length" not in f:
+            yield self._bad(
+                f"{id_}-bomb",
+                "KVP-BODY-LIMIT",
+                _replaced(node, at, bomb),
+                "TOO_LARGE",
+                path,
+                "a length beyond the limit and the buffer: nothing may be allocated for it",
+            )
+        wide = b"\xc5\x00\x03abc"
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, wide),
+            "NOT_CANONICAL",
+            path,
+            "a header of 3 bytes where 2 do",
+        )
+
+    def _of_array(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        widest = _BITS[f["type"][6:-1]] // 8
+        if widest < 8:
+            yield self._bad(
+                f"{id_}-beyond",
+                "KVP-BODY-ARRAY-KIND",
+                _replaced(node, at, numbers([1 << 8 * widest])),
+                "BAD_TYPE",
+                path,
+                "elements wider than the field takes",
+            )
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-ARRAY-WIDTH",
+            _replaced(node, at, numbers([1, 2, 255], 2)),
+            "NOT_CANONICAL",
+            path,
+            "two bytes an element that needs one",
+        )
+        yield self._bad(
+            f"{id_}-part",
+            "KVP-BODY-ARRAY-LENGTH",
+            _replaced(node, at, ext(2, b"\x00\x01\x02")),
+            "BAD_LENGTH",
+            path,
+            "an array that ends inside an element",
+        )
+        yield self._bad(
+            f"{id_}-long-form",
+            "KVP-BODY-FORM",
+            _replaced(node, at, b"\xc7\x02\x01\x01\x02"),
+            "NOT_CANONICAL",
+            path,
+            "ext 8 where fixext does",
+        )
+        if f.get("min"):
+            if not self._is_compared(owner, f["name"]):
+                yield self._bad(
+                    f"{id_}-empty",
+                    "KVP-BODY-RANGE",
+                    _replaced(node, at, numbers([])),
+                    "OUT_OF_RANGE",
+                    path,
+                    "nobody at all",
+                )
+        elif not self._is_compared(owner, f["name"]):
+            good = _Value(_replaced(node, at, numbers([])), _json_replaced(self.full.json, path, []))
+            yield self._good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
+        if not self._is_compared(owner, f["name"]):
+            for top in (0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF):
+                if top < 1 << 8 * widest:
+                    good = _Value(
+                        _replaced(node, at, numbers([1, top])), _json_replaced(self.full.json, path, ["1", str(top)])
+                    )
+                    yield self._good(
+                        f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest"
+                    )
+
+    def _is_compared(self, owner: str, name: str) -> bool:
+        return any(name in r["args"] for r in self._body(owner).get("rule", ()) if r["rule"] == "same_length")
+
+    def _of_list(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        if f.get("min"):
+            yield self._bad(
+                f"{id_}-empty",
+                "KVP-BODY-RANGE",
+                _replaced(node, at, []),
+                "OUT_OF_RANGE",
+                path,
+                "nothing where something must be",
+            )
+        elif not self._ruled_list(owner, f["name"]):
+            good = _Value(_replaced(node, at, []), _json_replaced(self.full.json, path, []))
+            yield self._good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
+        yield self._bad(
+            f"{id_}-bomb",
+            "KVP-BODY-LIMIT",
+            _replaced(node, at, b"\xdd\x00\x01\x00\x01"),
+            "TOO_LARGE",
+            path,
+            "a count beyond the limit: nothing may be allocated for it",
+        )
+        yield self._bad(
+            f"{id_}-wide",
+            "KVP-BODY-FORM",
+            _replaced(node, at, b"\xdc\x00\x01\x80"),
+            "NOT_CANONICAL",
+            path,
+            "array 16 where fixarray does",
+        )
+
+    def _ruled_list(self, owner: str, name: str) -> bool:
+        return any(r["rule"] == "subset" and name == r["args"][1] for r in self._body(owner).get("rule", ()))
+
+    def _of_struct(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        inner = f["type"][7:]
+        first = self._fields(inner)[0]
+        yield self._bad(
+            f"{id_}-empty",
+            "KVP-BODY-REQUIRED",
+            _replaced(node, at, {}),
+            "MISSING_FIELD",
+            f"{path}.{first['name']}",
+            "an empty map lacks its first field",
+        )
+
+    # rules
+
+    def _rule(self, owner: str, number: int, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        fields = {f["name"]: f for f in self._fields(owner)}
+        name, args = rule["rule"], rule["args"]
+        absent = self._absent(owner, full=True)
+        id_ = f"{path.replace('[0]', '')}{rule['id']}"
+        whole, clause, error = self.full, rule["clause"], rule["error"]
+        first = fields[args[0]]
+        here = (*at, first["id"])
+
+        def bad(what: str, node: Node, where: str, note: str) -> Case:
+            return self._bad(f"{id_}{what}", clause, node, error, f"{path}{where}", note)
+
+        if name in ("ascend", "rise", "unique") and args[0] not in absent:
+            values = _at(whole.node, here)
+            if not isinstance(values, list):
+                yield bad("", _replaced(whole.node, here, numbers([5, 4])), f"{args[0]}[1]", "descending")
+                yield bad("-twice", _replaced(whole.node, here, numbers([4, 9, 9])), f"{args[0]}[2]", "twice")
+                return
+            tail = f".{args[1]}" if len(args) == 2 else ""
+            if name != "rise":
+                yield bad("-twice", _replaced(whole.node, here, [values[0], values[0]]), f"{args[0]}[1]{tail}", "twice")
+            if name != "unique":
+                yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
+            else:
+                shown = _json_replaced(whole.json, f"{path}{args[0]}", _json_at(whole.json, f"{path}{args[0]}")[::-1])
+                yield self._good(
+                    f"{id_}-any-order",
+                    clause,
+                    _Value(_replaced(whole.node, here, values[::-1]), shown),
+                    "any order will do",
+                )
+        elif name == "subset":
+            extra = [*_at(whole.node, here), uint(_OPEN)]
+            yield bad(
+                "", _replaced(whole.node, here, extra), f"{args[0]}[{len(extra) - 1}]", "needs what it does not offer"
+            )
+        elif name in ("le", "lt"):
+            second = fields[args[1]]
+            for what, low, high in (("", 7, 6), ("-equal", 7, 7)):
+                node = _replaced(_replaced(whole.node, here, uint(low)), (*at, second["id"]), uint(high))
+                if what and name == "le":
+                    shown = _json_replaced(
+                        _json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high)
+                    )
+                    if args[0] not in absent:
+                        yield self._good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
+                elif args[0] not in absent:
+                    yield bad(what, node, args[1], "the end before the beginning")
+        elif name == "sum_le":
+            top = args[2] if isinstance(args[2], int) else 1 << 40
+            last = args[1] if isinstance(args[2], int) else args[2]
+            for what, a, b in (("-reach", top - 9, 9), ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1)):
+                node = _replaced(_replaced(whole.node, here, uint(a)), (*at, fields[args[1]]["id"]), uint(b))
+                shown = _json_replaced(
+                    _json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b)
+                )
+                if what == "-reach":
+                    yield self._good(f"{id_}{what}", clause, _Value(node, shown), "exactly at the end")
+                else:
+                    yield bad(
+                        what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits"
+                    )
+        elif name == "same_length":
+            for other in args[1:]:
+                node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
+                yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
+        elif name in ("present_iff", "only_if"):
+            yield from self._presence(rule, fields, at, path, id_)
+
+    def _presence(
+        self, rule: Facts, fields: dict[str, Facts], at: tuple[int, ...], path: str, id_: str
+    ) -> Iterator[Case]:
+        field, enum_field, member = rule["args"]
+        enum = self.facts["enum"][fields[enum_field]["type"][5:]]
+        whole = self.full
+        value = self._value(fields[field], True, 0, "")
+        if fields[field]["type"] in _BITS:
+            value = _Value(uint(1), "1")
+        where = (*at, fields[field]["id"])
+        others = [m for m in enum["values"] if m != member]
+        for name in (member, others[0]):
+            node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(enum["values"][name]))
+            shown = _json_replaced(whole.json, f"{path}{enum_field}", name)
+            for rest in self._others(rule, at, path):
+                node, shown = rest(node, shown, name)
+            wanted = name == member
+            absent = _Value(_replaced(node, where, None), _json_replaced(shown, f"{path}{field}", None))
+            present = _Value(_replaced(node, where, value.node), _json_replaced(shown, f"{path}{field}", value.json))
+            label = name.lower()
+            good, wrong = (present, absent) if wanted else (absent, present)
+            yield self._good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
+            if not wanted or rule["rule"] == "present_iff":
+                yield self._bad(
+                    f"{id_}-{label}-not",
+                    rule["clause"],
+                    wrong.node,
+                    rule["error"],
+                    f"{path}{field}",
+                    "a field that this kind must or must not have",
+                )
+
+    def _others(self, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
+        """Mend the other rules on presence of the same enum field."""
+        owner = self.name if not path else None
+        body = self._body(owner) if owner else {}
+        found = []
+        for other in body.get("rule", ()):
+            if other is not rule and other["rule"] == "present_iff" and other["args"][1] == rule["args"][1]:
+                f = next(x for x in body["field"] if x["name"] == other["args"][0])
+
+                def mend(node: Node, shown: Any, name: str, f: Facts = f, other: Facts = other) -> tuple[Node, Any]:
+                    value = self._value(f, True, 0, "") if name == other["args"][2] else _Value(None, None)
+                    return _replaced(node, (*at, f["id"]), value.node), _json_replaced(
+                        shown, f"{path}{f['name']}", value.json
+                    )
+
+                found.append(mend)
+        return found
+
+
+def _at(node: Node, path: tuple[int, ...]) -> Node:
+    for step in path:
+        node = node[step]
+    return node
+
+
+def _steps(path: str) -> list[str | int]:
+    return [int(s) if s.isdigit() else s for s in path.replace("[", ".").replace("]", "").split(".")]
+
+
+def _json_at(shown: Any, path: str) -> Any:
+    for step in _steps(path):
+        shown = shown[step]
+    return shown
+
+
+def _json_replaced(shown: Any, path: str, new: Any) -> Any:
+    """JSON fields with another value at a path; None takes it away."""
+    first, *rest = _steps(path)
+
+    def walk(value: Any, step: str | int, more: list[str | int]) -> Any:
+        if isinstance(value, list):
+            return (
+                [walk(v, more[0], more[1:]) if i == step else v for i, v in enumerate(value)]
+                if more
+                else [new if i == step else v for i, v in enumerate(value)]
+            )
+        made = dict(value)
+        made[str(step)] = walk(value[step], more[0], more[1:]) if more else new
+        return {k: v for k, v in made.items() if v is not None}
+
+    return walk(shown, first, rest)
