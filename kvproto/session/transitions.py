@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+from kvproto.wire.enums import Feature
+
 
 class SessionState(Enum):
     """One rank pair."""
@@ -61,11 +63,33 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Goodbye"): SessionState.CLOSED,
     (SessionState.REGISTERING, "Goodbye"): SessionState.CLOSED,
     (SessionState.READY, "Goodbye"): SessionState.CLOSED,
+    (SessionState.OPEN, "Ping"): SessionState.OPEN,
+    (SessionState.DESCRIBING, "Ping"): SessionState.DESCRIBING,
+    (SessionState.DESCRIBED, "Ping"): SessionState.DESCRIBED,
+    (SessionState.REGISTERING, "Ping"): SessionState.REGISTERING,
+    (SessionState.READY, "Ping"): SessionState.READY,
+    (SessionState.OPEN, "Pong"): SessionState.OPEN,
+    (SessionState.DESCRIBING, "Pong"): SessionState.DESCRIBING,
+    (SessionState.DESCRIBED, "Pong"): SessionState.DESCRIBED,
+    (SessionState.REGISTERING, "Pong"): SessionState.REGISTERING,
+    (SessionState.READY, "Pong"): SessionState.READY,
+    (SessionState.READY, "Unregister"): SessionState.READY,
+    (SessionState.READY, "Unregistered"): SessionState.READY,
     (SessionState.READY, "Register"): SessionState.READY,
     (SessionState.READY, "Registered"): SessionState.READY,
     (SessionState.READY, "Refused"): SessionState.READY,
     (SessionState.READY, "Credit"): SessionState.READY,
 }
+
+SESSION_FEATURES: dict[tuple[SessionState, str], frozenset[Feature]] = {
+    (SessionState.READY, "Unregister"): frozenset({Feature.EPOCHS}),
+    (SessionState.READY, "Unregistered"): frozenset({Feature.EPOCHS}),
+    (SessionState.READY, "Register"): frozenset({Feature.EPOCHS, Feature.PULL}),
+    (SessionState.READY, "Registered"): frozenset({Feature.EPOCHS, Feature.PULL}),
+    (SessionState.READY, "Refused"): frozenset({Feature.EPOCHS, Feature.PULL}),
+    (SessionState.READY, "Credit"): frozenset({Feature.STAGED, Feature.INLINE}),
+}
+"""Rows that are there only in sessions with one of these features."""
 
 TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.NEW, "Transfer"): TransferState.ASKED,
@@ -74,6 +98,7 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.ACCEPTED, "Done"): TransferState.DONE,
     (TransferState.ACCEPTED, "Failed"): TransferState.FAILED,
     (TransferState.DONE, "DoneAck"): TransferState.ENDED,
+    (TransferState.DONE, "Error"): TransferState.ENDED,
     (TransferState.FAILED, "DoneAck"): TransferState.ENDED,
     (TransferState.NEW, "Abort"): TransferState.ABORTING,
     (TransferState.ASKED, "Abort"): TransferState.ABORTING,
@@ -88,13 +113,37 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.ABORTING, "DoneAck"): TransferState.ABORTING,
     (TransferState.ABORTING, "Abort"): TransferState.ABORTING,
     (TransferState.ABORTING, "Drained"): TransferState.ENDED,
+    (TransferState.ACCEPTED, "Progress"): TransferState.ACCEPTED,
+    (TransferState.ACCEPTED, "Grant"): TransferState.ACCEPTED,
+    (TransferState.ACCEPTED, "Accepted"): TransferState.ACCEPTED,
     (TransferState.ACCEPTED, "Chunk"): TransferState.ACCEPTED,
     (TransferState.ABORTING, "Chunk"): TransferState.ABORTING,
+    (TransferState.ACCEPTED, "Data"): TransferState.ACCEPTED,
     (TransferState.ACCEPTED, "Offer"): TransferState.OFFERED,
     (TransferState.ABORTING, "Offer"): TransferState.ABORTING,
     (TransferState.ABORTING, "Renewed"): TransferState.ABORTING,
     (TransferState.OFFERED, "Renew"): TransferState.OFFERED,
     (TransferState.OFFERED, "Renewed"): TransferState.OFFERED,
     (TransferState.OFFERED, "Pulled"): TransferState.ENDED,
+    (TransferState.OFFERED, "Error"): TransferState.ENDED,
     (TransferState.ENDED, "Released"): TransferState.ENDED,
 }
+
+TRANSFER_FEATURES: dict[tuple[TransferState, str], frozenset[Feature]] = {
+    (TransferState.OFFERED, "Abort"): frozenset({Feature.PULL}),
+    (TransferState.ACCEPTED, "Progress"): frozenset({Feature.INTENT}),
+    (TransferState.ACCEPTED, "Grant"): frozenset({Feature.INTENT}),
+    (TransferState.ACCEPTED, "Accepted"): frozenset({Feature.INTENT}),
+    (TransferState.ACCEPTED, "Chunk"): frozenset({Feature.STAGED}),
+    (TransferState.ABORTING, "Chunk"): frozenset({Feature.STAGED}),
+    (TransferState.ACCEPTED, "Data"): frozenset({Feature.INLINE}),
+    (TransferState.ACCEPTED, "Offer"): frozenset({Feature.PULL}),
+    (TransferState.ABORTING, "Offer"): frozenset({Feature.PULL}),
+    (TransferState.ABORTING, "Renewed"): frozenset({Feature.PULL}),
+    (TransferState.OFFERED, "Renew"): frozenset({Feature.PULL}),
+    (TransferState.OFFERED, "Renewed"): frozenset({Feature.PULL}),
+    (TransferState.OFFERED, "Pulled"): frozenset({Feature.PULL}),
+    (TransferState.OFFERED, "Error"): frozenset({Feature.PULL}),
+    (TransferState.ENDED, "Released"): frozenset({Feature.PULL}),
+}
+"""Rows that are there only in sessions with one of these features."""

@@ -147,6 +147,8 @@ class Feature(IntEnum):
     """Packed chunks into staging slots of the sink, under credit."""
     INLINE = 7
     """Packed bytes inside the session, under credit."""
+    EPOCHS = 8
+    """Memory is registered again, or given up, while the session goes on: a second Register, Unregister."""
 
 
 class ErrorCode(IntEnum):
@@ -258,6 +260,8 @@ class ErrorCode(IntEnum):
     """The source has not the state after exactly that many tokens."""
     CREDIT = 0x040E
     """More slots or bytes came than credit allows."""
+    TICKET_USED = 0x040F
+    """Another transfer uses the ticket, or has used it."""
     TOO_LARGE = 0x0501
     """A body, list, array or string is longer than the limit."""
     TOO_DEEP = 0x0502
@@ -328,6 +332,7 @@ ERROR_CLASS: dict[ErrorCode, str] = {
     ErrorCode.DEADLINE: "state",
     ErrorCode.STATE_POSITION: "state",
     ErrorCode.CREDIT: "state",
+    ErrorCode.TICKET_USED: "state",
     ErrorCode.TOO_LARGE: "limit",
     ErrorCode.TOO_DEEP: "limit",
     ErrorCode.BUSY: "limit",
@@ -391,6 +396,7 @@ ERROR_RECOVERY: dict[ErrorCode, str] = {
     ErrorCode.DEADLINE: "give-up",
     ErrorCode.STATE_POSITION: "give-up",
     ErrorCode.CREDIT: "reconnect",
+    ErrorCode.TICKET_USED: "give-up",
     ErrorCode.TOO_LARGE: "fix",
     ErrorCode.TOO_DEEP: "fix",
     ErrorCode.BUSY: "retry-later",
@@ -454,6 +460,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.DEADLINE: "The time for this is over.",
     ErrorCode.STATE_POSITION: "The source has not the state after exactly that many tokens.",
     ErrorCode.CREDIT: "More slots or bytes came than credit allows.",
+    ErrorCode.TICKET_USED: "Another transfer uses the ticket, or has used it.",
     ErrorCode.TOO_LARGE: "A body, list, array or string is longer than the limit.",
     ErrorCode.TOO_DEEP: "Values are nested deeper than the limit.",
     ErrorCode.BUSY: "The engine has no room at present.",

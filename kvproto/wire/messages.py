@@ -315,7 +315,7 @@ class Hello:
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Random number of this run of the rank. Since 1.0."""
+    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int
@@ -345,7 +345,7 @@ class Welcome:
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Random number of this run of the rank. Since 1.0."""
+    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int

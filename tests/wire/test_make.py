@@ -91,7 +91,13 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "two moves for one message": lambda f: f["machine"]["session"]["move"].append(
         {"from": "idle", "message": "Hello", "to": "open"}
     ),
-    "draft message in a settled move": lambda f: f["machine"]["session"]["move"][-1].pop("status"),
+    "draft message behind no feature": lambda f: f["message"]["Grant"].pop("feature"),
+    "feature before a settled message": lambda f: f["message"]["Ping"].update(feature=["PULL"]),
+    "row behind an unknown feature": lambda f: f["machine"]["session"]["move"][-1].update(feature=["WINGS"]),
+    "state behind an unknown feature": lambda f: f["machine"]["transfer"]["state"][3].update(feature=["WINGS"]),
+    "limit of nobody": lambda f: f["limit"]["resend"].update(scope="moon"),
+    "fact without a rule": lambda f: f["fact"]["tokenizer"].pop("rule"),
+    "fact of an unknown rule": lambda f: f["fact"]["tokenizer"].update(rule="PRAY"),
     "message that no state hears": lambda f: f["machine"]["session"]["move"].pop(0),
     "recovery nobody knows": lambda f: f["error"]["BUSY"].update(recovery="pray"),
     "limit without a unit": lambda f: f["limit"]["max_list"].pop("unit"),

@@ -35,8 +35,12 @@ def lint(facts: Facts) -> None:
         _need(error["code"] >> 8 == _BLOCKS.get(error["class"]), f"error {name} is not in the block of its class")
         _need(error["recovery"] in _RECOVERY, f"error {name}: recovery")
     for name, limit in facts["limit"].items():
-        _keys(limit, {"value", "unit", "doc"}, set(), f"limit {name}")
+        _keys(limit, {"value", "unit", "scope", "doc"}, set(), f"limit {name}")
         _need(limit["value"] > 0 and limit["unit"] in _UNITS, f"limit {name}")
+        _need(limit["scope"] in ("body", "session"), f"limit {name}: scope")
+    for name, fact in facts["fact"].items():
+        _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
+        _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")
     for name in ("field_ids", "features"):
         row = facts["grease"][name]
         _need((row["last"] - row["first"]) % row["step"] == 0, f"grease {name}: the last is not of the series")
@@ -65,7 +69,11 @@ def _messages(facts: Facts) -> None:
     _ascend([m["id"] for m in messages.values()], "message ids")
     for name, m in messages.items():
         facts_of = {"id", "since", "status", "sender", "delivery", "reply", "frozen", "doc", "field"}
-        _keys(m, facts_of, {"rule"}, name)
+        _keys(m, facts_of, {"rule", "feature"}, name)
+        _need(
+            ("feature" in m) == (m["status"] == "draft"), f"{name}: a draft message is behind a feature, others are not"
+        )
+        _features(m, facts, name)
         _need(m["status"] in facts["status"], f"{name}: status")
         _need(m["sender"] in ("source", "sink", "both"), f"{name}: sender")
         _need(m["delivery"] in facts["delivery"], f"{name}: delivery")
@@ -203,16 +211,15 @@ def _machines(facts: Facts) -> None:
         states = [s["name"] for s in machine["state"]]
         _need(len(set(states)) == len(states) and machine["first"] in states, f"machine {name}: states")
         for move in machine["move"]:
-            _keys(move, {"from", "message", "to"}, {"but", "status"}, f"machine {name}")
-        rows = moves(machine)
+            _keys(move, {"from", "message", "to"}, {"but", "feature"}, f"machine {name}")
+            _features(move, facts, f"machine {name}: {move['message']}")
+        rows = moves(facts, name)
         _need(len({row[:2] for row in rows}) == len(rows), f"machine {name}: two moves for one message in one state")
-        for before, message, after, status in rows:
+        for state in machine["state"]:
+            _features(state, facts, f"machine {name}: {state['name']}")
+        for before, message, after, _ in rows:
             _need({before, after} <= set(states), f"machine {name}: {before} to {after}")
             _need(message in facts["message"], f"machine {name}: message {message}")
-            _need(
-                facts["message"][message]["status"] == "stable" or status == "draft",
-                f"machine {name}: {message} is draft",
-            )
             heard.add(message)
         reached, todo = {machine["first"]}, [machine["first"]]
         while todo:
@@ -239,6 +246,11 @@ def _known(type_: str, facts: Facts) -> bool:
 
 def _range(row: Facts) -> range:
     return range(row["first"], row["last"] + 1, row["step"])
+
+
+def _features(row: Facts, facts: Facts, at: str) -> None:
+    _need(row.get("feature") != [], f"{at}: no feature")
+    _need(set(row.get("feature", ())) <= facts["feature"].keys(), f"{at}: feature {row.get('feature')}")
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
     for name, doc in facts["predicate"].items():
         yield f"predicate.{name}", doc
     for name, row in facts["limit"].items():
-        yield f"limit.{name}", f"{row['value']} {row['unit']}"
+        yield f"limit.{name}", f"{row['value']} {row['unit']} {row['scope']}"
     for name, row in facts["feature"].items():
         yield f"feature.{name}", f"{row['value']} {row['status']}"
     for name, row in facts["error"].items():
@@ -49,18 +49,21 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
         for name, body in facts[kind].items():
             if kind == "message":
                 reply = ", ".join(body["reply"]) or "-"
+                behind = f" behind {' or '.join(body['feature'])}" if "feature" in body else ""
                 yield (
                     f"message.{name}",
-                    f"0x{body['id']:04X} {body['sender']} {body['delivery']} -> {reply}; {body['status']}",
+                    f"0x{body['id']:04X} {body['sender']} {body['delivery']} -> {reply}; {body['status']}{behind}",
                 )
             for field in body["field"]:
                 yield f"{kind}.{name}.{field['name']}", " ".join(f"{k}={field[k]}" for k in _FACTS if k in field)
             for i, rule in enumerate(body.get("rule", ())):
                 args = ", ".join(map(str, rule["args"]))
                 yield f"{kind}.{name}, rule {i + 1}", f"{rule['rule']}({args}) {rule['error']} {rule['clause']}"
-    for name, machine in facts["machine"].items():
-        for before, message, after, status in moves(machine):
-            yield f"machine.{name}.{before}, {message}", f"{after} {status}"
+    for name in facts["machine"]:
+        for before, message, after, features in moves(facts, name):
+            yield f"machine.{name}.{before}, {message}", f"{after} {' or '.join(features) or '-'}"
+    for name, row in facts["fact"].items():
+        yield f"fact.{name}", row["rule"]
 
 
 def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.specgen.lint import RegistryError
@@ -21,7 +21,7 @@ def messages(facts: Facts) -> str:
     for name, m in facts["message"].items():
         reply = ", ".join(m["reply"]) or "-"
         out.append(
-            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {reply} | {_heard(name, facts)} | {m['status']} | {m['doc']} |"
+            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {reply} | {_heard(name, facts)} | {_status(m)} | {m['doc']} |"
         )
     for kind, title in (("message", "Messages"), ("struct", "Structs")):
         out += ["", f"# {title}"]
@@ -58,15 +58,19 @@ def messages(facts: Facts) -> str:
 def _about(name: str, body: Facts, kind: str) -> str:
     if kind == "struct":
         return str(body["doc"])
-    return f"`0x{body['id']:04X}`, {body['delivery']}, {body['status']}, since {body['since']}. {body['doc']}"
+    return f"`0x{body['id']:04X}`, {body['delivery']}, {_status(body)}, since {body['since']}. {body['doc']}"
+
+
+def _status(body: Facts) -> str:
+    return f"{body['status']} ({' or '.join(body['feature'])})" if "feature" in body else str(body["status"])
 
 
 def _heard(name: str, facts: Facts) -> str:
     """The states that a message is heard in, machine by machine."""
     found = []
-    for machine in facts["machine"].values():
+    for key, machine in facts["machine"].items():
         states = [s["name"] for s in machine["state"]]
-        here = {before for before, message, _, _ in moves(machine) if message == name}
+        here = {before for before, message, _, _ in moves(facts, key) if message == name}
         if len(here) > 4:
             found.append(
                 "all but " + ", ".join(s for s in states if s not in here) if len(here) < len(states) else "all"
@@ -95,11 +99,23 @@ def errors(facts: Facts) -> str:
     return "\n".join(out)
 
 
-def limits(facts: Facts) -> str:
+def limits(facts: Facts, scope: str = "body") -> str:
     """What every reader takes."""
     out = ["| limit | value | unit | |", "|---|---|---|---|"]
-    out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in facts["limit"].items()]
+    rows = ((n, r) for n, r in facts["limit"].items() if r["scope"] == scope)
+    out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in rows]
     return "\n".join(out)
+
+
+def session_limits(facts: Facts) -> str:
+    """Times and numbers of a session."""
+    return limits(facts, "session")
+
+
+def fact_names(facts: Facts) -> str:
+    """Names of identity facts."""
+    out = ["| fact | rule | |", "|---|---|---|"]
+    return "\n".join([*out, *(f"| `{n}` | {r['rule']} | {r['doc']} |" for n, r in facts["fact"].items())])
 
 
 def predicates(facts: Facts) -> str:
@@ -124,14 +140,17 @@ def machines(facts: Facts) -> str:
     out = []
     for name, machine in facts["machine"].items():
         out += [f"**{name.title()}**: {machine['doc']}", "", "| state | | message: next state |", "|---|---|---|"]
-        rows = moves(machine)
+        rows = moves(facts, name)
         for state in machine["state"]:
-            here = [(m, after, status) for before, m, after, status in rows if before == state["name"]]
-            said = ", ".join(f"{m}: {after}" if status == "stable" else f"*{m}: {after}*" for m, after, status in here)
-            mark = " *(draft)*" if state.get("status") == "draft" else ""
-            out.append(f"| {state['name']}{mark} | {state['doc']} | {said or '-'} |")
+            here = [(m, after, features) for before, m, after, features in rows if before == state["name"]]
+            said = ", ".join(f"{m}: {after}{_behind(features)}" for m, after, features in here)
+            out.append(f"| {state['name']}{_behind(state.get('feature', ()))} | {state['doc']} | {said or '-'} |")
         out.append("")
     return "\n".join(out).rstrip()
+
+
+def _behind(features: Sequence[str]) -> str:
+    return f" ({' or '.join(features)})" if features else ""
 
 
 def delivery(facts: Facts) -> str:
@@ -157,7 +176,8 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "errors.md": {"errors": errors},
     "framing.md": {"limits": limits, "predicates": predicates},
     "negotiation.md": {"features": features},
-    "session.md": {"machines": machines, "delivery": delivery},
+    "model.md": {"facts": fact_names},
+    "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},
 }
 
 

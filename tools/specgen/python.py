@@ -6,14 +6,9 @@ import json
 
 from tools.specgen.registry import HEAD, Facts, moves
 
-__all__ = ["enums_module", "messages_module", "tables_module", "transitions_module"]
+__all__ = ["enums_module", "limits_module", "messages_module", "tables_module", "transitions_module"]
 
 _INTS = {"u8", "u16", "u32", "u64"}
-_PULL = {"Offer", "Pulled", "Released", "Renew", "Renewed", "Register", "Registered", "Refused"}
-_SPOKEN = {"Chunk", "Credit", *_PULL, "Abort"}
-"""Messages that the session layer speaks in draft rows, behind their features."""
-_SPOKEN_STATES = {"offered"}
-"""Draft states of these rows."""
 
 
 def annotation(type_: str, facts: Facts) -> str:
@@ -87,7 +82,7 @@ def tables_module(facts: Facts) -> str:
     out = [
         f'"""Tables that the strict codec walks. {HEAD}"""', "", f'MAGIC = b"{p["magic"]}"', f"MAJOR = {p['major']}", f"MINOR = {p['minor']}",
         f"HEADER_BYTES = {p['header_bytes']}", f"FROZEN_MAJOR = {p['frozen_major']}", f"KNOWN_FLAGS = {p['known_flags']}",
-        *(f"{name.upper()} = {row['value']}" for name, row in limits.items()),
+        *(f"{name.upper()} = {row['value']}" for name, row in limits.items() if row["scope"] == "body"),
         *(f"GREASE_{key.upper()} = range({g['first']}, {g['last'] + 1}, {g['step']})" for key, g in grease.items() if key != "major"),
         f"GREASE_MAJOR = {grease['major']}", "",
         "ARRAY_CODES = {" + ", ".join(f"{1 << i}: {facts['ext'][f'u{8 << i}']}" for i in range(4)) + "}", '"""Width in bytes of unsigned numbers to ext code."""', "",
@@ -130,22 +125,44 @@ def tables_module(facts: Facts) -> str:
     return "\n".join([*out, "}"]) + "\n"
 
 
+def limits_module(facts: Facts) -> str:
+    """kvproto/session/limits.py: times in seconds."""
+    out = [f'"""Times and numbers that a session keeps. {HEAD}"""', ""]
+    for name, row in facts["limit"].items():
+        if row["scope"] == "session":
+            value = row["value"] / 1000 if row["unit"] == "ms" else row["value"]
+            unit = " In seconds." if row["unit"] == "ms" else ""
+            out += [f"{name.upper()} = {value!r}", f'"""{row["doc"]}{unit}"""']
+    return "\n".join(out) + "\n"
+
+
 def transitions_module(facts: Facts) -> str:
-    """kvproto/session/transitions.py, without what is draft and not spoken"""
-    out = [f'"""States and moves of a session and its transfers. {HEAD}"""', "", "from enum import Enum", ""]
+    """kvproto/session/transitions.py: every row, and the features that it needs."""
+    out = [
+        f'"""States and moves of a session and its transfers. {HEAD}"""',
+        "",
+        "from enum import Enum",
+        "",
+        "from kvproto.wire.enums import Feature",
+        "",
+    ]
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
         for state in machine["state"]:
-            if state.get("status") != "draft" or state["name"] in _SPOKEN_STATES:
-                out += [f'    {state["name"].upper()} = "{state["name"]}"', f'    """{state["doc"]}"""']
+            out += [f'    {state["name"].upper()} = "{state["name"]}"', f'    """{state["doc"]}"""']
         out.append("")
-    for name, machine in facts["machine"].items():
+    for name in facts["machine"]:
         cls = f"{name.title()}State"
-        drafts = {s["name"] for s in machine["state"] if s.get("status") == "draft"} - _SPOKEN_STATES
+        rows = moves(facts, name)
         out += ["", f"{name.upper()}: dict[tuple[{cls}, str], {cls}] = {{"]
-        for before, message, after, status in moves(machine):
-            spoken = message in _SPOKEN and not drafts & {before, after}
-            if status == "stable" or spoken:
-                out.append(f'    ({cls}.{before.upper()}, "{message}"): {cls}.{after.upper()},')
-        out.append("}")
+        out += [
+            f'    ({cls}.{before.upper()}, "{message}"): {cls}.{after.upper()},' for before, message, after, _ in rows
+        ]
+        out += ["}", "", f"{name.upper()}_FEATURES: dict[tuple[{cls}, str], frozenset[Feature]] = {{"]
+        out += [
+            f'    ({cls}.{before.upper()}, "{message}"): frozenset({{{", ".join(f"Feature.{f}" for f in features)}}}),'
+            for before, message, _, features in rows
+            if features
+        ]
+        out += ["}", '"""Rows that are there only in sessions with one of these features."""']
     return "\n".join(out) + "\n"
