@@ -25,9 +25,9 @@ from transfer_gpu import WARM_UP, compare, random_bytes, shape
 from kvproto.calibration.probe import scattered
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
+from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Direct, probe, require_fast
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
@@ -67,7 +67,7 @@ class Notices:
 
 def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: int | None) -> None:
     """Pages and slots on GPU 1; does what it is asked."""
-    place, notices = DevicePlace(1, blocks), Notices(end)
+    place, notices = DeviceBackend(1, blocks), Notices(end)
     pool, seen = DeviceMemory(POOL, 1), None
     with Agent(place.eager) as agent:
         pages = agent.register(place.of(pool))
@@ -110,7 +110,7 @@ class _Source:
         conn: Connection,
         end: socket.socket,
         agent: Agent,
-        place: DevicePlace,
+        place: DeviceBackend,
         pool: DeviceMemory,
         chunk: int,
         slots: int,
@@ -175,7 +175,7 @@ def _write(
     blocks: int | None,
 ) -> None:
     try:
-        place, pool = DevicePlace(0, blocks), DeviceMemory(POOL, 0)
+        place, pool = DeviceBackend(0, blocks), DeviceMemory(POOL, 0)
         random_bytes(pool, 1)
         torch.cuda.synchronize(0)
         with Agent(place.eager) as agent:

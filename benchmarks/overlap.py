@@ -44,7 +44,7 @@ from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.mover import DeviceMover
+from kvproto.transport.cuda.transport import CudaTransport
 from kvproto.wire.enums import DType, Outcome
 from kvproto.wire.messages import Ticket
 
@@ -160,7 +160,7 @@ class Clock:
         return float((spans[:, 1] / spans[:, 0]).median()) * 1000
 
 
-class Marked(DeviceMover):
+class Marked(CudaTransport):
     """Records an event after each launch."""
 
     def start(self, moves: Sequence[Move]) -> Copy:

@@ -220,13 +220,13 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     from kvproto.node.sink import Received
     from kvproto.session import Party
     from kvproto.session.events import Ready
-    from kvproto.transport.cuda.mover import DeviceMover
+    from kvproto.transport.cuda.transport import CudaTransport
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
 
     submitted = [0.0]
 
-    class Marked(DeviceMover):
+    class Marked(CudaTransport):
         def start(self, moves: Any) -> Any:
             submitted[0] = time.perf_counter()
             return super().start(moves)

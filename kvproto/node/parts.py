@@ -1,7 +1,8 @@
 """Which rows of a request go to a sink next: every row of every layer once, as soon as it is there.
 
-Prefill computes each layer from the first token on, so what is there of a layer, and what was handed to a mover, is one
-number of tokens each. A part is what lies between the two, for layers next to each other that are alike in both.
+Prefill computes each layer from the first token on, so what is there of a layer is one number of tokens, and
+what was handed to a transport is another. A part is what lies between the two, for layers next to each other that are
+alike in both.
 
 When a part goes is a matter of what its link costs. A link between GPUs that is in use draws power even where little
 crosses it, and compute that holds its GPU at the power limit slows down for it (benchmarks/overlap.py). Where a link is
@@ -49,7 +50,7 @@ class Part:
 
 
 class Handed:
-    """What was handed to a mover for one sink."""
+    """What was handed to a transport for one sink."""
 
     def __init__(self, program: CopyProgram) -> None:
         self._layers = sorted(_layers(program.ops))

@@ -1,4 +1,4 @@
-"""A sink that reads what sources offer, with its own movers (feature PULL)."""
+"""A sink that reads what sources offer, with its own transports (feature PULL)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvproto.node.pool import Pool
 from kvproto.node.ways import Way, reach
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked
-from kvproto.transport.base import Copying, Move, Mover
+from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Puller"]
@@ -35,9 +35,11 @@ class _Pull:
 class Puller:
     """Maps the memory of sources and reads their offers while they are leased."""
 
-    def __init__(self, endpoint: SinkEndpoint, pool: Pool, movers: Sequence[Mover], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, endpoint: SinkEndpoint, pool: Pool, movers: Sequence[Transport], clock: Callable[[], float]
+    ) -> None:
         self._endpoint, self._pool, self._clock = endpoint, pool, clock
-        self._movers = {m.transport: m for m in movers}
+        self._movers = {m.capabilities.code: m for m in movers}
         self._ways: dict[int, Way] = {}
         """By source rank."""
         self._pulls: list[_Pull] = []
@@ -53,12 +55,12 @@ class Puller:
         if rank is None:  # it has said Goodbye meanwhile
             return
         try:
-            way = reach(event, self._movers, self._pair(rank, event), self._pool.memory, writes=False)
+            way = reach(event, self._movers, self._pair(rank, event), self._pool.memories, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(event.session, error)
             return
         self._ways[rank] = way
-        self._endpoint.accept_register(event.session, way.mover.transport)
+        self._endpoint.accept_register(event.session, way.mover.capabilities.code)
 
     def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
         """Read this as soon as may be; windows by this side's group id."""
@@ -88,7 +90,7 @@ class Puller:
         if not self._endpoint.may_read(offered, now):
             return False
         try:
-            pull.copying = pull.way.mover.start([Move(pull.program, pull.way.mapped, {0: self._pool.memory})])
+            pull.copying = pull.way.mover.start([Move(pull.program, pull.way.connection.mapped, self._pool.memories)])
         except KvprotoError as error:
             if error.code == ErrorCode.BUSY:
                 self._endpoint.postpone(offered)

@@ -19,9 +19,8 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session import Party, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, Offered, Proven, RegisterAsked, SessionRefused
-from kvproto.transport import mover_of
-from kvproto.transport.base import Mover
-from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport import default
+from kvproto.transport.base import StagedDelivery, Transport
 from kvproto.transport.process import Watch
 from kvproto.transport.staging.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
@@ -60,7 +59,7 @@ class SinkNode:
         dialer: Dialer,
         seed: str,
         verify: bool = True,
-        movers: Sequence[Mover] = (),
+        movers: Sequence[Transport] = (),
         pull: bool = False,
         quarantine: float = QUARANTINE,
     ) -> None:
@@ -69,15 +68,14 @@ class SinkNode:
         With `pull` this side reads, where the source offers that too (feature PULL). With more than the share
         `quarantine` of a group's items without proof, `transfer` refuses.
         """
-        self.movers = tuple(movers) or (mover_of(pool.memory),)
+        self.movers = tuple(movers) or (default(pool.memories),)
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
-        features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
+        features += tuple({f for m in movers for f in m.capabilities.features})
         features += (Feature.PULL,) if pull else ()
         self.pool, self._dialer = pool, dialer
         columns = tuple(pool.side.columns.values())
-        self.endpoint = SinkEndpoint(
-            party, geometry, (pool.memory.region,), columns, features, seed, self._registration
-        )
+        regions = tuple(attrs.evolve(m.region, id=id) for id, m in pool.memories.items())
+        self.endpoint = SinkEndpoint(party, geometry, regions, columns, features, seed, self._registration)
         self._grants: dict[int, dict[int, Grants]] = {}
         self._unproven: dict[int, dict[int, int]] = {}
         """Items in quarantine, by transfer and group."""
@@ -89,33 +87,32 @@ class SinkNode:
         self._watches: dict[int, Watch | None] = {}
         """Of the writers' processes, by session; None: its end cannot be seen from here."""
         self._failed: list[Event] = []
-        self._receivers: dict[int, StagedReceiver] = {}
+        self._deliveries: dict[int, StagedDelivery] = {}
         """The latest of each source rank."""
-        readers = [m for m in self.movers if not isinstance(m, NixlMover)] if pull else []
+        readers = [m for m in self.movers if m.capabilities.reads] if pull else []
         if pull and not readers:
-            readers = [mover_of(pool.memory)]
+            readers = [default(pool.memories)]
         self._puller = Puller(self.endpoint, pool, readers, lambda: time.monotonic())
         self.endpoint.dial(time.monotonic())
 
     def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
         """What one source rank may write: the pages by some transports, staging memory by others."""
-        region = self.pool.memory.region
-        handles: list[Handle] = []
-        more: tuple[Region, ...] = ()
-        receiver = None
+        memories = self.pool.memories
+        handles: dict[int, list[Handle]] = {id: [] for id in memories}
+        more: list[Region] = []
+        self._deliveries.pop(source, None)
+        nothing = self._stand_in(source).nothing
         for mover in self.movers:
-            if isinstance(mover, NixlMover):
-                handle, staging = mover.expose(self.pool.memory, lambda: self._runs(source))
-                handles.append(handle)
-                if staging is not None:
-                    more = (staging.region(region.id + 1, region.device),)
-                if staging is not None and not handle.data:
-                    receiver = StagedReceiver(staging)
-                    self._receivers[source] = receiver
-                    mover.place.prepare(self._stand_in(source).nothing, "sink", {0: self.pool.memory})
-            else:
-                handles += [h for h in region.handles if h.transport == mover.transport]
-        return (attrs.evolve(region, handles=tuple(handles)), *more), receiver
+            next_id = max(memories, default=-1) + 1 + len(more)
+            exposed = mover.expose(memories, next_id, nothing, lambda: self._runs(source))
+            for id, some in exposed.handles.items():
+                handles[id] += some
+            more += exposed.regions
+            if exposed.staged is not None:
+                self._deliveries[source] = exposed.staged
+        regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
+        delivery = self._deliveries.get(source)
+        return (*regions, *more), None if delivery is None else delivery.receiver
 
     def _runs(self, source: int) -> Runs:
         """Those of a source rank's part of two items, apart in memory, in each group of pages; none: not known."""
@@ -146,11 +143,9 @@ class SinkNode:
                 group=group.id, first=first, count=tokens - first, valid=tokens,
                 items=np.array(items[group.id] if real else [], np.uint32),
             )  # fmt: skip
-        memory = {0: self.pool.memory}
         packers = {
-            source: mover.place.packer(self._seen(source, grants), "sink", memory)
-            for mover in self.movers if isinstance(mover, NixlMover) for source in self.endpoint.staged()
-        }  # fmt: skip
+            source: self._deliveries[source].unpacker(self._seen(source, grants)) for source in self.endpoint.staged()
+        }
         number = self.endpoint.transfer(bytes(ticket.key), content, grants, time.monotonic(), packers)
         self._grants[number] = grants
         return number
@@ -231,7 +226,7 @@ class SinkNode:
     @property
     def busy(self) -> bool:
         """Whether this side reads or unpacks, so that `poll` has something to find out soon."""
-        return self._puller.busy or any(receiver.busy for receiver in self._receivers.values())
+        return self._puller.busy or any(each.receiver.busy for each in self._deliveries.values())
 
     def _flush(self) -> None:
         for address, frame in self.endpoint.to_send(time.monotonic()):
@@ -315,7 +310,7 @@ class SinkNode:
     def _verify(self, done: Done, grants: dict[int, Grants]) -> dict[tuple[int, int], tuple[int, int]]:
         """Compare checksums."""
         program = self._seen(done.writer, grants)
-        here = self.movers[0].checksums(program, {0: self.pool.memory}, sink=True)
+        here = self.movers[0].checksums(program, self.pool.memories, sink=True)
         sent = {c.group: c.value for c in done.checksums or ()}
         for group, value in here.items():
             if sent.get(group) != value:

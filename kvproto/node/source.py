@@ -22,12 +22,11 @@ from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
-from kvproto.transport import mover_of
-from kvproto.transport.base import Copying, Layer, Move, Mover
-from kvproto.transport.nixl.mover import NixlMover, Streaming
+from kvproto.transport import default
+from kvproto.transport.base import Copying, Layer, Move, Stream, Transport
 from kvproto.transport.process import this_process
-from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Checksum, HandOff, Ticket
+from kvproto.wire.enums import ErrorCode, Feature, Proof
+from kvproto.wire.messages import Checksum, HandOff, Region, Ticket
 
 __all__ = ["PART", "Sent", "SourceNode"]
 
@@ -59,7 +58,7 @@ class _Attempt:
     way: Way
     program: CopyProgram | None = None
     handed: Handed | None = None
-    stream: Streaming | None = None
+    stream: Stream | None = None
     """That has begun before all rows were there."""
     allowed: set[Layer] = attrs.Factory(set)
     """Layers that it was told of."""
@@ -100,13 +99,13 @@ class SourceNode:
         listener: Listener,
         endpoints: dict[int, str],
         verify: bool = True,
-        movers: Sequence[Mover] = (),
+        movers: Sequence[Transport] = (),
         part: int = PART,
         pull: bool = False,
         lease: float = LEASE,
         late: float | None = None,
     ) -> None:
-        """`movers` may be used, in the sink's order of preference; without any, the one of the pool's memory.
+        """`movers` are the transports that may be used, in the sink's order; by default the one that suits the pool.
 
         What is computed is copied in parts of at least `part` bytes to each sink, but for the last; the first of them
         when it is `late` times what is to come (None: as suits the link), later ones when they are as much as that
@@ -115,9 +114,9 @@ class SourceNode:
         """
         if late is not None and not late >= 0:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "late", "0 at least", str(late))
-        self.movers = {m.transport: m for m in movers or (mover_of(pool.memory),)}
+        self.movers = {m.capabilities.code: m for m in movers or (default(pool.memories),)}
         features: tuple[Feature, ...] = (Feature.VERIFY,) if verify else ()
-        features += (Feature.STAGED,) if any(isinstance(m, NixlMover) for m in movers) else ()
+        features += tuple({f for m in movers for f in m.capabilities.features})
         features += (Feature.PULL,) if pull else ()
         self._lease = lease
         self._offers: list[tuple[Serve, CopyProgram, float]] = []
@@ -212,21 +211,26 @@ class SourceNode:
             session.refuse_register(error)
             return
         if session.pulls:
-            region = self.pool.memory.region
-            session.accept_register(Transport(region.handles[0].transport))
-            session.expose((region,), tuple(self.pool.side.columns.values()), time.monotonic())
             # nothing is mapped here; a launch of nothing waits for the rows
-            mover = next((m for m in self.movers.values() if not isinstance(m, NixlMover)), None)
-            self._ways[event.session] = Way(event, mover or mover_of(self.pool.memory), pair)
+            mover = next((m for m in self.movers.values() if m.capabilities.reads), None) or default(self.pool.memories)
+            session.accept_register(mover.capabilities.code)
+            session.expose(self._readable(mover, pair), tuple(self.pool.side.columns.values()), time.monotonic())
+            self._ways[event.session] = Way(event, mover, pair)
             return
         try:
             staged = Feature.STAGED in session.features
-            way = reach(event, self.movers, pair, self.pool.memory, writes=True, staged=staged)
+            way = reach(event, self.movers, pair, self.pool.memories, writes=True, staged=staged)
         except KvprotoError as error:
             session.refuse_register(error)
             return
         self._ways[event.session] = way
-        session.accept_register(way.mover.transport, way.link)
+        session.accept_register(way.mover.capabilities.code, way.connection.link)
+
+    def _readable(self, mover: Transport, pair: Pair) -> tuple[Region, ...]:
+        """This rank's regions for a sink that reads."""
+        exposed = mover.expose(self.pool.memories, max(self.pool.memories) + 1, pair.nothing, pair.nothing.runs)
+        regions = {id: m.region for id, m in self.pool.memories.items()}
+        return (*(attrs.evolve(r, id=i, handles=exposed.handles[i]) for i, r in regions.items()), *exposed.regions)
 
     def _pair(self, session: SourceSession, event: RegisterAsked) -> Pair:
         assert session.plan is not None
@@ -262,7 +266,7 @@ class SourceNode:
             parts = self._parts(attempt)
             if parts:
                 mover = attempt.way.mover
-                batches.setdefault(id(mover if mover.together else attempt), []).append((attempt, parts))
+                batches.setdefault(id(mover if mover.capabilities.batches else attempt), []).append((attempt, parts))
         for batch in batches.values():
             self._start(batch)
 
@@ -273,8 +277,8 @@ class SourceNode:
             attempt.error = _GONE
             return []
         finished, pulls = request.finished, self.endpoint.sessions[attempt.serve.session].pulls
-        staged = attempt.way.link is not None
-        early = attempt.way.mover.in_parts or staged
+        staged = attempt.way.staged
+        early = attempt.way.mover.capabilities.incremental or staged
         if finished is None and (attempt.seen[0] == request.news or pulls or not early):
             return []
         if attempt.stream is not None:
@@ -307,15 +311,16 @@ class SourceNode:
         """Whether a part should go now."""
         pair, mover = attempt.way.pair, attempt.way.mover
         attempt.handed = attempt.handed or Handed(pair.nothing)
-        late = mover.late if self._late is None else self._late
+        late = mover.capabilities.first_part_ratio if self._late is None else self._late
         return attempt.handed.due(request.there, asked(pair, attempt.serve.transfer.grants), late)
 
     def _start(self, batch: list[tuple[_Attempt, list[Part]]]) -> None:
-        here = {0: self.pool.memory}
+        here = self.pool.memories
         moves = []
         for a, parts in batch:
-            beside = self._requests[a.serve.key].finished is None
-            moves += [Move(p.program, here, a.way.mapped, p.after, p.layers, p.grows, beside) for p in parts]
+            background = self._requests[a.serve.key].finished is None
+            there = a.way.connection.mapped
+            moves += [Move(p.program, here, there, p.after, p.layers, p.grows, background) for p in parts]
         try:
             copying = batch[0][0].way.mover.start(moves)
         except KvprotoError as error:
@@ -331,14 +336,14 @@ class SourceNode:
             if request.finished is not None:
                 attempt.last, attempt.began, attempt.left = True, now, sum(p.bytes for p in parts)
                 self._prepare(attempt, request.finished)
-            elif isinstance(copying, Streaming):
-                attempt.stream = copying
-                self._grow(copying, attempt, request)
+            elif copying.stream is not None:
+                attempt.stream = copying.stream
+                self._grow(copying.stream, attempt, request)
             elif attempt.handed is not None:
                 attempt.handed.advance(request.there)
         self._running.append(_Running([attempt for attempt, _ in batch], copying))
 
-    def _grow(self, stream: Streaming, attempt: _Attempt, request: Request) -> None:
+    def _grow(self, stream: Stream, attempt: _Attempt, request: Request) -> None:
         """More layers of a stream that has begun are there, or all of it."""
         finished = request.finished
         if finished is None:
@@ -346,7 +351,7 @@ class SourceNode:
             complete = request.complete(attempt.way.pair, attempt.serve.transfer.grants)
             new = complete.keys() - attempt.allowed
             attempt.allowed |= new
-            stream.allow(attempt.allowed.copy(), sorted({event for layer in new for event in complete[layer]}))
+            stream.mark_ready(attempt.allowed.copy(), sorted({event for layer in new for event in complete[layer]}))
             return
         attempt.last, attempt.began, attempt.left = True, time.monotonic(), stream.left
         try:
@@ -358,7 +363,7 @@ class SourceNode:
                 if attempt in running.served:
                     running.error = error
             return
-        stream.allow(None, finished.events)
+        stream.mark_ready(None, finished.events)
         self._prepare(attempt, finished)
 
     def _prepare(self, attempt: _Attempt, finished: Finished) -> None:
@@ -398,8 +403,8 @@ class SourceNode:
             done = running.copying.done
         except KvprotoError as error:
             running.error = error
-        if isinstance(running.copying, Streaming):
-            for piece in running.copying.take():
+        if running.copying.stream is not None:
+            for piece in running.copying.stream.take():
                 self.endpoint.chunk(serves[0], piece)
         return done
 
@@ -421,7 +426,7 @@ class SourceNode:
             return []
         sums = None
         if Feature.VERIFY in session.features:
-            found = attempt.way.mover.checksums(program, {0: self.pool.memory}, sink=False)
+            found = attempt.way.mover.checksums(program, self.pool.memories, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
             assert session.plan is not None

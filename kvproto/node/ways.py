@@ -9,10 +9,9 @@ import attrs
 from kvproto.copying.lowering import Pair
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.events import RegisterAsked
-from kvproto.transport.base import Mapped, Memory, Move, Mover
-from kvproto.transport.nixl.mover import NixlMover
-from kvproto.transport.staging.staged import Link
-from kvproto.wire.enums import ErrorCode, Transport
+from kvproto.transport.base import Connection, Mapped, Memory, Move, Transport
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import Transport as TransportCode
 
 __all__ = ["Way", "reach"]
 
@@ -22,25 +21,32 @@ class Way:
     """What one session has registered, as mapped here."""
 
     asked: RegisterAsked
-    mover: Mover
+    mover: Transport
     pair: Pair
     """Of the plan."""
-    mapped: dict[int, Mapped] = attrs.Factory(dict)
-    link: Link | None = None
-    """To the pages that are behind staging."""
+    connection: Connection = attrs.Factory(Connection)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the pages are behind staging slots."""
+        return self.connection.link is not None
 
     def close(self) -> None:
         """Unmap all of it."""
-        for mapping in self.mapped.values():
-            mapping.close()
+        self.connection.close()
 
 
 def reach(
-    asked: RegisterAsked, movers: Mapping[Transport, Mover], pair: Pair, own: Memory, writes: bool, staged: bool = False
+    asked: RegisterAsked,
+    movers: Mapping[TransportCode, Transport],
+    pair: Pair,
+    own: Mapping[int, Memory],
+    writes: bool,
+    staged: bool = False,
 ) -> Way:
-    """Map every region that a column names; who `writes` maps those with a handle of the transport too, for staging.
+    """Reach every region that a column names, by the first transport of the owner's order that works here.
 
-    `own`: region 0 of this side. `staged`: whether staging slots may be used. Raises why the last transport did not
+    `own`: the regions of this side. `staged`: whether staging slots may be used. Raises why the last transport did not
     work, or NO_TRANSPORT.
     """
     register = asked.register
@@ -55,12 +61,8 @@ def reach(
             continue
         way = Way(asked, mover, pair)
         try:
-            for i, region in enumerate(register.regions):
-                if region.id in named or (writes and any(h.transport == mover.transport for h in region.handles)):
-                    way.mapped[region.id] = mover.connect(region, f"regions[{i}]")
-            if writes and isinstance(mover, NixlMover):
-                way.link = mover.stage(way.mapped.values(), staged)
-            sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = {0: own}, way.mapped
+            way.connection = mover.connect(register.regions, named, writes, staged)
+            sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, way.connection.mapped
             mover.prepare(Move(pair.nothing, *(sides if writes else sides[::-1])))
         except KvprotoError as e:
             error = e

@@ -1,64 +1,74 @@
-"""What a transport is to a node: memory with a region, mappings of peers' regions, and copies that are under way."""
+"""The one interface of a transport: it exposes memory, maps peers' memory, and runs copy programs between the two.
+
+What transports differ in is data (`Capabilities`), so that no other layer asks which transport it has. A transport is
+found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
-from kvproto.copying.program import CopyProgram
-from kvproto.wire.enums import Proof, Transport
-from kvproto.wire.messages import Region
+from kvproto.copying.program import CopyProgram, Runs
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.transport.staging.packed import Layer, Packer
+from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Copying", "Layer", "Mapped", "Memory", "Move", "Mover"]
+__all__ = [
+    "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory", "Move", "Provider",
+    "StagedDelivery", "Stream", "Transport", "connect_each", "no_handle",
+]  # fmt: skip
 
-Layer = tuple[int, int]
-"""Model, and layer of it."""
+
+# memory
 
 
 class Memory(Protocol):
-    """A region of this process."""
+    """Contiguous bytes of this process that a transport can share: one region of Register."""
 
     id: int
     length: int
+    """Bytes."""
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Host or CUDA."""
+
+    @property
+    def device(self) -> int | None:
+        """CUDA ordinal in this process; None on the host."""
 
     @property
     def region(self) -> Region:
-        """What Register says of it."""
+        """What Register says of it; raises NO_TRANSPORT, with a way out, for memory that cannot be shared."""
 
     def __dlpack__(self, **options: Any) -> Any:
-        """The bytes, for frameworks."""
+        """The bytes, as a one-dimensional array of uint8, without a copy."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Where they are."""
+        """DLPack's device type and number."""
 
 
 class Mapped(Protocol):
-    """A peer's region in this process."""
+    """A peer's region as this process reaches it."""
 
     def close(self) -> None:
-        """Unmap; no copy may be under way that uses it."""
+        """Unmap it; no copy that uses it may be under way."""
 
 
-class Copying(Protocol):
-    """A copy that was started."""
-
-    @property
-    def bytes(self) -> int:
-        """That it writes."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
-
-    def stop(self) -> Proof | None:
-        """Begin nothing more; None while writes are under way, then whether none can arrive any more."""
+# copies
 
 
 @attrs.frozen
 class Move:
-    """One program and its two sides: memory or mappings by region id."""
+    """One copy program and the memory of its two sides, by region id."""
 
     program: CopyProgram
     sources: Mapping[int, Memory | Mapped]
@@ -66,35 +76,186 @@ class Move:
     after: tuple[int, ...] = ()
     """Handles of the device events after which the source's rows are there."""
     layers: tuple[int, int] | None = None
-    """Only layers [lo, hi), where given; apart from the program, so that its table of operations stays known."""
+    """Copy layers [lo, hi) only. Stated apart from the program, so that its table of operations stays cached."""
     grows: bool = False
-    """Whether no row is there yet, and what `start` returns is told of layers; only through staging slots."""
-    beside: bool = False
-    """Whether what comes after it is being computed: nobody waits for it, and it should take little from that."""
+    """Whether no row is there yet, so that `Copying.stream` has to be told of layers; through staging slots only."""
+    background: bool = False
+    """Whether more of the same request is still being computed: nobody waits for this copy, so it yields to compute."""
 
 
-class Mover(Protocol):
-    """Runs copy programs between memory of this process and mappings of peers'."""
+class Stream(Protocol):
+    """A copy through staging slots whose rows may become ready while it runs, and whose arrivals are announced."""
 
-    transport: Transport
-    together: bool
-    """Whether several moves are better started at once: then they end at once."""
-    in_parts: bool
-    """Whether a program may be moved in several parts, the first of them while others still compute."""
-    late: float
-    """The first part goes when it is so many times what is still to be computed; 0: as soon as it is there."""
+    @property
+    def left(self) -> int:
+        """Bytes that have not been started."""
 
-    def connect(self, region: Region, path: str) -> Mapped:
-        """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, and the path of what is wrong."""
+    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
+        """The rows of these layers, or of all, are there once these device events have happened."""
 
-    def prepare(self, move: Move) -> None:
-        """What a first hand-over of this pair would wait for otherwise; the move has no rows."""
+    def take(self) -> list[Piece]:
+        """The pieces that have arrived since the last call, to be announced in this order."""
 
-    def start(self, moves: Sequence[Move]) -> Copying:
-        """Start all of them at once, or none; BUSY where too many copies are under way."""
 
-    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, of memory of this process."""
+class Copying(Protocol):
+    """A copy that has been started."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that it is, where it goes through staging slots."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
+
+    def stop(self) -> Proof | None:
+        """Start nothing more; None while writes are under way, then whether any can still arrive."""
+
+
+# transports
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What a transport can do, for callers that must not know which one it is."""
+
+    code: TransportCode
+    """Its name on the wire, in handles and in Registered."""
+    features: tuple[Feature, ...] = ()
+    """Features that a session must offer for all of it to work."""
+    reads: bool
+    """Whether a sink can read a source's memory with it (feature PULL)."""
+    death_is_proof: bool
+    """Whether the end of the writer's process proves that nothing of it can arrive any more (KVP-END-PROVEN)."""
+    batches: bool
+    """Whether several moves to several sinks are better started together: they then end together."""
+    incremental: bool
+    """Whether a request may go in several copies, the first of them while later layers are being computed."""
+    first_part_ratio: float = 0.0
+    """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
+    poll_interval: float | None
+    """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives `start`."""
+
+
+@attrs.frozen
+class StagedDelivery:
+    """A sink's side of packed bytes from one source (feature STAGED)."""
+
+    receiver: StagedReceiver
+    unpacker: Callable[[CopyProgram], Packer]
+    """Makes what scatters one transfer's stream into the pages."""
+
+
+@attrs.frozen
+class Exposure:
+    """What one peer is told of this process's memory so that it can reach it."""
+
+    handles: Mapping[int, tuple[Handle, ...]]
+    """For every region that was passed, by its id."""
+    regions: tuple[Region, ...] = ()
+    """Further regions that the peer needs: staging slots, or memory to measure the link with."""
+    staged: StagedDelivery | None = None
+    """Set where the peer writes into staging slots in place of the pages."""
+
+
+@attrs.define(eq=False)
+class Connection:
+    """A peer's regions as this process reaches them, by region id."""
+
+    mapped: dict[int, Mapped] = attrs.Factory(dict)
+    link: Link | None = None
+    """To the peer's staging slots, where its pages cannot be written directly."""
 
     def close(self) -> None:
-        """Let go of everything; nothing may be under way."""
+        """Unmap all of them; no copy that uses them may be under way."""
+        for mapped in self.mapped.values():
+            mapped.close()
+        self.mapped.clear()
+
+
+class Transport(Protocol):
+    """Runs copy programs between memory of this process and mapped memory of peers; for use by one thread."""
+
+    capabilities: Capabilities
+
+    def expose(
+        self, memory: Mapping[int, Memory], next_id: int, program: CopyProgram, runs: Callable[[], Runs]
+    ) -> Exposure:
+        """Let one peer reach these regions; further regions get ids from `next_id` on.
+
+        `program` is any of the rank pair's, for what can be prepared; `runs` estimates the runs of a typical request.
+        Raises NO_TRANSPORT for memory that this transport cannot share.
+        """
+
+    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
+        """Reach the peer's regions whose ids are in `used`, to write or else to read them.
+
+        `staged`: whether the session has feature STAGED. Raises NO_TRANSPORT or TRANSPORT_FAILED with the path
+        `regions[i]` of what is wrong; nothing stays mapped then.
+        """
+
+    def prepare(self, move: Move) -> None:
+        """Warm up tables and kernels of a rank pair, so that its first hand-over does not wait for them."""
+
+    def start(self, moves: Sequence[Move]) -> Copying:
+        """Start all moves, or none; several only where the transport `batches`. Raises BUSY while too many run."""
+
+    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
+        """As `kvproto.copying.execute.checksums`, over memory of this process by region id."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when a copy has made progress; None: see `Capabilities.poll_interval`."""
+
+    def acknowledge(self) -> None:
+        """Make the descriptor unreadable again, before asking after copies."""
+
+    def close(self) -> None:
+        """Release everything; no copy may be under way."""
+
+
+def connect_each(
+    regions: Sequence[Region], used: Collection[int], connect: Callable[[Region, str], Mapped]
+) -> Connection:
+    """Map every region in `used` by `connect(region, path)`, or none where it raises."""
+    made = Connection()
+    try:
+        for i, region in enumerate(regions):
+            if region.id in used:
+                made.mapped[region.id] = connect(region, f"regions[{i}]")
+    except KvprotoError:
+        made.close()
+        raise
+    return made
+
+
+class Provider(ABC):
+    """What an entry point of `kvproto.transports` names: a transport before any library of it has been imported."""
+
+    name: str
+    requires: tuple[str, ...] = ()
+    """Importable names of the libraries that it needs, outermost first."""
+    install: str = ""
+    """The command that installs them."""
+
+    def missing(self) -> str | None:
+        """The first library that is not installed, or None."""
+        return next((name for name in self.requires if importlib.util.find_spec(name) is None), None)
+
+    @abstractmethod
+    def preference(self, memory: Memory) -> int:
+        """How well the transport suits this memory: 0 not at all; the highest is used where nobody chooses."""
+
+    @abstractmethod
+    def open(self, memory: Mapping[int, Memory]) -> Transport:
+        """A transport for a pool of these regions; raises NO_TRANSPORT where it does not suit them."""
+
+
+def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:
+    """The refusal of a region without a handle of a transport."""
+    return RemoteError(
+        ErrorCode.NO_TRANSPORT, f"{path}.handles", wanted or code.name, "none", "use a transport that both sides have"
+    )

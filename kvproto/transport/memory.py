@@ -7,7 +7,7 @@ bytes to a framework without a copy: `torch.from_dlpack(memory)`, `jax.dlpack.fr
 from __future__ import annotations
 
 from kvproto.transport.base import Memory
-from kvproto.transport.shm.mover import SharedMemory
+from kvproto.transport.shm.memory import SharedMemory
 
 __all__ = ["adopt", "allocate"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvproto.calibration.measure.choice import long_runs, nixl_costs
 from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample
 from kvproto.copying.program import Runs
-from kvproto.transport.nixl.direct import Way, choose, threshold
+from kvproto.transport.nixl.direct import WriteMode, choose, threshold
 
 LENGTHS = (256, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 rates = st.lists(st.integers(1, 9), min_size=len(LENGTHS), max_size=len(LENGTHS))
@@ -59,7 +59,7 @@ def test_nixl_writes_long_runs_directly(place: tuple[str, str]) -> None:
     assert costs is not None
     assert (costs.descriptor, costs.link, costs.packed) == (1e-6, 1e9, 0.8)
     for run in (1, 10000):
-        assert choose(Runs(4, 4 * run), costs) == (Way.DIRECT if run >= threshold(costs) else Way.PACKED)
+        assert choose(Runs(4, 4 * run), costs) == (WriteMode.DIRECT if run >= threshold(costs) else WriteMode.PACKED)
     assert nixl_costs(found, not gpus) is None
     assert nixl_costs(probe_of(found.measured[0]), gpus) is None
 
@@ -68,5 +68,5 @@ def test_packing_that_seems_faster_than_a_long_write_costs_something_all_the_sam
     found = probe_of(measured("nixl", "direct", [10**11] * 5), measured("nixl", "packed", [2 * 10**11] * 5))
     costs = nixl_costs(found, True)
     assert costs is not None
-    assert choose(Runs(1, 1 << 20), costs) is Way.PACKED
-    assert choose(Runs(1, 1 << 30), costs) is Way.DIRECT
+    assert choose(Runs(1, 1 << 20), costs) is WriteMode.PACKED
+    assert choose(Runs(1, 1 << 30), costs) is WriteMode.DIRECT

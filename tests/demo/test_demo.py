@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample, save
 from kvproto.transport.nixl.direct import Costs
-from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.nixl.transport import NixlTransport
 from kvproto_reference.demo.__main__ import DemoOptions, run
 from kvproto_reference.demo.options import parse
 
@@ -92,8 +92,8 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
         tmp_path.chmod(0o700)
         options = parse("decode", ["--dir", str(tmp_path), "--transport", "nixl", *map(str, args)])
         (mover,) = options.movers(0)
-        assert isinstance(mover, NixlMover)
-        assert mover.way == Costs(1e-6, 1e9, 0.2)
+        assert isinstance(mover, NixlTransport)
+        assert mover.mode == Costs(1e-6, 1e9, 0.2)
         mover.close()
     result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
     assert result.returncode == 0, result.stderr

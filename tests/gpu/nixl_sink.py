@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from kvproto.copying.program import CopyProgram
+from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.staging.staged import StagedReceiver
 from tests.gpu.memory import get, put
@@ -48,7 +48,7 @@ def places(lengths: dict[int, int]) -> tuple[dict[int, int], int]:
 
 
 def sink(conn: Connection, device: int, slots: int, slot_bytes: int) -> None:
-    place, arena = DevicePlace(device), DeviceMemory(ARENA, device)
+    place, arena = DeviceBackend(device), DeviceMemory(ARENA, device)
     with Agent(place.eager) as agent:
         staging = agent.register(place.allocate(slots * slot_bytes), slot_bytes)
         written = agent.register(place.of(arena))
@@ -74,7 +74,7 @@ def sink(conn: Connection, device: int, slots: int, slot_bytes: int) -> None:
 
 
 def receive(
-    conn: Connection, receiver: StagedReceiver, sequence: int, place: DevicePlace, program: CopyProgram,
+    conn: Connection, receiver: StagedReceiver, sequence: int, place: DeviceBackend, program: CopyProgram,
     memory: dict[int, DeviceMemory],
 ) -> None:  # fmt: skip
     receiver.open(sequence, 1, place.packer(program, "sink", memory))

@@ -14,7 +14,7 @@ from kvproto.errors import LocalError
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.mover import DeviceMover
+from kvproto.transport.cuda.transport import CudaTransport
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.memory import get, put
 from tests.plan.programs import random_pairs
@@ -141,5 +141,5 @@ def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pyte
 @pytest.mark.parametrize("numbers", [{"blocks": 0}, {"beside": 0}])
 def test_no_multiprocessor_is_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(LocalError) as caught:
-        DeviceMover(0, **numbers)
+        CudaTransport(0, **numbers)
     assert caught.value.code == ErrorCode.OUT_OF_RANGE

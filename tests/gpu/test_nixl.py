@@ -22,12 +22,12 @@ from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Lost, Ready, SessionRefused
-from kvproto.transport.cuda.place import DevicePlace
+from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
-from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, Way, probe, require_fast
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, WriteMode, probe, require_fast
 from kvproto.transport.nixl.handle import Named
-from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.staging.staged import Link, StagedSender
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Ticket
@@ -55,7 +55,7 @@ class Peer:
         self.process = multiprocessing.get_context("spawn").Process(target=sink, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
-        self.place = DevicePlace(0)
+        self.place = DeviceBackend(0)
         self.agent = Agent(self.place.eager)
         staging, arena = self.hear()
         self.target = self.agent.connect(staging, "regions[1]")
@@ -178,7 +178,7 @@ def floor(slot_bytes: int) -> float:
 
 
 def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
-    made = Node(tmp_path, Way.PACKED, slot_bytes=97, loud=True)
+    made = Node(tmp_path, WriteMode.PACKED, slot_bytes=97, loud=True)
     try:
         refused = made.until(SessionRefused)
         assert (refused.error.code, refused.error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
@@ -187,12 +187,19 @@ def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
 
 
 def source_node(
-    conn: Connection, address: str, made: Ticket, way: Way, slots: int, slot_bytes: int, hold: bool, loud: bool = False
+    conn: Connection,
+    address: str,
+    made: Ticket,
+    way: WriteMode,
+    slots: int,
+    slot_bytes: int,
+    hold: bool,
+    loud: bool = False,
 ) -> None:
     """A prefill rank on GPU 0; with `hold` it stands still when its first chunks are out."""
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(pool.memory, noise(0, pool.memory.length, 5))  # type: ignore[arg-type]
-    mover = NixlMover(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
+    mover = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
     node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, movers=[mover])
     chunks = Chunks(node)
     node.expect(made, CONTENT)
@@ -210,7 +217,7 @@ class Node:
     """A decode rank on GPU 1, and its source in another process."""
 
     def __init__(
-        self, folder: Path, way: Way, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False
+        self, folder: Path, way: WriteMode, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False
     ) -> None:
         folder.chmod(0o700)
         address, self.ticket = private_address(folder, "kv"), ticket()
@@ -220,7 +227,7 @@ class Node:
         self.process.start()
         self.pool = allocate(geometry(1), 0, ITEMS, 1)
         self.dialer = Dialer()
-        mover = NixlMover(way, slots, slot_bytes, device=1)
+        mover = NixlTransport(way, slots, slot_bytes, device=1)
         party = Party("d", 0, 0, secrets.randbits(60))
         self.told: list[Any] = []
         assert self.conn.poll(LONG)
@@ -244,12 +251,14 @@ class Node:
         self.process.join()
 
 
-@pytest.mark.parametrize(("way", "slot_bytes"), [(Way.PACKED, 96), (Way.PACKED, 1 << 20), (Way.DIRECT, 1 << 20)])
-def test_nodes_hand_over_and_verify(tmp_path: Path, way: Way, slot_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "slot_bytes"), [(WriteMode.PACKED, 96), (WriteMode.PACKED, 1 << 20), (WriteMode.DIRECT, 1 << 20)]
+)
+def test_nodes_hand_over_and_verify(tmp_path: Path, way: WriteMode, slot_bytes: int) -> None:
     made = Node(tmp_path, way, slot_bytes=slot_bytes)
     try:
         made.until(Ready)
-        assert made.node.endpoint.staged() == ([0] if way is Way.PACKED else [])
+        assert made.node.endpoint.staged() == ([0] if way is WriteMode.PACKED else [])
         made.ask()
         received = made.until(Received, Lost)
         assert isinstance(received, Received), received
@@ -272,7 +281,7 @@ def test_nodes_hand_over_and_verify(tmp_path: Path, way: Way, slot_bytes: int) -
 
 
 def test_pages_after_a_source_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Node(tmp_path, Way.PACKED, hold=True)
+    made = Node(tmp_path, WriteMode.PACKED, hold=True)
     try:
         made.until(Ready)
         number = made.ask()

@@ -8,9 +8,9 @@ import pytest
 from kvproto.calibration.probe import scattered
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError
+from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.place import DevicePlace
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.memory import get, put
@@ -26,7 +26,7 @@ def until_ready(begun: object) -> None:
 
 
 def test_random_programs_cut_anywhere() -> None:
-    out, into = DevicePlace(0), DevicePlace(0)
+    out, into = DeviceBackend(0), DeviceBackend(0)
     for seed in range(SEEDS):
         rng, dice = random.Random(seed), np.random.default_rng(seed)
         for program, from_lengths, to_lengths in random_pairs(rng):
@@ -57,7 +57,7 @@ def test_random_programs_cut_anywhere() -> None:
 
 def test_what_a_producer_writes_late_is_packed() -> None:
     size = 1 << 30
-    place, pool = DevicePlace(0), DeviceMemory(size)
+    place, pool = DeviceBackend(0), DeviceMemory(size)
     pool.zero()
     program = scattered(1 << 20, size >> 21, pool=size >> 20, seed=3)
     slot = place.allocate(program.bytes)
@@ -79,7 +79,7 @@ def test_what_a_producer_writes_late_is_packed() -> None:
 
 
 def test_memory_of_another_place_is_refused() -> None:
-    place = DevicePlace(0)
+    place = DeviceBackend(0)
     with pytest.raises(LocalError) as caught:
         place.of(object())  # type: ignore[arg-type]
     assert caught.value.code == ErrorCode.NO_TRANSPORT

@@ -27,7 +27,7 @@ from kvproto.session import Party
 from kvproto.session.events import Lost, Proven, Ready, SessionClosed
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
-from kvproto.transport.shm.mover import HostMover
+from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Ticket
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
@@ -41,9 +41,10 @@ class Endless:
 
     done = False
     bytes = 0
+    stream = None
 
     def __init__(self, moves: Sequence[Move]) -> None:
-        self._moves, self._mover = moves, HostMover()
+        self._moves, self._mover = moves, ShmTransport()
         threading.Thread(target=self._write, daemon=True).start()
 
     def _write(self) -> None:
@@ -59,7 +60,7 @@ class Endless:
         return None
 
 
-class EndlessMover(HostMover):
+class EndlessMover(ShmTransport):
     def start(self, moves: Sequence[Move]) -> Any:
         return Endless(moves)
 
@@ -214,6 +215,7 @@ class Broken:
     """A copy whose GPU has lost its context."""
 
     bytes = 0
+    stream = None
 
     @property
     def done(self) -> bool:
@@ -223,7 +225,7 @@ class Broken:
         return Proof.PROVEN
 
 
-class BrokenMover(HostMover):
+class BrokenMover(ShmTransport):
     def start(self, moves: Sequence[Move]) -> Any:
         return Broken()
 

@@ -26,10 +26,10 @@ from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import plan
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionRefused
-from kvproto.transport.nixl.direct import Costs, Way
-from kvproto.transport.nixl.mover import NixlMover
-from kvproto.transport.nixl.place import HostPlace
-from kvproto.transport.shm.mover import HostMover
+from kvproto.transport.nixl.backend import HostBackend
+from kvproto.transport.nixl.direct import Costs, WriteMode
+from kvproto.transport.nixl.transport import NixlTransport
+from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Chunk, Ticket
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 SLOTS, SLOT = 4, 96
 
 
-def staged() -> list[NixlMover]:
-    return [NixlMover(Way.PACKED, SLOTS, SLOT)]
+def staged() -> list[NixlTransport]:
+    return [NixlTransport(WriteMode.PACKED, SLOTS, SLOT)]
 
 
-def direct() -> list[NixlMover]:
-    return [NixlMover(Way.DIRECT)]
+def direct() -> list[NixlTransport]:
+    return [NixlTransport(WriteMode.DIRECT)]
 
 
 @pytest.fixture
@@ -72,18 +72,18 @@ def test_streams_are_prepared_when_memory_is_registered(
 ) -> None:
     """By both sides, for the operations of requests to come."""
     known, asked = dict[tuple[str, int], Any](), list[tuple[str, int]]()
-    packer = HostPlace.packer
+    packer = HostBackend.packer
 
-    def prepare(self: HostPlace, program: CopyProgram, side: str, memory: Any) -> None:
+    def prepare(self: HostBackend, program: CopyProgram, side: str, memory: Any) -> None:
         assert program.bytes == 0
         known[side, id(program.ops)] = program.ops
 
-    def pack(self: HostPlace, program: CopyProgram, side: Any, *more: Any) -> Any:
+    def pack(self: HostBackend, program: CopyProgram, side: Any, *more: Any) -> Any:
         asked.append((side, id(program.ops)))
         return packer(self, program, side, *more)
 
-    monkeypatch.setattr(HostPlace, "prepare", prepare)
-    monkeypatch.setattr(HostPlace, "packer", pack)
+    monkeypatch.setattr(HostBackend, "prepare", prepare)
+    monkeypatch.setattr(HostBackend, "packer", pack)
     made = pair(2, 2)
     made.until(lambda: made.count(Ready) == 2)
     number = len(known)
@@ -230,14 +230,14 @@ def test_random_chunks_and_layers(pair: Callable[..., Pair], source_tp: int, sin
 
 @pytest.mark.parametrize(("descriptor", "through"), [(1.0, [0]), (1e-15, [])])
 def test_long_runs_are_written_directly(pair: Callable[..., Pair], descriptor: float, through: list[int]) -> None:
-    made = pair(1, 1, take=lambda: [NixlMover(Costs(descriptor=descriptor, link=1e9), SLOTS, SLOT)])
+    made = pair(1, 1, take=lambda: [NixlTransport(Costs(descriptor=descriptor, link=1e9), SLOTS, SLOT)])
     check(made, hand_over(made, np.random.default_rng()))
     assert made.sinks[0].endpoint.staged() == through
 
 
 def test_the_source_takes_the_sinks_first_choice_that_it_can(pair: Callable[..., Pair]) -> None:
-    both: Callable[[], Any] = lambda: [HostMover(), *staged()]  # noqa: E731
-    made = pair(1, 1, give=lambda: [*staged(), HostMover()], take=both)
+    both: Callable[[], Any] = lambda: [ShmTransport(), *staged()]  # noqa: E731
+    made = pair(1, 1, give=lambda: [*staged(), ShmTransport()], take=both)
     check(made, hand_over(made, np.random.default_rng()))
     assert made.sinks[0].endpoint.staged() == []
     made.close()
@@ -300,15 +300,15 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
 
 
-def source(conn: Connection, address: str, made: Ticket, way: Way) -> None:
+def source(conn: Connection, address: str, made: Ticket, way: WriteMode) -> None:
     """A prefill rank that says when its first chunks, or its first descriptors, are out, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
-    mover = NixlMover(way, SLOTS, SLOT)
+    mover = NixlTransport(way, SLOTS, SLOT)
     node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, movers=[mover])
     chunks = Chunks(node)
     node.expect(made, CONTENT)
     items = {g: [1, 2, 3] for g in (0, 1)}
-    if way is Way.PACKED:
+    if way is WriteMode.PACKED:
         node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, FIRST))
     conn.send("listening")
     while not conn.poll(0.002):
@@ -318,22 +318,22 @@ def source(conn: Connection, address: str, made: Ticket, way: Way) -> None:
             chunks.slots.clear()
 
 
-@pytest.mark.parametrize(("way", "proof"), [(Way.PACKED, Proof.PROVEN), (Way.DIRECT, Proof.UNPROVABLE)])
+@pytest.mark.parametrize(("way", "proof"), [(WriteMode.PACKED, Proof.PROVEN), (WriteMode.DIRECT, Proof.UNPROVABLE)])
 def test_pages_after_a_source_was_killed(
-    way: Way, proof: Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: WriteMode, proof: Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
         process, hear = begin(stack, source, address, made, way)
         pool = allocate(geometry(1), 0, ITEMS)
-        party, mover = Party("d", 0, 0, secrets.randbits(60)), NixlMover(way, SLOTS, SLOT)
+        party, mover = Party("d", 0, 0, secrets.randbits(60)), NixlTransport(way, SLOTS, SLOT)
         sink = SinkNode(party, geometry(1), pool, Dialer(), address, movers=[mover])
         alone = stack.enter_context(contextlib.closing(Nodes([], [sink])))
         alone.ends(Ready, 1)
         number = sink.transfer(made, CONTENT, 0, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
         sink.poll()
-        if way is Way.PACKED:
+        if way is WriteMode.PACKED:
             hear("in the middle")
         process.kill()
         process.join()

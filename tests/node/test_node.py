@@ -16,7 +16,7 @@ from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
 from kvproto.session import Party
 from kvproto.session.events import Arrived, Lost, Ready, Released
-from kvproto.transport.base import Mover
+from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from tests.node.nodes import Nodes
 from tests.session.driver import geometry, ticket
@@ -42,7 +42,7 @@ class Pair(Nodes):
 
     def __init__(
         self, folder: Path, source: Geometry, sink: Geometry, node: type[SinkNode] = SinkNode, verify: bool = True,
-        give: Callable[[], Sequence[Mover]] = list, take: Callable[[], Sequence[Mover]] = list,
+        give: Callable[[], Sequence[Transport]] = list, take: Callable[[], Sequence[Transport]] = list,
         part: int = PART,
         pull: bool = False, pull_source: bool = False, pull_sink: bool = False, lease: float = 10.0,
         late: float | None = None,

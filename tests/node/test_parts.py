@@ -23,7 +23,7 @@ from kvproto.node.source import Sent
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
 from kvproto.transport.base import Move
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.shm.mover import HostCopy, HostMover
+from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from tests.node.any_two import FEW, AnyTwo, small_worlds
 from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
@@ -102,24 +102,24 @@ def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: fl
                 gone, n = computed, n + 1
 
 
-class Counting(HostMover):
+class Counting(ShmTransport):
     """Tells what each launch wrote, and whether more was being computed."""
 
     def __init__(self) -> None:
         self.prepared: set[int] = set()
         self.launches: list[int] = []
-        self.beside: list[list[bool]] = []
+        self.background: list[list[bool]] = []
 
     def prepare(self, move: Move) -> None:
         assert move.program.bytes == 0
         assert super().start([move]).bytes == 0
         self.prepared.add(id(move.program.ops))
 
-    def start(self, moves: Sequence[Move]) -> HostCopy:
+    def start(self, moves: Sequence[Move]) -> ShmCopy:
         assert {id(m.program.ops) for m in moves} <= self.prepared
         copy = super().start(moves)
         self.launches.append(copy.bytes)
-        self.beside.append([m.beside for m in moves])
+        self.background.append([m.background for m in moves])
         return copy
 
 
@@ -128,9 +128,10 @@ class Launch:
     """A copy that runs when the test says so."""
 
     bytes: int
-    run: Callable[[], HostCopy]
+    run: Callable[[], ShmCopy]
     over: bool = False
     error: LocalError | None = None
+    stream: None = None
 
     @property
     def done(self) -> bool:
@@ -148,7 +149,7 @@ class Launch:
         self.over = True
 
 
-class Device(HostMover):
+class Device(ShmTransport):
     """Launches that take their time, and at most `room` of them at once."""
 
     def __init__(self, room: int = 4) -> None:
@@ -159,7 +160,7 @@ class Device(HostMover):
         if sum(not launch.over for launch in self.launches) >= self.room:
             raise LocalError(ErrorCode.BUSY, "", f"{self.room} launches", "one more")
         sizes = [m.program if m.layers is None else m.program.select(layers=range(*m.layers)) for m in moves]
-        self.launches.append(Launch(sum(p.bytes for p in sizes), lambda: HostMover.start(self, moves)))
+        self.launches.append(Launch(sum(p.bytes for p in sizes), lambda: ShmTransport.start(self, moves)))
         return self.launches[-1]
 
 
@@ -270,11 +271,11 @@ def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> N
         for layer in range(LAYERS[0]):
             prefill.compute(0, (layer, layer + 1), 0, TOKENS)
             made.until(lambda: len(mover.launches) > layer)  # noqa: B023
-        assert mover.beside == [[True]] * LAYERS[0]
+        assert mover.background == [[True]] * LAYERS[0]
         prefill.compute(1, (0, 1), 0, TOKENS)
         prefill.finish()
         made.until(lambda: made.count(Received) == 1)
-        assert not any(mover.beside[-1])
+        assert not any(mover.background[-1])
         check(made, [items])
 
 
@@ -350,7 +351,7 @@ def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, lat
 
 def test_a_mover_says_how_late_its_link_lets_parts_be(tmp_path: Path) -> None:
     mover = Counting()
-    mover.late = 1.0
+    mover.capabilities = attrs.evolve(mover.capabilities, first_part_ratio=1.0)
     with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
         prefill = Prefill(made, np.random.default_rng())
         prefill.asked(0)
@@ -362,7 +363,7 @@ def test_a_mover_says_how_late_its_link_lets_parts_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [-0.1, float("nan")])
 def test_no_part_is_earlier_than_at_once(late: float, tmp_path: Path) -> None:
-    with pytest.raises(LocalError) as caught, pairs(tmp_path, 1, 1, lambda: [HostMover()], late=late):
+    with pytest.raises(LocalError) as caught, pairs(tmp_path, 1, 1, lambda: [ShmTransport()], late=late):
         pass
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "late")
 

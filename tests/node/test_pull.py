@@ -21,7 +21,7 @@ from kvproto.node.sink import Received
 from kvproto.node.source import Sent
 from kvproto.session import Party
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
-from kvproto.transport.shm.mover import HostCopy, HostMover
+from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Renew, Renewed, Ticket
@@ -38,8 +38,9 @@ SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
 class _Slow:
     """A copy whose bytes are there when its owner says so."""
 
-    copy: HostCopy
+    copy: ShmCopy
     mover: "SlowMover"
+    stream: None = None
 
     @property
     def bytes(self) -> int:
@@ -53,7 +54,7 @@ class _Slow:
         return Proof.PROVEN if self.mover.finished else None
 
 
-class SlowMover(HostMover):
+class SlowMover(ShmTransport):
     """A mover like a device's: copies are under way for a while, and some cannot begin."""
 
     def __init__(self, finished: bool = False, busy: int = 0) -> None:
@@ -67,7 +68,7 @@ class SlowMover(HostMover):
         return _Slow(super().start(moves), self)
 
 
-class Unsummed(HostMover):
+class Unsummed(ShmTransport):
     """A mover that cannot sum."""
 
     def checksums(self, *_: Any, **__: Any) -> dict[int, int]:
@@ -151,7 +152,7 @@ def test_the_sinks_memory_is_open_to_nobody(pair: Callable[..., Pair]) -> None:
     ours, theirs = sorted(wire.of(Register), key=lambda m: int(m.access))
     assert [bytes(h.data) for r in ours.regions for h in r.handles] == [b""]
     assert all(h.data for r in theirs.regions for h in r.handles)
-    assert all(not way.mapped for way in made.sources[0]._ways.values())
+    assert all(not way.connection.mapped for way in made.sources[0]._ways.values())
 
 
 @pytest.mark.parametrize("one", ["pull_source", "pull_sink"])

@@ -31,7 +31,7 @@ from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.transport.nixl.agent import Agent, Peer
-from kvproto.transport.nixl.direct import Costs, Direct, Way, choose, descriptors, probe, require_fast, threshold
+from kvproto.transport.nixl.direct import Costs, Direct, WriteMode, choose, descriptors, probe, require_fast, threshold
 from kvproto.transport.nixl.handle import Memory
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
@@ -548,15 +548,15 @@ def test_the_threshold_is_where_descriptors_keep_the_packed_share() -> None:
 @pytest.mark.parametrize(
     ("runs", "way"),
     [
-        (Runs(1000, 1000 * 1152), Way.PACKED),
-        (Runs(1000, 1000 << 20), Way.PACKED),
-        (Runs(10, 10 * 64 << 20), Way.DIRECT),
-        (Runs(0, 0), Way.PACKED),
+        (Runs(1000, 1000 * 1152), WriteMode.PACKED),
+        (Runs(1000, 1000 << 20), WriteMode.PACKED),
+        (Runs(10, 10 * 64 << 20), WriteMode.DIRECT),
+        (Runs(0, 0), WriteMode.PACKED),
     ],
 )
-def test_the_choice_on_a_pair_of_h200(runs: Runs, way: Way) -> None:
+def test_the_choice_on_a_pair_of_h200(runs: Runs, way: WriteMode) -> None:
     assert choose(runs, H200) == way
 
 
 def test_a_slow_link_needs_no_packing() -> None:
-    assert choose(Runs(1000, 1000 * 65536), Costs(descriptor=6.5e-6, link=1e9)) == Way.DIRECT
+    assert choose(Runs(1000, 1000 * 65536), Costs(descriptor=6.5e-6, link=1e9)) == WriteMode.DIRECT

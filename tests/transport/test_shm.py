@@ -1,15 +1,23 @@
 """Shared memory that leaves nothing behind, and handles that are not believed."""
 
+import faulthandler
 import multiprocessing
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
+import msgpack
+import numpy as np
 import pytest
 
-from kvproto.errors import RemoteError
-from kvproto.transport.shm.mover import SharedMemory, connect
-from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Region
+from kvproto.errors import LocalError, RemoteError
+from kvproto.transport import load
+from kvproto.transport.process import boot_id
+from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
+from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
+from kvproto.wire.messages import Handle, Region
 
 
 def _write(region: Region) -> None:
@@ -25,27 +33,193 @@ def test_another_process_writes() -> None:
     assert bytes(memory.buffer[10:14]) == b"here"
 
 
+def test_byte_0_of_the_region_is_offset_0_of_the_file() -> None:
+    memory = SharedMemory(4096)
+    memory.buffer[:3] = b"abc"
+    link = Path(f"/proc/self/fd/{msgpack.unpackb(bytes(memory.region.handles[0].data))[1]}")
+    assert link.read_bytes()[:3] == b"abc"
+
+
 def test_nothing_has_a_name() -> None:
     memory = SharedMemory(4096)
     connect(memory.region, "regions[0]").close()
     assert not [p for p in Path("/dev/shm").iterdir() if "kvproto" in p.name]
 
 
-def refused(region: Region) -> ErrorCode:
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:kvproto-")
+
+
+def test_a_mapping_holds_no_descriptor_and_is_gone_when_closed() -> None:
+    before = descriptors(), mappings()
+    memory = SharedMemory(4096)
+    assert (descriptors(), mappings()) == (before[0] + 1, before[1] + 1)
+    mapped = [connect(memory.region, "regions[0]") for _ in range(100)]
+    assert (descriptors(), mappings()) == (before[0] + 1, before[1] + 101)
+    mapped[0].buffer[0] = 7
+    assert {m.buffer[0] for m in mapped} == {7}
+    for each in mapped:
+        each.close()
+    memory.close()
+    assert (descriptors(), mappings()) == before
+
+
+def test_memory_in_use_is_not_unmapped() -> None:
+    memory = SharedMemory(4096)
+    mapped = connect(memory.region, "regions[0]")
+    arrays = [np.frombuffer(m.buffer, np.uint8) for m in (memory, mapped)]
+    for each in (memory, mapped):
+        with pytest.raises(BufferError):
+            each.close()
+    arrays[0][5] = 9
+    assert arrays[1][5] == 9
+    kept = mapped.buffer[5:6]
+    del arrays
+    memory.close()
+    with pytest.raises(BufferError):
+        mapped.close()
+    assert kept[0] == 9
+    del kept
+    mapped.close()
+
+
+def test_a_forked_child_has_neither_pool_nor_mapping() -> None:
+    """KVP-REG-FORK: else the end of this process would not prove that nothing is written any more."""
+    memory = SharedMemory(4096)
+    mapped = connect(memory.region, "regions[0]")
+    for view in (memory.buffer, mapped.buffer):
+        child = os.fork()
+        if not child:
+            faulthandler.disable()
+            view[0] = 1
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert memory.buffer[0] == 0
+
+
+def refused(region: Region) -> RemoteError:
+    before = descriptors(), mappings()
     with pytest.raises(RemoteError) as caught:
-        connect(region, "regions[0]")
-    assert caught.value.path == "regions[0].handles"
-    return caught.value.code
+        connect(region, "regions[3]")
+    assert (descriptors(), mappings()) == before
+    return caught.value
 
 
-def test_handles_that_are_refused() -> None:
-    region = SharedMemory(4096).region
-    (handle,) = region.handles
-    data = bytes(handle.data)
-    wrong_nonce = attrs.evolve(handle, data=data[:-1] + bytes([data[-1] ^ 1]))
-    garbage = attrs.evolve(handle, data=b"\xc1")
-    assert refused(attrs.evolve(region, handles=(wrong_nonce,))) == ErrorCode.TRANSPORT_FAILED
-    assert refused(attrs.evolve(region, handles=(garbage,))) == ErrorCode.TRANSPORT_FAILED
-    assert refused(attrs.evolve(region, handles=())) == ErrorCode.NO_TRANSPORT
-    assert refused(attrs.evolve(region, boot=bytes(16))) == ErrorCode.NO_TRANSPORT
-    assert refused(attrs.evolve(region, length=8192)) == ErrorCode.TRANSPORT_FAILED
+def handle(*fields: object) -> tuple[Handle]:
+    return (Handle(transport=Transport.SHM, data=msgpack.packb(fields)),)
+
+
+def region_of(fd: int, length: int = 4096) -> Region:
+    """A region as an owner without kvproto may state it."""
+    named = handle(os.getpid(), fd, "nonce")
+    return Region(id=0, base=0, length=length, kind=MemoryKind.HOST, boot=boot_id(), handles=named)
+
+
+def file(flags: int, size: int = 4096) -> int:
+    fd = os.memfd_create("kvproto-nonce", os.MFD_CLOEXEC | flags)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def ended() -> int:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+CASES: dict[str, tuple[Callable[[Region], Region], str, ErrorCode, str]] = {
+    "no handle": (lambda r: attrs.evolve(r, handles=()), "handles", ErrorCode.NO_TRANSPORT, "none"),
+    "another host": (lambda r: attrs.evolve(r, boot=bytes(16)), "boot", ErrorCode.NO_TRANSPORT, "00" * 16),
+    "no boot": (lambda r: attrs.evolve(r, boot=None), "boot", ErrorCode.NO_TRANSPORT, "none"),
+    "no msgpack": (
+        lambda r: attrs.evolve(r, handles=(Handle(transport=Transport.SHM, data=b"\xc1"),)),
+        "handles", ErrorCode.TRANSPORT_FAILED, "1 other bytes",
+    ),
+    "other types": (
+        lambda r: attrs.evolve(r, handles=handle("1", 2, "3")), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
+    ),
+    "too few fields": (
+        lambda r: attrs.evolve(r, handles=handle(1, 2)), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
+    ),
+    "a path in place of a number": (
+        lambda r: attrs.evolve(r, handles=handle("self", 0, "x")), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
+    ),
+    "another nonce": (
+        lambda r: attrs.evolve(r, handles=handle(*msgpack.unpackb(bytes(r.handles[0].data))[:2], "0" * 32)),
+        "handles", ErrorCode.TRANSPORT_FAILED, "kvproto-",
+    ),
+    "a closed descriptor": (
+        lambda r: attrs.evolve(r, handles=handle(os.getpid(), 1 << 20, "x")),
+        "handles", ErrorCode.TRANSPORT_FAILED, "it was closed",
+    ),
+    "a process that has ended": (
+        lambda r: attrs.evolve(r, handles=handle(ended(), 3, "x")),
+        "handles", ErrorCode.TRANSPORT_FAILED, "no such process here",
+    ),
+    "longer than the file": (
+        lambda r: attrs.evolve(r, length=8192), "handles", ErrorCode.TRANSPORT_FAILED, "4096 bytes"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_handles_that_are_refused(case: str) -> None:
+    memory = SharedMemory(4096)
+    change, field, code, says = CASES[case]
+    error = refused(change(memory.region))
+    assert (error.code, error.path) == (code, f"regions[3].{field}")
+    assert says in error.yours
+    assert error.advice
+    connect(memory.region, "regions[3]").close()
+
+
+@pytest.mark.parametrize("flags", [0, os.MFD_ALLOW_SEALING])
+def test_a_file_that_may_become_shorter_is_refused(flags: int) -> None:
+    """Reading past the end of a file would kill the reader."""
+    fd = file(flags)
+    error = refused(region_of(fd))
+    assert (error.code, error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[3].handles")
+    assert "F_SEAL_SHRINK" in error.mine
+    assert "MFD_ALLOW_SEALING" in error.advice
+    os.close(fd)
+
+
+def test_a_descriptor_that_is_no_file_of_memory_is_refused() -> None:
+    reader, writer = os.pipe()
+    error = refused(region_of(reader))
+    assert error.yours.startswith("pipe:")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_memory_that_cannot_be_had_is_a_typed_error_that_leaks_nothing() -> None:
+    before = descriptors()
+    with pytest.raises(LocalError) as caught:
+        SharedMemory(0)
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+    assert descriptors() == before
+
+
+def test_shared_memory_is_found_by_its_addresses() -> None:
+    memory = SharedMemory(4096)
+    assert owner_of(memory.address + 96, 4000) is memory
+    assert owner_of(memory.address + 97, 4000) is None
+    assert owner_of(memory.address - 1, 1) is None
+    memory.close()
+    assert owner_of(memory.address + 96, 4000) is None
+
+
+def test_memory_of_another_kind_is_refused_with_what_to_do() -> None:
+    memory = SharedMemory(64)
+    transport = load("shm").open({0: memory})
+    other: object = np.zeros(64, np.uint8)
+    with pytest.raises(LocalError) as caught:
+        transport.checksums(None, {2: other}, sink=False)  # type: ignore[arg-type, dict-item]
+    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[2]")
+    assert "kvproto.transport.memory" in caught.value.advice

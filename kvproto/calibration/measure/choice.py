@@ -17,7 +17,7 @@ NEVER = sys.maxsize
 def long_runs(found: Probe) -> int | None:
     """Bytes of a run from which on the copy engine is no slower than the kernel, between any two GPUs.
 
-    For `DeviceMover(long=...)`. More than any run has, where it never is; None where that was not measured.
+    For `CudaTransport(long=...)`. More than any run has, where it never is; None where that was not measured.
     """
     longest = []
     for engine in found.measured:
@@ -29,7 +29,7 @@ def long_runs(found: Probe) -> int | None:
 def nixl_costs(found: Probe, gpus: bool) -> Costs | None:
     """The costs of NIXL's descriptors and of packing, of the slowest pair of GPUs, or of the host.
 
-    For `NixlMover(way=...)`. None where either was not measured.
+    For `NixlTransport(way=...)`. None where either was not measured.
     """
     made = []
     for direct in found.measured:

@@ -22,9 +22,9 @@ from kvproto.calibration.measure.line import HOST, Go, Job, Line, program
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Direct
 from kvproto.transport.nixl.handle import Memory
-from kvproto.transport.nixl.place import HostPlace
 from kvproto.transport.staging.packed import PackedStream, Packer
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
@@ -66,14 +66,14 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
         regions = {0: pages.buffer}
-        yield _Place(pages, staging, None, HostPlace.eager, lambda made, side: PackedStream(made, side, regions))
+        yield _Place(pages, staging, None, HostBackend.eager, lambda made, side: PackedStream(made, side, regions))
         return
+    from kvproto.transport.cuda.backend import DeviceBackend
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
-    from kvproto.transport.cuda.place import DevicePlace
 
     number = int(place.removeprefix("gpu"))
-    on, pool = DevicePlace(number), DeviceMemory(length, number)
+    on, pool = DeviceBackend(number), DeviceMemory(length, number)
     try:
         pool.zero()
         pages, staging = on.of(pool), on.allocate(slots)

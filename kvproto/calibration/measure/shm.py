@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvproto.calibration.measure.line import HOST, Go, Job, Line, program
 from kvproto.copying.execute import execute
-from kvproto.transport.shm.mover import Mapping, SharedMemory, connect
+from kvproto.transport.shm.memory import Mapping, SharedMemory, connect
 
 __all__ = ["job"]
 

@@ -113,6 +113,7 @@ class Copy:
     """Before the upload, where the copier times."""
     jobs: Sequence[Job] = attrs.field(default=(), repr=False)
     """Whose tables it reads: they are there as long as this is."""
+    stream: None = None
 
     @property
     def seconds(self) -> float:

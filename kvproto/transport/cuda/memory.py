@@ -84,6 +84,8 @@ class DeviceMemory:
     framework as bytes.
     """
 
+    kind = MemoryKind.CUDA
+
     def __init__(self, length: int, device: int = 0, id: int = 0) -> None:
         current(device)
         advice = "make the pools smaller"

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
+from kvproto.transport.cuda.cache import PerProgramCache
 from kvproto.transport.cuda.copier import Copier, Copy, Room
 from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.once import Once
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 
 __all__ = ["DevicePacker", "DeviceStream"]
@@ -26,7 +26,7 @@ class DevicePacker:
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
         self.copier = Copier(device, blocks)
         self._idle: list[Room] = []
-        self._sides = Once[StreamSide]()
+        self._sides = PerProgramCache[StreamSide]()
 
     def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
         """What no request of a rank pair changes, made once; memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""

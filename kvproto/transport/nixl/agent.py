@@ -34,8 +34,8 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.nixl.binding import Descriptors, Nixl
+from kvproto.transport.nixl.cache import SlotPair, TransferCache
 from kvproto.transport.nixl.handle import Memory, Named
-from kvproto.transport.nixl.kept import Kept, Slots
 from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
 from kvproto.wire.messages import Handle, Region
@@ -122,7 +122,7 @@ class Registered(_Slotted):
 class Write:
     """Bytes on their way to one peer's memory."""
 
-    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: Slots | None = None) -> None:
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
         self._agent, self.bytes, self._peers, self._slots = agent, bytes_, peers, slots
         self._proof: Proof | None = None
         self._error: KvprotoError | None = None
@@ -190,7 +190,7 @@ class Peer(_Slotted):
         if isinstance(source, _Slot) and isinstance(to, _Slot) and to.owner is self:
             own = source.owner
             if isinstance(own, Registered) and own._agent is self._agent:
-                slots = Slots(own, source.address, self, to.address, source.length)
+                slots = SlotPair(own, source.address, self, to.address, source.length)
         write = Write(self._agent, source.length, (self,), slots)
 
         def make(nixl: Nixl) -> Iterator[int]:
@@ -227,7 +227,7 @@ class Agent:
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
         self._posted: dict[Write, None] = {}
-        self._kept = Kept(_MOST_KEPT)
+        self._kept = TransferCache(_MOST_KEPT)
         self._open: set[Registered] = set()
         """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
         self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
@@ -422,7 +422,7 @@ class Agent:
         except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
             self._stuck.append(handle)
 
-    def _let_go(self, nixl: Nixl, which: Callable[[Slots], bool]) -> None:
+    def _let_go(self, nixl: Nixl, which: Callable[[SlotPair], bool]) -> None:
         for handle in self._kept.let_go(which):
             self._drop(nixl, handle)
 

@@ -14,7 +14,17 @@ from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["DEVICE_FLOOR", "Costs", "Direct", "Way", "choose", "descriptors", "probe", "require_fast", "threshold"]
+__all__ = [
+    "DEVICE_FLOOR",
+    "Costs",
+    "Direct",
+    "WriteMode",
+    "choose",
+    "descriptors",
+    "probe",
+    "require_fast",
+    "threshold",
+]
 
 
 def descriptors(
@@ -78,8 +88,8 @@ class Direct:
         return self._agent.post(self._postings, self.bytes)
 
 
-class Way(Enum):
-    """How a program's bytes go."""
+class WriteMode(Enum):
+    """How the bytes of a program reach the sink."""
 
     DIRECT = "direct"
     """One descriptor a run, into the peer's pages."""
@@ -104,9 +114,9 @@ def threshold(costs: Costs) -> float:
     return costs.descriptor * costs.link * costs.packed / (1 - costs.packed)
 
 
-def choose(runs: Runs, costs: Costs) -> Way:
+def choose(runs: Runs, costs: Costs) -> WriteMode:
     """DIRECT where the mean run is long enough, else PACKED."""
-    return Way.DIRECT if runs.mean >= threshold(costs) else Way.PACKED
+    return WriteMode.DIRECT if runs.mean >= threshold(costs) else WriteMode.PACKED
 
 
 DEVICE_FLOOR = 8e9

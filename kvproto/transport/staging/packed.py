@@ -27,11 +27,12 @@ import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, IntArray, RowMap
 from kvproto.errors import LocalError
-from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
+__all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
 
+Layer = tuple[int, int]
+"""Model, and layer of it."""
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
 

@@ -23,8 +23,7 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.base import Layer
-from kvproto.transport.staging.packed import Packer, Ready
+from kvproto.transport.staging.packed import Layer, Packer, Ready
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 

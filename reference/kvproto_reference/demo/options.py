@@ -13,9 +13,9 @@ from kvproto.errors import LocalError
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
-from kvproto.transport.base import Mover
-from kvproto.transport.nixl.direct import Way
-from kvproto.transport.nixl.mover import NixlMover
+from kvproto.transport.base import Transport
+from kvproto.transport.nixl.direct import WriteMode
+from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.wire.enums import ErrorCode
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
@@ -81,16 +81,18 @@ class EngineOptions:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
-    def movers(self, rank: int) -> tuple[Mover, ...]:
+    def movers(self, rank: int) -> tuple[Transport, ...]:
         """For the node of a rank; none: what its memory takes."""
         device, found = self.device(rank), self.costs
         if self.transport == "nixl":
-            return (NixlMover((found and nixl_costs(found, device is not None)) or Way.PACKED, device=device),)
+            return (
+                NixlTransport((found and nixl_costs(found, device is not None)) or WriteMode.PACKED, device=device),
+            )
         if device is None or not found:
             return ()
-        from kvproto.transport.cuda.mover import DeviceMover
+        from kvproto.transport.cuda.transport import CudaTransport
 
-        return (DeviceMover(device, long=long_runs(found)),)
+        return (CudaTransport(device, long=long_runs(found)),)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -21,4 +21,4 @@ def allocate(geometry: Geometry, rank: int, items: Mapping[int, int], device: in
     columns, length = pack(geometry, rank, items)
     array = jax.numpy.zeros(length, jax.numpy.uint8, device=jax.devices("cuda")[device]).block_until_ready()
     _HELD.append(array)
-    return Pool(memory.adopt(array.unsafe_buffer_pointer(), length), Side(geometry, rank, columns))
+    return Pool({0: memory.adopt(array.unsafe_buffer_pointer(), length)}, Side(geometry, rank, columns))

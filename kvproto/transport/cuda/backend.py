@@ -1,4 +1,4 @@
-"""A GPU as the place of a NIXL mover's pools and staging slots."""
+"""A GPU's memory for transport `nixl`: pools, staging slots, and the packing between them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
 from kvproto.transport.base import Memory
 from kvproto.transport.cuda.copier import Copier
-from kvproto.transport.cuda.driver import current, is_done
+from kvproto.transport.cuda.driver import current, is_done, uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
 from kvproto.transport.nixl.handle import Memory as Bytes
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["DevicePlace"]
+__all__ = ["DeviceBackend"]
 
 
-class DevicePlace:
-    """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl.place.Place`."""
+class DeviceBackend:
+    """One GPU of this process, by CUDA ordinal; `kvproto.transport.nixl.backend.MemoryBackend`."""
 
     slot_bytes, eager = 64 << 20, True
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device
         self._packer = DevicePacker(device, blocks)
+        self.device_name: str | None = uuid(device)
         self._allocated: dict[int, DeviceMemory] = {}
 
     @property
@@ -88,6 +89,6 @@ class DevicePlace:
     def _own(self, memory: Memory) -> DeviceMemory:
         if not isinstance(memory, DeviceMemory) or memory.device != self.device:
             what = f"GPU {memory.device}" if isinstance(memory, DeviceMemory) else type(memory).__name__
-            advice = "give NixlMover the pool's device"
+            advice = "give NixlTransport the pool's device"
             raise LocalError(ErrorCode.NO_TRANSPORT, "", f"memory of GPU {self.device}", what, advice)
         return memory

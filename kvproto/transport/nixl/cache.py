@@ -10,11 +10,11 @@ import attrs
 if TYPE_CHECKING:
     from kvproto.transport.nixl.agent import Peer, Registered
 
-__all__ = ["Kept", "Slots"]
+__all__ = ["SlotPair", "TransferCache"]
 
 
 @attrs.frozen(cache_hash=True)
-class Slots:
+class SlotPair:
     """From the first bytes of a slot to those of a peer's slot."""
 
     source: Registered
@@ -31,12 +31,12 @@ class Slots:
         return not self.source.closed and not self.peer.lost
 
 
-class Kept:
+class TransferCache:
     """Handles of transfers that are not under way, `most` at most."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._handles: dict[Slots, int] = {}
+        self._handles: dict[SlotPair, int] = {}
         """Those that served last come last."""
 
     def __len__(self) -> int:
@@ -46,11 +46,11 @@ class Kept:
         """Of what they move, that which served longest ago first."""
         return [slots.length for slots in self._handles]
 
-    def take(self, slots: Slots | None) -> int | None:
+    def take(self, slots: SlotPair | None) -> int | None:
         """The handle to post, if there is one; it is the caller's now."""
         return None if slots is None else self._handles.pop(slots, None)
 
-    def keep(self, slots: Slots, handle: int) -> int | None:
+    def keep(self, slots: SlotPair, handle: int) -> int | None:
         """Keep it; what is to be released for it: the one that served longest ago, or itself where there is one."""
         if slots in self._handles:
             return handle
@@ -58,6 +58,6 @@ class Kept:
         self._handles[slots] = handle
         return oldest
 
-    def let_go(self, which: Callable[[Slots], bool]) -> list[int]:
+    def let_go(self, which: Callable[[SlotPair], bool]) -> list[int]:
         """Keep some no more: they are to be released."""
         return [self._handles.pop(slots) for slots in list(self._handles) if which(slots)]

@@ -1,4 +1,4 @@
-"""Where a NIXL mover's pools and staging slots are: on the host here, on a GPU in `kvproto.transport.cuda.place`."""
+"""Memory of one kind for transport `nixl`: the host's here, a GPU's in `kvproto.transport.cuda.backend`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
 from kvproto.transport.base import Memory
 from kvproto.transport.nixl.handle import Memory as Bytes
-from kvproto.transport.shm.mover import SharedMemory
+from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream, Packer
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["HostPlace", "Place", "place_of"]
+__all__ = ["HostBackend", "MemoryBackend", "backend_of"]
 
 
-class Place(Protocol):
+class MemoryBackend(Protocol):
     """Memory of one kind: pools, staging slots, and what packs from the one into the other."""
 
     slot_bytes: int
-    """Of a staging slot, where nobody says another number."""
+    """Bytes of a staging slot by default."""
     eager: bool
-    """Whether whoever asks after a write moves NIXL on: where writes end sooner than a thread wakes."""
+    """Whether callers that ask after a write advance NIXL themselves: where writes end sooner than a thread wakes."""
+    device_name: str | None
+    """UUID of the GPU, as regions state it; None on the host."""
 
     def allocate(self, length: int) -> Bytes:
         """Staging memory, until `free` or `close`."""
@@ -59,10 +61,11 @@ class Place(Protocol):
         """Give back what was allocated."""
 
 
-class HostPlace:
+class HostBackend:
     """Shared memory of this host."""
 
     slot_bytes, eager = 1 << 20, False
+    device_name: str | None = None
 
     def allocate(self, length: int) -> Bytes:
         """A buffer that lives as long as what is returned."""
@@ -104,17 +107,17 @@ class HostPlace:
         """Nothing is held."""
 
 
-def place_of(device: int | None) -> Place:
+def backend_of(device: int | None) -> MemoryBackend:
     """A GPU, or the host; raises NO_TRANSPORT where there is no such GPU."""
     if device is None:
-        return HostPlace()
-    from kvproto.transport.cuda.place import DevicePlace
+        return HostBackend()
+    from kvproto.transport.cuda.backend import DeviceBackend
 
-    return DevicePlace(device)
+    return DeviceBackend(device)
 
 
 def _buffer(memory: Memory) -> memoryview:
     if not isinstance(memory, SharedMemory):
-        advice = "give NixlMover the pool's device"
+        advice = "give NixlTransport the device of the pool"
         raise LocalError(ErrorCode.NO_TRANSPORT, "", "host memory", type(memory).__name__, advice)
     return memory.buffer

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Once"]
+__all__ = ["PerProgramCache"]
 
 T = TypeVar("T")
 
 
-class Once(Generic[T]):
+class PerProgramCache(Generic[T]):
     """Keeps what `make` returns for an array of operations, told apart by its identity, and something else.
 
     Not what holds the array itself: it would never be let go.

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvproto.copying.program import OP
-from kvproto.transport.cuda.once import Once
+from kvproto.transport.cuda.cache import PerProgramCache
 
 
 def test_it_is_made_once_for_operations_and_the_rest() -> None:
-    once, made = Once[int](), list[int]()
+    once, made = PerProgramCache[int](), list[int]()
 
     def make() -> int:
         made.append(len(made))
@@ -23,7 +23,7 @@ def test_it_is_made_once_for_operations_and_the_rest() -> None:
 
 
 def test_it_goes_with_the_operations() -> None:
-    once = Once[str]()
+    once = PerProgramCache[str]()
     kept = np.zeros(1, OP)
     once.get(kept, None, lambda: "kept")
     for n in range(5):
@@ -36,7 +36,7 @@ def test_it_goes_with_the_operations() -> None:
 
 
 def test_what_could_not_be_made_is_tried_again() -> None:
-    once, ops = Once[int](), np.zeros(1, OP)
+    once, ops = PerProgramCache[int](), np.zeros(1, OP)
 
     def fail() -> int:
         raise ValueError("no memory")

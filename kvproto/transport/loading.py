@@ -1,0 +1,76 @@
+"""Finds transports by the entry-point group `kvproto.transports`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from kvproto.errors import LocalError
+from kvproto.transport.base import Memory, Provider, Transport
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["GROUP", "default", "find", "load", "names"]
+
+GROUP = "kvproto.transports"
+
+
+@cache
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
+
+
+def names() -> tuple[str, ...]:
+    """The transports that installed packages provide, in alphabetical order; their libraries may be missing."""
+    return tuple(_entries())
+
+
+@cache
+def find(name: str) -> Provider:
+    """The provider of a transport, whether or not its libraries are installed; raises LocalError(NO_TRANSPORT)."""
+    entry = _entries().get(name)
+    if entry is None:
+        advice = f"install a package with the entry point {name!r} in the group {GROUP}"
+        if not names():
+            advice = "install kvproto itself (pip install -e . in a checkout): its metadata lists the transports"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"one of {', '.join(names()) or 'none'}", name, advice)
+    try:
+        provider = entry.load()
+    except (ImportError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", entry.value, said, "reinstall its package") from error
+    if not isinstance(provider, Provider):
+        found = type(provider).__name__
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"a Provider at {entry.value}", found, "mend its package")
+    return provider
+
+
+def load(name: str) -> Provider:
+    """The provider of a transport that can be used here; raises LocalError(NO_TRANSPORT), with what to install."""
+    provider = find(name)
+    missing = provider.missing()
+    if missing is not None:
+        raise LocalError(
+            ErrorCode.NO_TRANSPORT, "transport", f"{name}, which needs {missing}", "not installed", provider.install
+        )
+    return provider
+
+
+def default(memory: Mapping[int, Memory]) -> Transport:
+    """A transport for a pool where nobody has chosen one: the one that suits its memory best.
+
+    Raises LocalError(NO_TRANSPORT) where none suits all regions.
+    """
+    best: tuple[int, Provider] | None = None
+    for name in names():
+        provider = find(name)
+        if provider.missing() is not None:
+            continue
+        rank = min((provider.preference(m) for m in memory.values()), default=0)
+        if rank and (best is None or rank > best[0]):
+            best = rank, provider
+    if best is None:
+        kinds = ", ".join(sorted({f"{type(m).__name__} on {m.kind.name}" for m in memory.values()})) or "no memory"
+        advice = "allocate it with kvproto.transport.memory, or install a transport for it"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory for one of {', '.join(names())}", kinds, advice)
+    return best[1].open(memory)

@@ -1,0 +1,245 @@
+"""Transport `nixl`: writes between hosts over UCX, on memory of the host or of one GPU.
+
+Direct: the peer's pages are registered with NIXL and written. Packed: only its staging memory is; a program becomes a
+packed stream through slots, and the node passes Chunk and Credit on. The sink chooses, by what it registers.
+
+NIXL does not say how UCX reaches a GPU, and UCX's last resort is a hundred times slower than the others. So a source
+writes into some staging memory of the sink before it says Registered, and refuses a slow link; a sink whose GPU pages
+are written directly registers some staging memory for that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import attrs
+
+from kvproto.copying.program import CopyProgram, Runs
+from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.base import (
+    Capabilities,
+    Connection,
+    Exposure,
+    Mapped,
+    Memory,
+    Move,
+    StagedDelivery,
+    connect_each,
+)
+from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.nixl.backend import backend_of
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, Direct, WriteMode, choose, probe, require_fast
+from kvproto.transport.nixl.streaming import Streaming, Writing
+from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["NixlTransport", "StagedRegion"]
+
+_PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
+"""Bytes of a write that tells how fast a GPU is reached; the latency of shorter ones hides it."""
+_EMPTY = Handle(transport=TransportCode.NIXL, data=b"")
+"""Says that the pages are behind staging slots."""
+_POLL = 20e-6, 10e-3
+"""Seconds between looks at a GPU's events and writes; and on the host, where a descriptor tells of every write."""
+
+
+@attrs.define
+class StagedRegion:
+    """A peer's pages that cannot be written from here: its staging slots lead there."""
+
+    path: str
+    link: Link | None = None
+    release: Callable[[], None] | None = None
+    """Frees our own slots."""
+
+    def close(self) -> None:
+        """Free our own slots; no write of them may be under way."""
+        if self.release is not None:
+            self.release()
+
+
+class NixlTransport:
+    """Writes peers' memory by NIXL; `mode` and the slots are what this side registers as a sink.
+
+    With `Costs` as the mode, pages are registered where runs are long, else staging memory. `device` is the GPU of the
+    pools, None the host; the size of slots suits that by default. `floor`: bytes a second below which a link to a GPU
+    is refused as slow; 0 takes any. Raises NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX
+    cannot start.
+    """
+
+    def __init__(
+        self,
+        mode: WriteMode | Costs = WriteMode.PACKED,
+        slots: int = 8,
+        slot_bytes: int | None = None,
+        device: int | None = None,
+        floor: float = DEVICE_FLOOR,
+    ) -> None:
+        self.backend, self._floor = backend_of(device), floor  # first, so that UCX finds the GPU's context
+        self.mode, self.slots, self.slot_bytes = mode, slots, slot_bytes or self.backend.slot_bytes
+        self.agent = Agent(self.backend.eager)
+        self.capabilities = Capabilities(
+            code=TransportCode.NIXL, features=(Feature.STAGED,), reads=False, death_is_proof=False, batches=False,
+            incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
+            poll_interval=_POLL[device is None],
+        )  # fmt: skip
+        self._registered: dict[int, tuple[Memory, Registered]] = {}
+        self._probed: Registered | None = None
+        """What peers, or we, write to see how fast the link is."""
+
+    # as a sink
+
+    def expose(
+        self, memory: Mapping[int, Memory], next_id: int, program: CopyProgram, runs: Callable[[], Runs]
+    ) -> Exposure:
+        """Register the pages, or leave their handles empty and register fresh staging slots (KVP-REG-STAGING).
+
+        Beside pages of a GPU there is staging memory to measure the link with. Staging memory is kept until `close`, as
+        the peer may write it till then.
+        """
+        bytes_ = {id: self.backend.of(m) for id, m in memory.items()}
+        mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
+        if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
+            if self.mode is WriteMode.DIRECT:
+                raise LocalError(
+                    ErrorCode.NO_TRANSPORT, "regions[0].handles", "memory of cuMemAlloc", "virtual memory",
+                    "write packed, or allocate with kvproto.transport.memory",
+                )  # fmt: skip
+            mode = WriteMode.PACKED
+        device = self.backend.device_name
+        if mode is WriteMode.DIRECT:
+            handles = {id: (self._register(m).handle,) for id, m in memory.items()}
+            gpu = any(b.kind == MemoryKind.CUDA for b in bytes_.values())
+            return Exposure(handles, (self._to_probe().region(next_id, device),) if gpu else ())
+        staging = self._staging(self.slots * self.slot_bytes, self.slot_bytes)
+        self.backend.prepare(program, "sink", memory)
+        return Exposure(
+            dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),),
+            StagedDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
+        )  # fmt: skip
+
+    # as a source
+
+    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
+        """Reach the peer's pages, or learn that they are behind staging slots; see that GPUs are reached fast.
+
+        Raises NO_TRANSPORT (KVP-REG-STAGING), TRANSPORT_FAILED for a slow link; NO_TRANSPORT to read.
+        """
+        if not writes:
+            raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", "a transport that reads", "NIXL", "push")
+        ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
+        made = connect_each(regions, ours.union(used), self._reach)
+        try:
+            made.link = self._stage(made.mapped, staged)
+        except KvprotoError:
+            made.close()
+            raise
+        return made
+
+    def _reach(self, region: Region, path: str) -> Peer | StagedRegion:
+        if any(h.transport == TransportCode.NIXL and not h.data for h in region.handles):
+            return StagedRegion(path)
+        return self.agent.connect(region, path)
+
+    def _stage(self, mapped: Mapping[int, Mapped], allowed: bool) -> Link | None:
+        """Lead to the pages that are behind staging slots, if any."""
+        behind = [m for m in mapped.values() if isinstance(m, StagedRegion)]
+        peer = next((m for m in mapped.values() if isinstance(m, Peer) and m.slots), None)
+        if not behind:
+            for page in (m for m in mapped.values() if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
+                if peer is None and self._floor:
+                    wanted = "staging memory to probe, beside memory of a GPU"
+                    raise RemoteError(ErrorCode.NO_TRANSPORT, f"{page.path}.handles", wanted, "none")
+            if peer is not None:
+                self._require_fast(self._to_probe, peer)
+            return None
+        if peer is None or not allowed:
+            wanted = "a handle, or STAGED and staging memory"
+            raise RemoteError(ErrorCode.NO_TRANSPORT, f"{behind[0].path}.handles", wanted, "an empty handle")
+        size = min(self.slot_bytes, peer.slot_bytes)
+        own = self._staging(self.slots * size, size)
+        try:
+            link = Link(own, peer)
+            self._require_fast(lambda: own, peer)
+        except KvprotoError:
+            self._free(own)
+            raise
+        for each in behind:
+            each.link = link
+        behind[0].release = lambda: self._free(own)
+        return link
+
+    def prepare(self, move: Move) -> None:
+        """What the streams of a rank pair share; `connect` has done the rest."""
+        if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
+            self.backend.prepare(move.program, "source", _own(move.sources))
+
+    def start(self, moves: Sequence[Move]) -> Writing | Streaming:
+        """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
+        (move,) = moves
+        sources = _own(move.sources)
+        link = next((m.link for m in move.sinks.values() if isinstance(m, StagedRegion)), None)
+        if link is not None:
+            packer = self.backend.packer(move.program, "source", sources, move.after)
+            return Streaming(StagedSender(link, packer, move.grows), move.program.bytes, self.backend.happened)
+        registered = {i: self._register(m) for i, m in sources.items()}
+        sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
+        return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
+
+    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
+        """As `kvproto.copying.execute.checksums`."""
+        return self.backend.checksums(program, memory, sink)
+
+    def fileno(self) -> int:
+        """Readable when a write has ended since `acknowledge`."""
+        return self.agent.fileno()
+
+    def acknowledge(self) -> None:
+        """Make the descriptor unreadable again."""
+        self.agent.wait(0)
+
+    def close(self) -> None:
+        """End all writes and connections."""
+        self.agent.close()
+        self.backend.close()
+
+    def _register(self, memory: Memory) -> Registered:
+        """Register a region, once."""
+        known = self._registered.get(id(memory))
+        if known is None:
+            known = self._registered[id(memory)] = memory, self.agent.register(self.backend.of(memory))
+        return known[1]
+
+    def _staging(self, length: int, slot_bytes: int) -> Registered:
+        memory = self.backend.allocate(length)
+        try:
+            return self.agent.register(memory, slot_bytes)
+        except KvprotoError:
+            self.backend.free(memory)
+            raise
+
+    def _free(self, staging: Registered) -> None:
+        staging.close()
+        self.backend.free(staging.memory)
+
+    def _to_probe(self) -> Registered:
+        if self._probed is None:
+            self._probed = self._staging(_PROBED, _PROBED)
+        return self._probed
+
+    def _require_fast(self, own: Callable[[], Registered], peer: Peer) -> None:
+        """Refuse a GPU that UCX reaches by neither cuda_ipc nor RDMA."""
+        if peer.memory.kind != MemoryKind.CUDA or not self._floor:
+            return
+        if peer.memory.length < _LEAST_PROBED:
+            wanted, found = f"{_LEAST_PROBED} bytes of staging memory to probe", str(peer.memory.length)
+            raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, wanted, found, "larger slots, or a floor of 0")
+        source = own()
+        size = min(_PROBED, peer.memory.length, source.memory.length)
+        require_fast(probe(source, peer, size), peer, self._floor)
+
+
+def _own(side: Mapping[int, Memory | Mapped]) -> dict[int, Memory]:
+    return {i: m for i, m in side.items() if not isinstance(m, Peer | StagedRegion)}  # type: ignore[misc]

@@ -1,0 +1,210 @@
+"""Anonymous shared memory of one host, and mappings of peers'.
+
+A region is a memfd. Its handle names the owner's process, descriptor and a random nonce; a peer opens it through /proc,
+checks the nonce in the file's name, and maps it. Byte 0 of the region is offset 0 of the file. Nothing has a name in
+the file system, so nothing is left behind, however a process ends. No mapping is inherited by a forked child: a copy of
+it there would outlive the end of this process, which is what proves that nothing is written any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvproto.errors import LocalError, RemoteError
+from kvproto.transport.base import no_handle
+from kvproto.transport.process import boot_id
+from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["Mapping", "SharedMemory", "connect", "owner_of"]
+
+_NAME = "kvproto-"
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Bytes:
+    """The first bytes of a file, mapped until the last view of them is gone; raises OSError.
+
+    Python's own mmap keeps a duplicate of the descriptor for as long as the mapping lives.
+    """
+
+    def __init__(self, fd: int, length: int) -> None:
+        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED or _libc.madvise(address, length, mmap.MADV_DONTFORK):
+            code = ctypes.get_errno()
+            if address != _FAILED:
+                _libc.munmap(address, length)
+            raise OSError(code, os.strerror(code))
+        owner = (ctypes.c_uint8 * length).from_address(address)
+        weakref.finalize(owner, _unmap, address, length, os.getpid()).atexit = False
+        self._owner = weakref.ref(owner)
+        self.address: int = address
+        self.buffer: memoryview = np.ctypeslib.as_array(owner).data
+
+    def close(self) -> None:
+        """Unmap; raises BufferError, and changes nothing, while arrays use it."""
+        self.buffer.release()
+        owner = self._owner()
+        if owner is not None:
+            self.buffer = np.ctypeslib.as_array(owner).data
+            raise BufferError("the memory is in use: delete the arrays that view it first")
+
+
+def _unmap(address: int, length: int, process: int) -> None:
+    if process == os.getpid():  # a forked child has no such mapping, and may have another one there
+        _libc.munmap(address, length)
+
+
+_owned: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+class SharedMemory:
+    """A region that this process owns, zeroed; raises LocalError(TRANSPORT_FAILED) where memory is short."""
+
+    kind, device = MemoryKind.HOST, None
+
+    def __init__(self, length: int, id: int = 0) -> None:
+        self._nonce = secrets.token_hex(16)
+        self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, length)
+            # a peer that has mapped it must not be killed by our making it shorter
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._bytes = _Bytes(self._fd, length)
+        except OSError as e:
+            os.close(self._fd)
+            raise LocalError(
+                ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
+            ) from e
+        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self.id, self.length = id, length
+        self.address = self._bytes.address
+        _owned.add(self)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes."""
+        return self._bytes.buffer
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.frombuffer(self.buffer, np.uint8).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return np.frombuffer(self.buffer, np.uint8).__dlpack_device__()
+
+    @property
+    def region(self) -> Region:
+        """What Register says of it."""
+        data = msgpack.packb([os.getpid(), self._fd, self._nonce])
+        handle = Handle(transport=TransportCode.SHM, data=data)
+        return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
+
+    def close(self) -> None:
+        """Give it up: peers that have mapped it keep it until they unmap; raises BufferError while arrays use it."""
+        self._bytes.close()
+        _owned.discard(self)
+        self._close_file()
+
+
+def owner_of(address: int, length: int) -> SharedMemory | None:
+    """The shared memory of this process that holds [address, address + length), or None."""
+    for memory in _owned:
+        if memory.address <= address and address + length <= memory.address + memory.length:
+            return memory
+    return None
+
+
+class Mapping:
+    """A peer's region in this process; it holds no descriptor."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        self._bytes = _Bytes(fd, length)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes."""
+        return self._bytes.buffer
+
+    def close(self) -> None:
+        """Unmap; raises BufferError while arrays use it."""
+        self._bytes.close()
+
+
+def connect(region: Region, path: str) -> Mapping:
+    """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, that says what is wrong with it."""
+    handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
+    if handle is None:
+        raise no_handle(path, TransportCode.SHM)
+    if region.boot != boot_id():
+        raise RemoteError(
+            ErrorCode.NO_TRANSPORT, f"{path}.boot", boot_id().hex(), bytes(region.boot or b"").hex() or "none",
+            "SHM reaches memory of the same host only: use a transport between hosts",
+        )  # fmt: skip
+    pid, fd, nonce = _read(bytes(handle.data), path)
+    link = f"/proc/{pid}/fd/{fd}"
+    try:
+        name = os.readlink(link).split(" ")[0].removeprefix("/memfd:")
+        if name != _NAME + nonce:
+            raise _failed(path, f"descriptor {fd} of process {pid} to be {_NAME + nonce}", name, _ANEW)
+        opened = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if os.path.exists(f"/proc/{pid}"):
+            raise _failed(path, f"an open descriptor {fd} of process {pid}", "it was closed", _ANEW) from None
+        advice = "if it is alive, run both engines in one PID namespace; else connect to its successor"
+        raise _failed(path, f"process {pid}", "no such process here", advice) from None
+    except OSError as error:
+        advice = "run both engines as one user, in one PID namespace, without limits on /proc or ptrace between them"
+        raise _failed(path, f"access to {link}", error.strerror or type(error).__name__, advice) from None
+    try:
+        if not _sealed(opened):
+            advice = "use memfd_create with MFD_ALLOW_SEALING and add F_SEAL_SHRINK: else a shorter file kills readers"
+            raise _failed(path, "a file sealed with F_SEAL_SHRINK", "no such seal", advice)
+        size = os.fstat(opened).st_size
+        if size < region.length:
+            raise _failed(path, f"a file of {region.length} bytes, as the region says", f"{size} bytes", _ANEW)
+        return Mapping(opened, region.length)
+    except OSError as error:
+        said = error.strerror or type(error).__name__
+        raise _failed(path, f"{region.length} bytes mapped", said, "raise the limits of memory") from None
+    finally:
+        os.close(opened)
+
+
+_ANEW = "send the handle of memory that is still there"
+
+
+def _read(data: bytes, path: str) -> tuple[int, int, str]:
+    """Process, descriptor and nonce of a handle."""
+    try:
+        pid, fd, nonce = msgpack.unpackb(data)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        pid = fd = nonce = None
+    if type(pid) is not int or type(fd) is not int or type(nonce) is not str or pid < 1 or fd < 0:
+        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(data)} other bytes", "see SHM's handles")
+    return pid, fd, nonce
+
+
+def _sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # a file that knows no seals
+        return False
+
+
+def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
+    return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, advice)

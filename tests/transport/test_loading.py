@@ -1,0 +1,99 @@
+"""Transports are found by their entry points, and what cannot be used says what to do."""
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvproto.errors import LocalError
+from kvproto.transport import default, find, load, loading, names
+from kvproto.transport.base import Provider
+from kvproto.transport.shm.memory import SharedMemory
+from kvproto.transport.shm.transport import ShmTransport
+from kvproto.wire.enums import ErrorCode, MemoryKind
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, EntryPoint]]:
+    """Entry points in place of those of this environment."""
+    made: dict[str, EntryPoint] = {}
+    monkeypatch.setattr(loading, "_entries", lambda: made)
+    find.cache_clear()
+    yield made
+    find.cache_clear()
+
+
+class Absent(Provider):
+    """A transport whose library is not here."""
+
+    name = "absent"
+    requires = ("kvproto", "kvproto_no_such_library")
+    install = "pip install 'kvproto[absent]'"
+
+    def preference(self, memory: Any) -> int:
+        return 9
+
+    def open(self, memory: Any) -> Any:
+        raise AssertionError("it is not installed")
+
+
+ABSENT = Absent()
+
+
+def refused(name: str) -> LocalError:
+    with pytest.raises(LocalError) as caught:
+        load(name)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "transport")
+    return caught.value
+
+
+def test_kvproto_installs_its_transports() -> None:
+    assert {"cuda", "nixl", "shm"} <= set(names())
+    for name in names():
+        assert find(name).name == name
+
+
+def test_a_transport_without_its_library_says_what_to_install(entries: dict[str, EntryPoint]) -> None:
+    entries["absent"] = EntryPoint("absent", f"{__name__}:ABSENT", loading.GROUP)
+    error = refused("absent")
+    assert error.mine == "absent, which needs kvproto_no_such_library"
+    assert error.advice == "pip install 'kvproto[absent]'"
+
+
+@pytest.mark.parametrize("value", ["no_such_module:X", "kvproto.errors:NO_SUCH_NAME", "kvproto.errors:KvprotoError"])
+def test_an_entry_point_that_leads_nowhere_is_named(value: str, entries: dict[str, EntryPoint]) -> None:
+    entries["broken"] = EntryPoint("broken", value, loading.GROUP)
+    assert value in refused("broken").mine
+
+
+def test_an_unknown_name_lists_those_there_are(entries: dict[str, EntryPoint]) -> None:
+    assert "install kvproto itself" in refused("pigeon").advice
+    entries["shm"] = EntryPoint("shm", "kvproto.transport.shm.provider:PROVIDER", loading.GROUP)
+    assert refused("pigeon").mine == "one of shm"
+    assert load("shm").name == "shm"
+
+
+def test_a_pool_gets_the_transport_that_suits_its_memory(entries: dict[str, EntryPoint]) -> None:
+    entries["absent"] = EntryPoint("absent", f"{__name__}:ABSENT", loading.GROUP)
+    entries["shm"] = EntryPoint("shm", "kvproto.transport.shm.provider:PROVIDER", loading.GROUP)
+    assert isinstance(default({0: SharedMemory(16), 3: SharedMemory(16)}), ShmTransport)
+
+
+class Plain:
+    """Host memory that no other process can map."""
+
+    id, length, kind, device = 0, 16, MemoryKind.HOST, None
+
+    def __init__(self) -> None:
+        self.array = np.zeros(16, np.uint8)
+
+
+@pytest.mark.parametrize("memory", [{}, {0: Plain()}, {0: SharedMemory(16), 1: Plain()}])
+def test_memory_that_no_transport_suits_is_refused(memory: Any, entries: dict[str, EntryPoint]) -> None:
+    entries["shm"] = EntryPoint("shm", "kvproto.transport.shm.provider:PROVIDER", loading.GROUP)
+    with pytest.raises(LocalError) as caught:
+        default(memory)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "pool")
+    assert "kvproto.transport.memory" in caught.value.advice
