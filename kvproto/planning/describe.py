@@ -1,4 +1,4 @@
-"""Caches of well-known models: from a Hugging Face config.json to `GroupSpec`s."""
+"""Caches of well-known models: from a Hugging Face config.json to `Cache`s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.layout import GroupSpec, Parallel, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
 
 __all__ = ["PRESETS", "Parallel", "describe", "draft_of", "specs"]
@@ -34,7 +34,7 @@ def draft_of(config: Config) -> Config | None:
     return {**config, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}
 
 
-def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None = None) -> list[GroupSpec]:
+def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None = None) -> list[Cache]:
     """The caches of one model, attention first; raises LocalError for a config that lacks a size."""
     config = _text(config)
     if page < 1:
@@ -47,7 +47,7 @@ def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None
         raise _bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
     for i, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(i)
-    made: list[GroupSpec] = []
+    made: list[Cache] = []
     for kind in _ATTENTION:
         if some := layers.get(kind):
             # windowed layers are a group of their own: a request may ask for their last tokens only
@@ -61,25 +61,23 @@ def specs(config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None
     return made
 
 
-def _attention(
-    config: Config, name: str, layers: list[int], model: int, page: int, dtype: DType
-) -> Iterable[GroupSpec]:
+def _attention(config: Config, name: str, layers: list[int], model: int, page: int, dtype: DType) -> Iterable[Cache]:
     if config.get("kv_lora_rank"):
         latent, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
-        yield GroupSpec.mla(name, layers, latent=latent, rope=rope, page=page, dtype=dtype, model=model)
+        yield Cache.mla(name, layers, latent=latent, rope=rope, page=page, dtype=dtype, model=model)
         if config.get("index_head_dim"):
             dim = _number(config, "index_head_dim")
-            yield GroupSpec.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
+            yield Cache.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
         return
     own = [name for name in ("head_dim", "attention_head_dim") if config.get(name)]
     dim = _divided(config) if not own and not _nested(config) else _number(config, *own, "head_dim")
     v_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
-    yield GroupSpec.gqa(
+    yield Cache.gqa(
         name, layers, kv_heads=_kv_heads(config), head_dim=dim, v_head_dim=v_dim, page=page, dtype=dtype, model=model,
     )  # fmt: skip
 
 
-def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[GroupSpec, GroupSpec]:
+def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[Cache, Cache]:
     kernel = _number(config, "conv_kernel", "mamba_d_conv", "d_conv")
     state = _number(config, *_STATE)
     heads, dims = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
@@ -90,17 +88,17 @@ def _mamba(config: Config, name: str, layers: list[int], model: int) -> tuple[Gr
             channels = _number(config, "intermediate_size")
         else:
             channels = _number(config, "mamba_expand") * _number(config, "hidden_size")
-        return GroupSpec.mamba1(
+        return Cache.mamba1(
             name, layers, channels=channels, state=state, kernel=kernel, dtype=_dtype(config), model=model
         )
-    return GroupSpec.mamba2(
+    return Cache.mamba2(
         name, layers, heads=_number(config, *heads), head_dim=_number(config, *dims),
         groups=_number(config, "n_groups", "mamba_n_groups"), state=state, kernel=kernel, dtype=_dtype(config), model=model,
     )  # fmt: skip
 
 
-def _linear(config: Config, name: str, layers: list[int], model: int) -> tuple[GroupSpec, GroupSpec]:
-    return GroupSpec.gdn(
+def _linear(config: Config, name: str, layers: list[int], model: int) -> tuple[Cache, Cache]:
+    return Cache.gdn(
         name, layers, key_heads=_number(config, "linear_num_key_heads"), key_dim=_number(config, "linear_key_head_dim"),
         value_heads=_number(config, "linear_num_value_heads"), value_dim=_number(config, "linear_value_head_dim"),
         kernel=_number(config, "linear_conv_kernel_dim"), dtype=_dtype(config), model=model,

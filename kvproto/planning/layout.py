@@ -1,4 +1,4 @@
-"""An engine's geometry in a few lines: a `GroupSpec` for each cache, and `lay_out` over its parallel ranks.
+"""An engine's geometry in a few lines: a `Cache` for each cache, and `lay_out` over its parallel ranks.
 
 Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
 """
@@ -17,7 +17,7 @@ from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact
 
-__all__ = ["BYTES", "Block", "GroupSpec", "Parallel", "lay_out"]
+__all__ = ["BYTES", "Block", "Cache", "Parallel", "lay_out"]
 
 BYTES = {
     DType.F32: 4, DType.F16: 2, DType.BF16: 2, DType.F8E4M3: 1, DType.F8E5M2: 1, DType.U8: 1, DType.I8: 1,
@@ -44,7 +44,7 @@ class Block:
 
 
 @attrs.frozen
-class GroupSpec:
+class Cache:
     """One cache of some layers of one model, before it is known which rank owns what.
 
     Sizes are in elements of `dtype`; `layers` is a number of layers or their ids. Joint or apart, NHD or HND, padded or
@@ -61,7 +61,7 @@ class GroupSpec:
     def gqa(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
         v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None, model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Paged K and V of multi-head or grouped-query attention; an F32 scale for every `scale_block` elements."""
         dims = {"k": head_dim, "v": v_head_dim or head_dim}
         parts = {p: (dtype, kv_heads, n * BYTES[dtype]) for p, n in dims.items()}
@@ -73,7 +73,7 @@ class GroupSpec:
     def mla(
         cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
         model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank."""
         parts = {"latent": (dtype, 1, (latent + rope) * BYTES[dtype])}
         return cls.paged(name, layers, parts=parts, page=page, model=model)
@@ -82,7 +82,7 @@ class GroupSpec:
     def indexer(
         cls, name: str, layers: int | Iterable[int], *, head_dim: int, page: int, dtype: DType = DType.F8E4M3,
         scale_block: int | None = 128, model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Paged keys of a sparse-attention indexer, with their F32 scales; whole on every rank."""
         parts = {"index": (dtype, 1, head_dim * BYTES[dtype])}
         if scale_block:
@@ -90,9 +90,7 @@ class GroupSpec:
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
-    def page_scales(
-        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0
-    ) -> GroupSpec:
+    def page_scales(cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0) -> Cache:
         """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-WHOLE.
 
         The scale of a page that is not full moves too: the parts are opaque. A scale of a whole tensor is a fact.
@@ -107,7 +105,7 @@ class GroupSpec:
     def compressed(
         cls, name: str, layers: int | Iterable[int], *, dim: int, tokens_per_row: int, page_rows: int,
         dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Paged rows that each cover several tokens (4 or 128, say): one lane, a part of its own name."""
         parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=dim * BYTES[dtype]),)
         return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
@@ -116,7 +114,7 @@ class GroupSpec:
     def window(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, ring_rows: int,
         dtype: DType = DType.BF16, model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """K and V of a sliding window in a ring a request: row = position mod `ring_rows`; each side states its own."""
         size = head_dim * BYTES[dtype]
         parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
@@ -126,7 +124,7 @@ class GroupSpec:
     def paged(
         cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], page: int,
         model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Any other paged parts: name to element type, lanes, bytes of a lane."""
         return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
 
@@ -134,7 +132,7 @@ class GroupSpec:
     def state(
         cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1,
         scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         """Recurrent state, a slot a request: `rows` live ones, then scratch (of speculative steps), never sent."""
         rows_ = {"live_rows": rows}
         return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, _parts(parts), blocks, **rows_)
@@ -143,7 +141,7 @@ class GroupSpec:
     def mamba1(
         cls, name: str, layers: int | Iterable[int], *, channels: int, state: int, kernel: int,
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+    ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
         layers = _ids(layers)
         ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
@@ -156,7 +154,7 @@ class GroupSpec:
     def mamba2(
         cls, name: str, layers: int | Iterable[int], *, heads: int, head_dim: int, groups: int, state: int, kernel: int,
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+    ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
         layers = _ids(layers)
         ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
@@ -169,7 +167,7 @@ class GroupSpec:
     def gdn(
         cls, name: str, layers: int | Iterable[int], *, key_heads: int, key_dim: int, value_heads: int, value_dim: int,
         kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[GroupSpec, GroupSpec]:  # fmt: skip
+    ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
         layers = _ids(layers)
         ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
@@ -180,7 +178,7 @@ class GroupSpec:
         )
 
     @classmethod
-    def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> GroupSpec:
+    def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> Cache:
         """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
         group = g.handoff(0, name, parts)
         return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
@@ -189,7 +187,7 @@ class GroupSpec:
     def _conv(
         cls, name: str, layers: int | Iterable[int], blocks: tuple[Block, ...], kernel: int, dtype: DType,
         scratch_rows: int, model: int,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         parts = {"conv": (dtype, sum(b.lanes for b in blocks), BYTES[dtype])}
         return cls.state(
             f"{name} conv", layers, parts=parts, rows=kernel - 1, scratch_rows=scratch_rows, blocks={"conv": blocks},
@@ -200,7 +198,7 @@ class GroupSpec:
     def _of(
         cls, name: str, layers: int | Iterable[int], model: int, kind: ItemKind, rows: int, parts: tuple[g.Part, ...],
         blocks: Mapping[str, Sequence[Block]] | None = None, **more: Any,
-    ) -> GroupSpec:  # fmt: skip
+    ) -> Cache:  # fmt: skip
         numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
         group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
         given = blocks or {}
@@ -256,7 +254,7 @@ class Parallel:
 
 
 def lay_out(
-    specs: Sequence[GroupSpec], parallel: Parallel | None = None, replica: int = 0,
+    specs: Sequence[Cache], parallel: Parallel | None = None, replica: int = 0,
     facts: Mapping[str, str] | None = None, depth: int | None = None,
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
@@ -285,7 +283,7 @@ def lay_out(
     return Geometry(replica=replica, facts=named, groups=tuple(spec.group for spec in made), ranks=tuple(ranks))
 
 
-def _check(spec: GroupSpec, id: int, depth: int | None) -> None:
+def _check(spec: Cache, id: int, depth: int | None) -> None:
     """Raise LocalError where some layers or lanes of a cache would be nobody's."""
     path = f"specs[{id}]"
     if not spec.layers:
@@ -297,12 +295,12 @@ def _check(spec: GroupSpec, id: int, depth: int | None) -> None:
             raise _bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
 
 
-def _deep(spec: GroupSpec) -> bool:
+def _deep(spec: Cache) -> bool:
     """Whether pipeline stages divide its layers: those of a draft, and hand-off data, are on the last."""
     return spec.group.model == 0 and spec.group.kind != ItemKind.HANDOFF
 
 
-def _share(spec: GroupSpec, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
+def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
     """What one rank owns of a group; None where its stage has none of the layers."""
     layers = [i for i in spec.layers if (stage[0] <= i < stage[1] if _deep(spec) else last)]
     if not layers:

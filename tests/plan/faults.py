@@ -17,7 +17,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import Side, Window
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, owned_before, owner
-from kvproto.planning.layout import GroupSpec, Parallel, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 
@@ -92,13 +92,13 @@ def hand_over(source: Geometry, sink: Geometry, first: int = 0, count: int = TOK
     return moved
 
 
-def heads(number: int, page: int = 4, layers: int | Sequence[int] = 2, model: int = 0) -> GroupSpec:
+def heads(number: int, page: int = 4, layers: int | Sequence[int] = 2, model: int = 0) -> Cache:
     """A GQA cache whose heads are 8 bytes."""
-    return GroupSpec.gqa("heads", layers, kv_heads=number, head_dim=2, page=page, dtype=DType.F32, model=model)
+    return Cache.gqa("heads", layers, kv_heads=number, head_dim=2, page=page, dtype=DType.F32, model=model)
 
 
-def latent(layers: int = 4, page: int = 4) -> GroupSpec:
-    return GroupSpec.mla("latent", layers, latent=1, rope=1, page=page, dtype=DType.F32)
+def latent(layers: int = 4, page: int = 4) -> Cache:
+    return Cache.mla("latent", layers, latent=1, rope=1, page=page, dtype=DType.F32)
 
 
 def heads_dropped() -> None:
@@ -145,7 +145,7 @@ def draft_shards_lost() -> None:
 def v_over_k() -> None:
     """The source states V before K."""
     parts = dict.fromkeys(("v", "k"), (DType.F32, 2, 8))
-    hand_over(lay_out([GroupSpec.paged("kv", 2, parts=parts, page=4)]), lay_out([heads(2)]))
+    hand_over(lay_out([Cache.paged("kv", 2, parts=parts, page=4)]), lay_out([heads(2)]))
 
 
 def layers_by_position() -> None:

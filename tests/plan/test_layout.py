@@ -1,4 +1,4 @@
-"""GroupSpec and lay_out: the caches in use, stated in a few lines, cut over ranks, and handed over byte for byte."""
+"""Cache and lay_out: the caches in use, stated in a few lines, cut over ranks, and handed over byte for byte."""
 
 from itertools import pairwise
 from typing import Any
@@ -16,36 +16,36 @@ from kvproto.errors import LocalError, PlanError
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, describe, draft_of, specs
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.layout import Block, GroupSpec, Parallel, lay_out
+from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 F8 = DType.F8E4M3
 
 
-def one(spec: GroupSpec, parallel: Parallel | None = None) -> Geometry:
+def one(spec: Cache, parallel: Parallel | None = None) -> Geometry:
     geometry = lay_out([spec], parallel)
     validate(geometry)
     return geometry
 
 
-CACHES: dict[str, tuple[GroupSpec, int, int]] = {
+CACHES: dict[str, tuple[Cache, int, int]] = {
     # spec, rows of a window of 7 tokens, bytes of a row
-    "gqa": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=4, page=4), 7, 32),
-    "wide K": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=6, v_head_dim=4, page=4), 7, 40),
-    "block scales": (GroupSpec.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=3), 7, 32 + 48),
-    "mla": (GroupSpec.mla("mla", 1, latent=6, rope=2, page=4), 7, 16),
-    "indexer": (GroupSpec.indexer("index", 1, head_dim=128, page=4), 7, 132),
-    "indexer without scales": (GroupSpec.indexer("index", 1, head_dim=128, page=4, scale_block=None), 7, 128),
-    "page scales": (GroupSpec.page_scales("scales", 1, kv_heads=2, page=4), 2, 16),
-    "C4": (GroupSpec.compressed("c4", 1, dim=4, tokens_per_row=4, page_rows=2), 1, 8),
-    "window": (GroupSpec.window("swa", 1, kv_heads=2, head_dim=4, ring_rows=16), 7, 32),
-    "conv": (GroupSpec.mamba1("m", 1, channels=6, state=2, kernel=4, scratch_rows=2)[0], 3, 12),
-    "ssm": (GroupSpec.mamba1("m", 1, channels=6, state=2, kernel=4)[1], 1, 48),
-    "conv 2": (GroupSpec.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[0], 3, 20),
-    "ssm 2": (GroupSpec.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[1], 1, 48),
-    "conv gdn": (GroupSpec.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[0], 2, 20),
-    "ssm gdn": (GroupSpec.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[1], 1, 48),
+    "gqa": (Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4), 7, 32),
+    "wide K": (Cache.gqa("kv", 1, kv_heads=2, head_dim=6, v_head_dim=4, page=4), 7, 40),
+    "block scales": (Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=3), 7, 32 + 48),
+    "mla": (Cache.mla("mla", 1, latent=6, rope=2, page=4), 7, 16),
+    "indexer": (Cache.indexer("index", 1, head_dim=128, page=4), 7, 132),
+    "indexer without scales": (Cache.indexer("index", 1, head_dim=128, page=4, scale_block=None), 7, 128),
+    "page scales": (Cache.page_scales("scales", 1, kv_heads=2, page=4), 2, 16),
+    "C4": (Cache.compressed("c4", 1, dim=4, tokens_per_row=4, page_rows=2), 1, 8),
+    "window": (Cache.window("swa", 1, kv_heads=2, head_dim=4, ring_rows=16), 7, 32),
+    "conv": (Cache.mamba1("m", 1, channels=6, state=2, kernel=4, scratch_rows=2)[0], 3, 12),
+    "ssm": (Cache.mamba1("m", 1, channels=6, state=2, kernel=4)[1], 1, 48),
+    "conv 2": (Cache.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[0], 3, 20),
+    "ssm 2": (Cache.mamba2("m", 1, heads=2, head_dim=3, groups=1, state=2, kernel=4)[1], 1, 48),
+    "conv gdn": (Cache.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[0], 2, 20),
+    "ssm gdn": (Cache.gdn("g", 1, key_heads=1, key_dim=2, value_heads=2, value_dim=3, kernel=3)[1], 1, 48),
 }
 
 
@@ -81,24 +81,22 @@ def test_blocks_are_cut_into_whole_units_that_cover(units: int, unit: int, ranks
 
 def test_sub_blocks_of_a_conv_state_are_cut_on_their_own() -> None:
     """16 key heads of 128 and 32 value heads of 128 over 4 ranks; one group of B and C on each of 4."""
-    gdn = one(
-        GroupSpec.gdn("g", 1, key_heads=16, key_dim=128, value_heads=32, value_dim=128, kernel=4)[0], Parallel(tp=4)
-    )
+    gdn = one(Cache.gdn("g", 1, key_heads=16, key_dim=128, value_heads=32, value_dim=128, kernel=4)[0], Parallel(tp=4))
     assert [(s.lo, s.hi) for s in gdn.ranks[1].owns[0].lanes] == [(512, 1024), (2560, 3072), (5120, 6144)]
-    mamba = one(GroupSpec.mamba2("m", 1, heads=8, head_dim=64, groups=1, state=128, kernel=4)[0], Parallel(tp=4))
+    mamba = one(Cache.mamba2("m", 1, heads=8, head_dim=64, groups=1, state=128, kernel=4)[0], Parallel(tp=4))
     assert [(s.lo, s.hi) for s in mamba.ranks[3].owns[0].lanes] == [(384, 512), (512, 640), (640, 768)]
 
 
 def test_both_states_of_a_recurrent_layer_have_its_layers_however_they_are_given() -> None:
-    both = GroupSpec.mamba2("m", iter([1, 3]), heads=2, head_dim=3, groups=1, state=2, kernel=4)
+    both = Cache.mamba2("m", iter([1, 3]), heads=2, head_dim=3, groups=1, state=2, kernel=4)
     assert [s.layers for s in both] == [(1, 3), (1, 3)]
 
 
 def test_stages_divide_the_layers_of_the_target_and_a_draft_is_on_the_last() -> None:
     target, draft = (
-        GroupSpec.gqa(n, k, kv_heads=1, head_dim=8, page=4, model=m) for m, (n, k) in enumerate((("t", 7), ("d", 2)))
+        Cache.gqa(n, k, kv_heads=1, head_dim=8, page=4, model=m) for m, (n, k) in enumerate((("t", 7), ("d", 2)))
     )
-    first = GroupSpec.handoff("first token", {"token": (DType.U8, 4)})
+    first = Cache.handoff("first token", {"token": (DType.U8, 4)})
     for stages, wanted in ((None, [3, 2, 2]), ((1, 4, 2), [1, 4, 2])):
         made = lay_out([target, draft, first], Parallel(pp=3, stages=stages))
         validate(made)
@@ -122,7 +120,7 @@ def test_stages_cut_a_hybrid_by_the_model_not_by_the_cache() -> None:
 )  # fmt: skip
 def test_sizes_that_no_engine_has(sizes: dict[str, Any], path: str) -> None:
     with pytest.raises(LocalError) as caught:
-        lay_out([GroupSpec.mla("m", 8, latent=6, rope=2, page=4)], Parallel(**sizes))
+        lay_out([Cache.mla("m", 8, latent=6, rope=2, page=4)], Parallel(**sizes))
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
@@ -132,14 +130,14 @@ CONV = {"conv": (DType.U8, 10, 1)}
 @pytest.mark.parametrize(
     ("spec", "path"),
     [
-        (GroupSpec.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
-        (GroupSpec.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
-        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
-        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
-        (GroupSpec.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),
+        (Cache.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
+        (Cache.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
+        (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
+        (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
+        (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),
     ],
 )
-def test_layers_and_lanes_are_somebodys(spec: GroupSpec, path: str) -> None:
+def test_layers_and_lanes_are_somebodys(spec: Cache, path: str) -> None:
     with pytest.raises(LocalError) as caught:
         lay_out([spec], depth=8)
     assert caught.value.path == path
@@ -147,7 +145,7 @@ def test_layers_and_lanes_are_somebodys(spec: GroupSpec, path: str) -> None:
 
 def test_blocks_are_of_parts() -> None:
     with pytest.raises(LocalError) as caught:
-        GroupSpec.state("m", 1, parts=CONV, blocks={"cnov": [Block(10, 5)]})
+        Cache.state("m", 1, parts=CONV, blocks={"cnov": [Block(10, 5)]})
     assert caught.value.path == "blocks"
 
 
@@ -162,7 +160,7 @@ def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
 
 
 def test_page_scales_want_equal_pages() -> None:
-    pages = [one(GroupSpec.page_scales("scales", 1, kv_heads=2, page=p)) for p in (16, 32)]
+    pages = [one(Cache.page_scales("scales", 1, kv_heads=2, page=p)) for p in (16, 32)]
     with pytest.raises(PlanError) as caught:
         plan(*pages)
     assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "groups[scales].tokens_per_row")

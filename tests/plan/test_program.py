@@ -26,7 +26,7 @@ from kvproto.planning.geometry import (
     owns,
     validate,
 )  # fmt: skip
-from kvproto.planning.layout import GroupSpec, lay_out
+from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
@@ -427,7 +427,7 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
 @pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
 def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
     """The scale of a page of 4 tokens, of which two are asked for."""
-    geometry = lay_out([GroupSpec.page_scales("scales", 1, kv_heads=1, page=4)])
+    geometry = lay_out([Cache.page_scales("scales", 1, kv_heads=1, page=4)])
     side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
     asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
     with pytest.raises(RemoteError) as caught:
@@ -438,12 +438,12 @@ def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> Non
 @pytest.mark.parametrize(
     ("spec", "early"),
     [
-        (GroupSpec.page_scales("scales", 1, kv_heads=1, page=4), frozenset()),
-        (GroupSpec.state("state", 1, parts={"s": (DType.F32, 1, 64)}), frozenset()),
-        (GroupSpec.mla("kv", 1, latent=8, rope=4, page=4), frozenset({0})),
+        (Cache.page_scales("scales", 1, kv_heads=1, page=4), frozenset()),
+        (Cache.state("state", 1, parts={"s": (DType.F32, 1, 64)}), frozenset()),
+        (Cache.mla("kv", 1, latent=8, rope=4, page=4), frozenset({0})),
     ],
 )
-def test_a_pair_knows_what_may_go_early_before_there_is_a_request(spec: GroupSpec, early: frozenset[int]) -> None:
+def test_a_pair_knows_what_may_go_early_before_there_is_a_request(spec: Cache, early: frozenset[int]) -> None:
     geometry = lay_out([spec])
     side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
     pair = Pair(plan(geometry, geometry).routes, side_, side_)

@@ -20,7 +20,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Side, Window
 from kvproto.errors import LocalError
 from kvproto.node.pool import pack
-from kvproto.planning.layout import GroupSpec, lay_out
+from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.table import FEW, Launch, Work, check, few, launch, parts, rebase, sizes, sums, table
@@ -195,7 +195,7 @@ def plain(
     rows: int, width: int, flat: bool = True
 ) -> tuple[CopyProgram, np.ndarray, np.ndarray, Callable[[int], object]]:
     """A latent of `width` bytes from pages of 4 rows to pages of 2, both in no order; a table for a sink at an address."""
-    specs = [GroupSpec.mla("m", 1, latent=width - 1, rope=1, page=p, dtype=DType.U8) for p in (4, 2)]
+    specs = [Cache.mla("m", 1, latent=width - 1, rope=1, page=p, dtype=DType.U8) for p in (4, 2)]
     geometries = [lay_out([s]) for s in specs]
     dice = np.random.default_rng(1)
     sides, windows, sizes_ = [], [], []
