@@ -1,60 +1,33 @@
-"""A rank's cache: its regions, and where each layer and part lies in them as [item, row, lane, byte]."""
+"""A rank's cache as a node sees it, and columns without gaps for one that is allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
-import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvproto.copying.program import Side
-from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry
-from kvproto.transport import memory
 from kvproto.transport.base import Memory
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns
 
-__all__ = ["Pool", "pack"]
+__all__ = ["RankPool", "pack"]
 
 _ALIGN = 256
 
 
-@attrs.frozen
-class Pool:
-    """Memory and where each column lies in it."""
-
-    memories: Mapping[int, Memory]
-    """By region id."""
-    side: Side
+class RankPool(Protocol):
+    """Regions of one rank, and where each column lies in them; `kvproto.Pool` is one."""
 
     @property
-    def memory(self) -> Memory:
-        """The region of a pool that has one; raises LocalError(OUT_OF_RANGE) for another number of them."""
-        if len(self.memories) != 1:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "pool.memories", "one region", str(len(self.memories)))
-        return next(iter(self.memories.values()))
+    def memories(self) -> Mapping[int, Memory]:
+        """By region id."""
 
-    def place(self, group: int, layer: int, part: str) -> tuple[int, tuple[int, int, int, int]]:
-        """Offset in its region and shape, [items, rows, lanes of this rank, lane bytes], of a column."""
-        spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
-        p = [x.name for x in spec.parts].index(part)
-        k = self._column(group, layer, part)
-        lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
-        shape = (columns.items, spec.rows, lanes, spec.parts[p].lane_bytes)
-        return int(columns.offset[k]), shape
-
-    def array(self, group: int, layer: int, part: str) -> npt.NDArray[np.uint8]:
-        """A column in host memory, a view."""
-        offset, shape = self.place(group, layer, part)
-        region = int(self.side.columns[group].region[self._column(group, layer, part)])
-        return np.ndarray(shape, np.uint8, np.from_dlpack(self.memories[region]).data, offset)
-
-    def _column(self, group: int, layer: int, part: str) -> int:
-        names = [p.name for p in self.side.group(group).parts]
-        at: int = self.side.owns(group).layers.tolist().index(layer)
-        return at * len(names) + names.index(part)
+    @property
+    def side(self) -> Side:
+        """The rank's geometry and columns."""
 
 
 def pack(
@@ -85,9 +58,3 @@ def pack(
             item_stride=item, row_stride=row_stride, lane_stride=lane,
         )  # fmt: skip
     return found, at
-
-
-def allocate(geometry: Geometry, rank: int, items: Mapping[int, int], device: int | None = None) -> Pool:
-    """A packed pool in fresh memory, zeroed: of a GPU, or shared memory of the host."""
-    columns, length = pack(geometry, rank, items)
-    return Pool({0: memory.allocate(max(length, 1), device)}, Side(geometry, rank, columns))

@@ -9,14 +9,17 @@ import attrs
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Side, Window, windows
 from kvproto.errors import KvprotoError
-from kvproto.node.pool import Pool
-from kvproto.node.ways import Way, reach
+from kvproto.node.pool import RankPool
+from kvproto.node.registrar import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked
 from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Puller"]
+
+_RETRY = 1e-3
+"""Seconds until a copy that could not start is tried again."""
 
 
 @attrs.define(eq=False)
@@ -25,7 +28,7 @@ class _Pull:
 
     offered: Offered
     sinks: dict[int, Window]
-    way: Way | None = None
+    peer: PeerMapping | None = None
     program: CopyProgram | None = None
     copying: Copying | None = None
     error: KvprotoError | None = None
@@ -36,18 +39,21 @@ class Puller:
     """Maps the memory of sources and reads their offers while they are leased."""
 
     def __init__(
-        self, endpoint: SinkEndpoint, pool: Pool, movers: Sequence[Transport], clock: Callable[[], float]
+        self, endpoint: SinkEndpoint, pool: RankPool, transports: Sequence[Transport], clock: Callable[[], float]
     ) -> None:
         self._endpoint, self._pool, self._clock = endpoint, pool, clock
-        self._movers = {m.capabilities.code: m for m in movers}
-        self._ways: dict[int, Way] = {}
+        self._transports = transports
+        self._peers: dict[int, PeerMapping] = {}
         """By source rank."""
         self._pulls: list[_Pull] = []
 
     @property
-    def busy(self) -> bool:
-        """Whether offers wait or are being read."""
-        return bool(self._pulls)
+    def poll_interval(self) -> float | None:
+        """Seconds until offers should be looked at again; None: there are none, or a descriptor tells."""
+        if any(p.copying is None for p in self._pulls):
+            return _RETRY
+        found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
+        return min((seconds for seconds in found if seconds is not None), default=None)
 
     def map(self, event: RegisterAsked) -> None:
         """Map a source's memory by its first transport that works here."""
@@ -55,12 +61,12 @@ class Puller:
         if rank is None:  # it has said Goodbye meanwhile
             return
         try:
-            way = reach(event, self._movers, self._pair(rank, event), self._pool.memories, writes=False)
+            peer = map_peer(event, self._transports, self._pair(rank, event), self._pool.memories, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(event.session, error)
             return
-        self._ways[rank] = way
-        self._endpoint.accept_register(event.session, way.mover.capabilities.code)
+        self._peers[rank] = peer
+        self._endpoint.accept_register(event.session, peer.transport.capabilities.code)
 
     def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
         """Read this as soon as may be; windows by this side's group id."""
@@ -70,10 +76,10 @@ class Puller:
         """Start, stop and finish copies; whether the endpoint may have something to tell."""
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
-        used = {p.way.asked.session for p in self._pulls if p.way is not None}
-        for rank, way in list(self._ways.items()):
-            if way.asked.session not in used and self._endpoint.rank_of(way.asked.session) is None:
-                self._ways.pop(rank).close()
+        used = {p.peer.asked.session for p in self._pulls if p.peer is not None}
+        for rank, peer in list(self._peers.items()):
+            if peer.asked.session not in used and self._endpoint.rank_of(peer.asked.session) is None:
+                self._peers.pop(rank).close()
         return len(self._pulls) < before
 
     def _begin(self, pull: _Pull) -> bool:
@@ -82,15 +88,16 @@ class Puller:
         if not self._endpoint.wanted(offered):
             return True
         try:
-            pull.way = self._ways[offered.offer.writer]
-            pull.program = pull.program or pull.way.pair.lower(windows(offered.offer.grants), pull.sinks)
+            pull.peer = self._peers[offered.offer.writer]
+            pull.program = pull.program or pull.peer.pair.lower(windows(offered.offer.grants), pull.sinks)
         except KvprotoError as error:
             self._endpoint.unread(offered, error, now)
             return True
         if not self._endpoint.may_read(offered, now):
             return False
         try:
-            pull.copying = pull.way.mover.start([Move(pull.program, pull.way.connection.mapped, self._pool.memories)])
+            moves = [Move(pull.program, pull.peer.connection.mapped, self._pool.memories)]
+            pull.copying = pull.peer.transport.start(moves)
         except KvprotoError as error:
             if error.code == ErrorCode.BUSY:
                 self._endpoint.postpone(offered)
@@ -130,6 +137,6 @@ class Puller:
             while pull.copying is not None and pull.copying.stop() is None:
                 pass
         self._pulls.clear()
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()

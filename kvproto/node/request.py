@@ -1,4 +1,4 @@
-"""A request at a source: what the engine has said of it, and what of that goes to one sink."""
+"""A request at a source: what the engine has said of it, and which of its rows go to one sink."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Window, windows
 from kvproto.errors import RemoteError
-from kvproto.node.parts import There
+from kvproto.node.progress import Available
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from kvproto.wire.messages import Grants, HandOff
 
-__all__ = ["Computed", "Finished", "Request", "asked", "check"]
+IntArray = npt.NDArray[np.int64]
+
+__all__ = ["Computed", "Finished", "Request", "asked_tokens", "check_grant"]
+
+_NO_ITEMS = np.empty(0, np.int64)
 
 
 @attrs.frozen
 class Finished:
     """A request whose prefill is over."""
 
-    items: Mapping[int, list[int]]
-    """Item ids by this side's group id, from the one that holds token 0."""
+    items: Mapping[int, IntArray]
+    """Page tables by this side's group id, from the page of token 0 on."""
     tokens: int
     """Positions [0, tokens) hold real rows."""
     outcome: Outcome
     handoff: Mapping[tuple[int, str], bytes]
     """Bytes of each hand-off part, by group id and part name."""
     after: int | None = None
-    """Handle of the device event that the rows wait for; None: they are there."""
+    """Handle of the device event after which the rows are there; None: they are there."""
 
     @property
     def events(self) -> tuple[int, ...]:
-        """That, if any."""
+        """The device event, if there is one."""
         return () if self.after is None else (self.after,)
 
     def handoffs(self, pair: Pair) -> tuple[HandOff, ...]:
@@ -51,10 +56,10 @@ class Finished:
 
 @attrs.frozen
 class Computed:
-    """Rows that are there while others of the request still compute: say so of all layers of a model, or of none."""
+    """Rows that are there while others are still being computed: said of all layers of a model, or of none."""
 
-    items: Mapping[int, list[int]]
-    """Item ids by this side's group id, from the one that holds token 0; those of the rows that are there suffice."""
+    items: Mapping[int, IntArray]
+    """Page tables by this side's group id, from the page of token 0 on, as far as rows are there."""
     tokens: int
     """Positions [0, tokens) hold real rows ..."""
     layers: tuple[int, int]
@@ -62,15 +67,15 @@ class Computed:
     model: int = 0
     """... of this model."""
     after: int | None = None
-    """Handle of the device event that these rows wait for; None: they are there."""
+    """Handle of the device event after which these rows are there; None: they are there."""
 
 
 @attrs.define(eq=False)
 class Request:
     """How far a request is."""
 
-    items: Mapping[int, list[int]] = attrs.Factory(dict)
-    there: dict[Layer, There] = attrs.Factory(dict)
+    items: Mapping[int, IntArray] = attrs.Factory(dict)
+    available: dict[Layer, Available] = attrs.Factory(dict)
     tokens: dict[int, int] = attrs.Factory(dict)
     """By model: the most of any layer."""
     finished: Finished | None = None
@@ -82,16 +87,16 @@ class Request:
         self.items = computed.items
         self.news += 1
         self.tokens[computed.model] = max(self.tokens.get(computed.model, 0), computed.tokens)
-        there = There(computed.tokens, () if computed.after is None else (computed.after,))
+        there = Available(computed.tokens, () if computed.after is None else (computed.after,))
         for layer in range(*computed.layers):
-            self.there[computed.model, layer] = there
+            self.available[computed.model, layer] = there
 
     def program(self, pair: Pair, grants: Sequence[Grants], whole: bool) -> CopyProgram:
         """All rows that go to a sink; before prefill is over those that any layer has, or the `whole` to come.
 
         Raises BAD_GRANT, STATE_POSITION.
         """
-        by_group, ends = {g.group: g for g in grants}, asked(pair, grants)
+        by_group, ends = {g.group: g for g in grants}, asked_tokens(pair, grants)
         sinks, sources = windows(grants), {}
         for route in pair.routes:
             for box in route.boxes:
@@ -100,7 +105,7 @@ class Request:
                     continue
                 items, tokens = self.items, self.tokens.get(group.model, 0)
                 if self.finished is not None:
-                    check(by_group[route.group], self.finished.tokens)
+                    check_grant(by_group[route.group], self.finished.tokens)
                     items, tokens = self.finished.items, self.finished.tokens
                 elif whole:
                     _, tokens = ends[group.model]
@@ -108,16 +113,16 @@ class Request:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
-                sources[group.id] = Window(0, tokens, np.array(items.get(group.id, []), np.int64))
+                sources[group.id] = Window(0, tokens, items.get(group.id, _NO_ITEMS))
         return pair.lower(sources, sinks)
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
         """Layers all of whose rows for a sink are there, and the device events that those wait for."""
-        ends = asked(pair, grants)
-        return {layer: t.after for layer, t in self.there.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
+        ends = asked_tokens(pair, grants)
+        return {layer: t.after for layer, t in self.available.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
 
 
-def asked(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
+def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
     """Positions [first, end) that a sink asked for, by model."""
     found: dict[int, tuple[int, int]] = {}
     for grant in grants:
@@ -127,7 +132,7 @@ def asked(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def check(grant: Grants, tokens: int) -> None:
+def check_grant(grant: Grants, tokens: int) -> None:
     """Raise BAD_GRANT or STATE_POSITION where a grant wants what a request of so many tokens does not have."""
     if grant.valid > tokens:
         raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid))

@@ -1,13 +1,12 @@
-"""Which rows of a request go to a sink next: every row of every layer once, as soon as it is there.
+"""How much of a request was handed to a transport for one sink, and which parts of it are next.
 
-Prefill computes each layer from the first token on, so what is there of a layer is one number of tokens, and
-what was handed to a transport is another. A part is what lies between the two, for layers next to each other that are
-alike in both.
+Prefill computes each layer from the first token on. So what is available of a layer, and what was handed to a transport, is
+one number of tokens each; a part is what lies between the two, for adjacent layers that are alike in both.
 
-When a part goes is a matter of what its link costs. A link between GPUs that is in use draws power even where little
-crosses it, and compute that holds its GPU at the power limit slows down for it (benchmarks/overlap.py). Where a link is
-many times faster than rows are computed, nearly all of them may go shortly before the last is there, and the end is as
-early: what is left then is halved, and halved again.
+When a part goes depends on what its link costs. A link between GPUs that is in use draws power even when little crosses
+it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). Where a link is many times
+faster than rows are computed, nearly all of them may go shortly before the last is computed and still end as early: what
+is left then is halved, and halved again.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 
-__all__ = ["Handed", "Part", "There"]
+__all__ = ["Available", "Part", "SendProgress"]
 
-_NONE = -1
-"""No model."""
+_NO_MODEL = -1
 
 
 @attrs.frozen
-class There:
-    """What is there of a layer: positions [0, tokens), after the device events."""
+class Available:
+    """What is computed of a layer: positions [0, tokens), once these device events have happened."""
 
     tokens: int
     after: tuple[int, ...] = ()
@@ -37,35 +35,39 @@ class There:
 
 @attrs.frozen
 class Part:
-    """Rows of some layers."""
+    """Some rows of some layers, to be copied next."""
 
     program: CopyProgram
     """With the rows of this part alone, of all layers."""
     layers: tuple[int, int] | None
-    """Those that are meant: [lo, hi)."""
+    """Layers [lo, hi) that are meant; None: all."""
     after: tuple[int, ...]
+    """Handles of the device events after which the rows are there."""
     bytes: int
     grows: bool = False
-    """As of `Move`."""
+    """Whether no row is there yet; see `Move.grows`."""
 
 
-class Handed:
+class SendProgress:
     """What was handed to a transport for one sink."""
 
     def __init__(self, program: CopyProgram) -> None:
+        """`program` is any of the rank pair's."""
         self._layers = sorted(_layers(program.ops))
         self._tokens = dict.fromkeys(self._layers, 0)
         self._early = _layers(program.ops[np.isin(program.ops["map"], list(program.early))])
-        """Layers that have rows which may go before the end."""
+        """Layers with rows that may go before prefill is over."""
         self.begun = False
-        """Whether anything was."""
+        """Whether anything was handed over."""
 
-    def due(self, there: Mapping[Layer, There], asked: Mapping[int, tuple[int, int]], late: float) -> bool:
-        """Whether what is there and was not handed over is as much as what is to come, in tokens of a layer.
+    def due(
+        self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float
+    ) -> bool:
+        """Whether a part should go now: what waits, in tokens of a layer, is as much as what is still to be computed.
 
-        Where nothing was handed over it has to be `late` times as much, and if that is less than 1, later too. Models
-        none of whose layers is there do not count: they may be told of by the end alone. asked: by model, positions
-        [first, end).
+        The first part waits until it is `first_part_ratio` times as much; a ratio below 1 holds for later parts too.
+        Models of which no layer is available do not count, as the engine may speak of them at the end alone. `asked`: positions
+        [first, end) by model.
         """
         waiting = coming = 0
         known = {model for model, _ in there}
@@ -77,19 +79,19 @@ class Handed:
             computed = max(min(there[layer].tokens, end), first) if layer in there else first
             waiting += max(computed - max(handed, first), 0)
             coming += end - computed
-        return waiting >= coming * (min(late, 1) if self.begun else late)
+        return waiting >= coming * (min(first_part_ratio, 1) if self.begun else first_part_ratio)
 
-    def next(self, program: CopyProgram, there: Mapping[Layer, There]) -> list[Part]:
-        """What is there and was not handed over; `program` may grow from call to call, by rows alone."""
+    def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[Part]:
+        """What is available and was not handed over; `program` may gain rows from call to call, nothing else."""
         return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
 
     def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[Part]:
-        """All that was not handed over, once everything is there; at least one part, be it empty."""
+        """All that was not handed over, once prefill is over: one part at least, which may be empty."""
         found = self._parts(program, dict.fromkeys(self._layers, (None, after)))
-        return found or [Part(program.since(_NONE, 0, None), None, after, 0)]
+        return found or [Part(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
-    def advance(self, there: Mapping[Layer, There]) -> None:
-        """The parts of `next` are handed over."""
+    def advance(self, there: Mapping[Layer, Available]) -> None:
+        """The parts that `next` gave have been handed over."""
         self.begun = True
         for layer in self._layers:
             if layer in there:

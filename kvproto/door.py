@@ -1,0 +1,180 @@
+"""What Source and Sink have in common: who drives them, their events, their handles, their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Self, TypeVar
+
+from kvproto.errors import LocalError
+from kvproto.events import Event
+from kvproto.node.driver import Driver, Node
+from kvproto.options import Options
+from kvproto.planning.geometry import Geometry
+from kvproto.pool import Pool
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Ticket
+
+__all__ = ["Door", "Handle"]
+
+Result = TypeVar("Result")
+
+_KEPT = 1 << 16
+"""Events kept for `events`, the latest."""
+
+
+class Handle(Generic[Result]):
+    """One request at a Source or Sink: wait for it, poll it, or be called back."""
+
+    def __init__(self, door: Door, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._door, self._key = door, bytes(ticket.key)
+        self._ended = threading.Event()
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "waiting" if not self.done else f"lost: {self._error}" if self._error is not None else "done"
+        return f"<{type(self).__name__} of {self._door.name}, {state}>"  # the ticket's key is a secret
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def result(self) -> Result | None:
+        """The event that ended it; None while it is not over. Raises the error where it failed."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """The event that ended it, at most `timeout` seconds later.
+
+        Without an I/O thread this steps the Source or Sink. Raises TimeoutError, the error that ended it, or LocalError where
+        it can never end: after close, or in a fork.
+        """
+        if not self.done:
+            self._door._wait(self._ended, timeout)
+        if not self.done:
+            raise TimeoutError(f"{self!r} after {timeout} s")
+        found = self.result
+        assert found is not None
+        return found
+
+    def add_done_callback(self, call: Callable[[Self], object]) -> None:
+        """Call it with this handle once it is over, where `Options.callbacks` says; at once if it is over."""
+        with self._door._handles_lock:
+            if not self.done:
+                self._callbacks.append(call)
+                return
+        self._door._driver.later(lambda: call(self))
+
+    def _post(self, work: Callable[[], None]) -> None:
+        if self.done:
+            advice = "this request is over; make a new ticket"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, repr(self), "a request under way", "one that is over", advice)
+        self._door._driver.post(work)
+
+    def _end(self, result: Result | None, error: BaseException | None = None) -> None:
+        with self._door._handles_lock:
+            if self.done:
+                return
+            self._result, self._error = result, error
+            self._ended.set()
+            calls, self._callbacks = self._callbacks, []
+        for call in calls:
+            self._door._driver.later(lambda call=call: call(self))  # type: ignore[misc]
+
+
+class Door:
+    """A Source or a Sink: a node, and who drives it."""
+
+    def __init__(self, name: str, pool: Pool, node: Node, options: Options) -> None:
+        self.name, self.pool, self.options = name, pool, options
+        self._handles_lock = threading.Lock()
+        self._told: deque[Event] = deque(maxlen=_KEPT)
+        self._who = f"{type(self).__name__} {name!r}"
+        pool._use(self._who)
+        try:
+            self._driver = Driver(node, self._who, self._deliver, options.thread, options.callbacks)
+        except BaseException:
+            pool._unuse(self._who)
+            raise
+
+    @property
+    def geometry(self) -> Geometry:
+        """What all ranks of this engine's replica own."""
+        return self.pool.geometry
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call, in order; handles tell the same of their own requests."""
+        found = []
+        while self._told:
+            found.append(self._told.popleft())
+        return found
+
+    def step(self, timeout: float = 0.0) -> list[Event]:
+        """One turn, after waiting up to `timeout` seconds for something to do; returns what `events` would.
+
+        For a loop of your own, with Options(thread=False). Never call it from two threads at once.
+        """
+        self._driver.step(timeout)
+        return self.events()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `step` has something to do, for select, poll or an event loop."""
+        return self._driver.fileno()
+
+    def next_timer(self) -> float | None:
+        """Seconds until `step` has something to do even if the descriptor is not readable; None: nothing is planned."""
+        return self._driver.next_timer()
+
+    def close(self, reason: str = "closed") -> None:
+        """Say Goodbye to all peers and end what is under way; handles that are not over end with an error."""
+        if self._driver.closed:
+            return
+        self._driver.close(reason)
+        for handle in list(self._handles()):
+            advice = f"it was closed while the request was under way: {reason}"
+            handle._end(None, LocalError(ErrorCode.ABORTED, self._who, "open", "closed", advice))
+        self._driver._call_back()
+        self.pool._unuse(self._who)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wait(self, ended: threading.Event, timeout: float | None) -> None:
+        self._driver.check()
+        if self.options.thread:
+            ended.wait(timeout)
+            return
+        until = None if timeout is None else time.monotonic() + timeout
+        while not ended.is_set():
+            left = 1.0 if until is None else until - time.monotonic()
+            if left < 0:
+                return
+            self._driver.step(min(left, 1.0))
+
+    def _deliver(self, event: Any) -> None:
+        """Under the node's lock: an event of the node, or what ends it."""
+        if isinstance(event, BaseException):
+            for handle in list(self._handles()):
+                handle._end(None, event)
+            return
+        self._told.append(self._tell(event))
+
+    def _tell(self, event: Any) -> Event:
+        """The engine's event for one of the node's; ends the handle that it is about."""
+        raise NotImplementedError
+
+    def _handles(self) -> Iterable[Handle[Any]]:
+        raise NotImplementedError
+

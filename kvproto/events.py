@@ -1,0 +1,142 @@
+"""Everything that a Source or a Sink tells its engine, beside what its handles say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvproto.errors import KvprotoError
+
+if TYPE_CHECKING:
+    from kvproto.planning.plan import Plan
+    from kvproto.sink import Fetch
+    from kvproto.source import Request
+
+__all__ = [
+    "Arrived",
+    "Connected",
+    "Disconnected",
+    "Event",
+    "Expired",
+    "Freed",
+    "Lost",
+    "PagesFree",
+    "ProtocolError",
+    "Refused",
+    "Sent",
+]
+
+
+# of a Sink
+
+
+@attrs.frozen
+class Arrived:
+    """Every byte of a request is in the pages that were named."""
+
+    fetch: Fetch
+    finished: bool
+    """Whether the first token ends the text, so that there is nothing to decode."""
+    handoff: Mapping[str, Mapping[str, bytes]] = attrs.field(repr=False)
+    """Bytes of each hand-off group, by group name and part name."""
+    checksums: Mapping[tuple[int, str], int]
+    """By source rank and group name: 64 bits, equal on both sides; empty without VERIFY."""
+    bytes: Mapping[int, int]
+    """Written by each source rank."""
+    seconds: float
+    """From `fetch` to the last byte."""
+
+
+@attrs.frozen
+class Lost:
+    """A request did not arrive; its pages may be used again if `pages_free`, else once PagesFree tells of the fetch."""
+
+    fetch: Fetch
+    error: KvprotoError
+    pages_free: bool
+
+
+@attrs.frozen
+class PagesFree:
+    """It is proven that nothing writes the pages of a lost request any more (KVP-END-REUSE)."""
+
+    fetch: Fetch
+
+
+# of a Source
+
+
+@attrs.frozen
+class Sent:
+    """One sink rank has all of a request's bytes."""
+
+    request: Request
+    sink: int
+    """Its rank."""
+    bytes: Mapping[str, int]
+    """By the name of the sink's group."""
+    seconds: float
+    """For what was left to copy when prefill was over."""
+    left: int
+    """Bytes of that."""
+
+
+@attrs.frozen
+class Freed:
+    """No sink needs a request any more: its pages may be used again."""
+
+    request: Request
+    routed: tuple[int, ...]
+    """Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all are."""
+
+
+@attrs.frozen
+class Expired:
+    """The deadline of a request's ticket has passed: its pages may be used again."""
+
+    request: Request
+
+
+# of both
+
+
+@attrs.frozen
+class Connected:
+    """The peer is described, registered and ready; both sides computed this plan."""
+
+    peer: str
+    plan: Plan = attrs.field(repr=False)
+    warnings: tuple[tuple[str, str, str], ...] = ()
+    """Facts that differ and may: name, the source's value, the sink's."""
+
+
+@attrs.frozen
+class Disconnected:
+    """A session has ended, by Goodbye or because the peer is lost."""
+
+    peer: str
+    reason: str
+
+
+@attrs.frozen
+class Refused:
+    """A side refused the other's Hello, Describe or Register."""
+
+    peer: str
+    error: KvprotoError
+    by_us: bool
+
+
+@attrs.frozen
+class ProtocolError:
+    """A peer sent a frame that was refused; nothing else is touched by it."""
+
+    peer: str
+    error: KvprotoError
+
+
+Event = (
+    Arrived | Lost | PagesFree | Sent | Freed | Expired | Connected | Disconnected | Refused | ProtocolError
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""From an engine's tensors to the columns of Register: which axis is what, and where each layer and part begins.
+
+An axis is named by a word: `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`.
+NHD pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or
+"page part token head dim". Padding is whatever the strides leave between elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.node.tensors import TensorView, view_of
+from kvproto.planning.geometry import Group, Owns
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Column", "columns_of"]
+
+_SYNONYMS = {"slot": "page", "row": "token", "lane": "head"}
+_WORDS = ("layer", "part", "page", "token", "head", "dim")
+
+
+@attrs.frozen
+class Column:
+    """One layer and part of a group at one rank."""
+
+    view: TensorView
+    """Of the tensor that holds it."""
+    address: int
+    item_stride: int
+    row_stride: int
+    lane_stride: int
+
+
+def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> tuple[int, list[Column]]:
+    """Number of items, and the columns by layer, then part.
+
+    `given` is one tensor with an axis for the layers, or one for each of the rank's layers, or either of the two by
+    part name. Raises LocalError(BAD_COLUMNS) naming the tensor and the axis.
+    """
+    names = [part.name for part in group.parts]
+    if isinstance(given, Mapping):
+        if sorted(given) != sorted(names):
+            raise _bad(path, f"tensors of the parts {names}", f"of {sorted(map(str, given))}")
+        by_part = [_by_layer(share, given[name], axes, f'{path}["{name}"]') for name in names]
+        wanted = [(p,) for p in range(len(names))]
+    else:
+        by_part = [_by_layer(share, given, axes, path)] * len(names)
+        wanted = [tuple(range(len(names)))] * len(names)
+    items: dict[int, str] = {}
+    made = []
+    for k in range(share.layers.size):
+        for p in range(len(names)):
+            view, at, where = by_part[p][k]
+            column, number = _column(group, share, p, wanted[p], view, at, where, axes)
+            items.setdefault(number, where)
+            made.append(column)
+    if len(items) > 1:
+        (first, one), (other, two) = list(items.items())[:2]
+        raise _bad(two, f"{first} pages, as {one} has", f"{other} pages")
+    return next(iter(items), 0), made
+
+
+_Placed = tuple[TensorView, int, str]
+"""A tensor, the byte of it where a layer begins, and its name for people."""
+
+
+def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
+    """A tensor and an offset for each layer that the rank owns."""
+    words, layers = _words(axes, path), share.layers.size
+    if isinstance(given, Sequence):
+        if len(given) != layers:
+            raise _bad(path, f"{layers} tensors, one for each layer of this rank", str(len(given)))
+        if "layer" in words:
+            raise _bad(path, f'axes without "layer" for a tensor a layer, or one tensor with "{axes}"', "a list")
+        return [(_shaped(tensor, words, f"{path}[{i}]"), 0, f"{path}[{i}]") for i, tensor in enumerate(given)]
+    view = _shaped(given, words, path)
+    if "layer" not in words:
+        if layers != 1:
+            raise _bad(path, f'{layers} tensors, or one with an axis "layer"', "one tensor")
+        return [(view, 0, path)]
+    axis = words.index("layer")
+    if view.shape[axis] != layers:
+        raise _bad(f'{path} axis "layer"', f"{layers} layers of this rank", str(view.shape[axis]))
+    return [(view, i * view.strides[axis], path) for i in range(layers)]
+
+
+def _words(axes: str, path: str) -> list[str]:
+    words = [_SYNONYMS.get(word, word) for word in axes.split()]
+    if "page" not in words or len(set(words)) != len(words) or not set(words) <= set(_WORDS):
+        raise _bad(f"{path} axes", f'"page" and others of {", ".join(_WORDS)}, each once', f'"{axes}"')
+    return words
+
+
+def _shaped(tensor: Any, words: list[str], path: str) -> TensorView:
+    view = view_of(tensor, path)
+    if len(view.shape) != len(words):
+        raise _bad(path, f"{len(words)} axes, {' '.join(words)}", f"shape {view.shape}")
+    return view
+
+
+def _column(
+    group: Group, share: Owns, part: int, joint: tuple[int, ...], view: TensorView, at: int, path: str, axes: str
+) -> tuple[Column, int]:
+    """The column of one layer and part, and its number of items."""
+    words = _words(axes, path)
+    axis = {word: (n, s) for word, n, s in zip(words, view.shape, view.strides, strict=True)}
+    lanes = sum(span.hi - span.lo for span in share.lanes if span.part == part)
+    sizes = [group.parts[p].lane_bytes for p in joint]
+    if "part" in axis and len(joint) == len(group.parts):
+        _extent(axis, "part", len(group.parts), path)
+        at += part * axis["part"][1]
+        sizes = [group.parts[part].lane_bytes]
+    elif len(joint) > 1:  # the parts lie one after the other in each row
+        at += sum(sizes[: joint.index(part)])
+    _extent(axis, "token", group.rows, path)
+    _extent(axis, "head", lanes, path)
+    width, step = axis.get("dim", (1, view.itemsize))
+    if width * view.itemsize != sum(sizes):
+        each = " + ".join(str(size) for size in sizes)
+        raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes")
+    if width > 1 and step != view.itemsize:
+        raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
+    items, item_stride = axis["page"]
+    # the stride of an axis of one element says nothing: state one that keeps runs long
+    lane = axis["head"][1] if lanes > 1 else group.parts[part].lane_bytes
+    row = axis["token"][1] if group.rows > 1 else min(item_stride, view.length)
+    return Column(view, view.address + at, min(item_stride, view.length), row, lane), items
+
+
+def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: str) -> None:
+    found = axis.get(word, (1, 0))[0]
+    if found != wanted:
+        raise _bad(f'{path} axis "{word}"', str(wanted), f"{found}" if word in axis else "no such axis")
+
+
+def _bad(path: str, mine: str, yours: str) -> LocalError:
+    advice = "say what each axis is by `axes`, such as \"page token head dim\""
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, advice)

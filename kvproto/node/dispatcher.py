@@ -1,0 +1,111 @@
+"""Copies under way at a source: started for the attempts that they serve, looked after, and stopped when nobody wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from kvproto.errors import KvprotoError
+from kvproto.node.progress import Part
+from kvproto.node.scheduler import Attempt
+from kvproto.transport.base import Copying, Memory, Move
+from kvproto.transport.staging.staged import Piece
+from kvproto.wire.enums import ErrorCode, Proof
+
+__all__ = ["Dispatcher"]
+
+
+@attrs.define(eq=False)
+class _Launch:
+    """A copy, and the attempts that it serves."""
+
+    attempts: list[Attempt]
+    copying: Copying
+    stopping: KvprotoError | None = None
+    """Why it is being stopped."""
+
+
+class Dispatcher:
+    """Starts copies from this rank's memory, and says which attempts they have served."""
+
+    def __init__(
+        self, memories: Mapping[int, Memory], unwanted: Callable[[Attempt], KvprotoError | None],
+        arrived: Callable[[Attempt, Piece], None],
+    ) -> None:  # fmt: skip
+        """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces in staging slots."""
+        self._memories, self._unwanted, self._arrived = memories, unwanted, arrived
+        self._launches: list[_Launch] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._launches)
+
+    @property
+    def poll_interval(self) -> float | None:
+        """Seconds until copies under way should be looked at, where no descriptor announces their progress."""
+        found = [a.peer.transport.capabilities.poll_interval for each in self._launches for a in each.attempts]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def reads(self, key: bytes) -> bool:
+        """Whether a copy still reads the items of this request."""
+        return any(attempt.asked.key == key for each in self._launches for attempt in each.attempts)
+
+    def start(self, batch: Sequence[tuple[Attempt, Sequence[Part]]], background: Callable[[Attempt], bool]) -> Copying | None:
+        """Start one copy for a batch; None where it could not be: BUSY ones are tried again, others have failed."""
+        moves = [
+            Move(p.program, self._memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))
+            for a, parts in batch for p in parts
+        ]  # fmt: skip
+        try:
+            copying = batch[0][0].peer.transport.start(moves)
+        except KvprotoError as error:
+            for attempt, _ in batch:
+                attempt.failure = None if error.code == ErrorCode.BUSY else error
+                attempt.news = 0
+            return None
+        attempts = [attempt for attempt, _ in batch]
+        for attempt in attempts:
+            attempt.copies += 1
+        self._launches.append(_Launch(attempts, copying))
+        return copying
+
+    def stop(self, attempt: Attempt, error: KvprotoError) -> None:
+        """Stop what copies for an attempt."""
+        for each in self._launches:
+            if attempt in each.attempts:
+                each.stopping = each.stopping or error
+
+    def advance(self) -> bool:
+        """Take note of copies that are complete, and stop those that nobody wants; whether any is over."""
+        over = []
+        for each in self._launches:
+            proof = Proof.PROVEN if each.stopping is None and self._complete(each) else None
+            if each.stopping is not None:
+                proof = each.copying.stop()
+            if proof is not None:
+                over.append(each)
+                for attempt in each.attempts:
+                    attempt.copies -= 1
+                    attempt.failure = attempt.failure or each.stopping
+                    attempt.proof = attempt.proof if proof == Proof.PROVEN else proof
+        for each in over:
+            self._launches.remove(each)
+        return bool(over)
+
+    def _complete(self, launch: _Launch) -> bool:
+        """Whether every byte is at its destination; sets `stopping` where that is no longer of use or possible."""
+        reasons = [self._unwanted(attempt) for attempt in launch.attempts]
+        if all(reason is not None for reason in reasons):
+            launch.stopping = reasons[0]
+            return False
+        done = False
+        try:
+            done = launch.copying.done
+        except KvprotoError as error:
+            launch.stopping = error
+        if launch.copying.stream is not None:
+            for piece in launch.copying.stream.take():
+                self._arrived(launch.attempts[0], piece)
+        return done

@@ -1,0 +1,229 @@
+"""Who gives a node its turns: an I/O thread of its own, or whoever calls `step`.
+
+Calls of the engine are posted as work. The caller runs them at once where nobody has the node's lock, so that a request leaves
+without waiting for another thread; else the thread that holds it runs them next. Sockets are touched under the lock alone, and the I/O
+thread sleeps on their descriptors without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+from kvproto.errors import DeviceFault, LocalError
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Driver", "Node"]
+
+
+class Node(Protocol):
+    """What a driver gives turns to."""
+
+    def turn(self, ready: Collection[int]) -> list[Any]:
+        """Receive, copy and answer what may be done now; returns what the engine should know.
+
+        `ready`: descriptors of `filenos` that were readable; sockets are looked at in any case.
+        """
+
+    def filenos(self) -> Collection[int]:
+        """Descriptors that are readable when there is something to do."""
+
+    def timeout(self) -> float | None:
+        """Seconds until there is something to do all the same; None: nothing is planned."""
+
+    def close(self, reason: str) -> None:
+        """Say Goodbye and let go of everything."""
+
+
+class Driver:
+    """Turns of one node."""
+
+    def __init__(
+        self, node: Node, name: str, deliver: Callable[[Any], None], thread: bool,
+        callbacks: Callable[[Callable[[], object]], object] | None,
+    ) -> None:  # fmt: skip
+        """`deliver` is told of each event, under the lock; what it gives to `later` runs where `callbacks` says."""
+        self._node, self._name, self._deliver, self._elsewhere = node, name, deliver, callbacks
+        self._lock = threading.Lock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._later: deque[Callable[[], object]] = deque()
+        self._epoll, self._watched = select.epoll(), set[int]()
+        self._ready: list[int] = []
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._pid, self._asleep_until = os.getpid(), 0.0
+        self._closed = False
+        self.failure: BaseException | None = None
+        """Why no further turn is possible."""
+        self._exit = weakref.WeakMethod(self.close)
+        atexit.register(_at_exit, self._exit)
+        self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
+        with self._lock:
+            self._turn()
+        if self._thread is not None:
+            self._thread.start()
+
+    # for the engine
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Run work on the node: now where its lock is free, else as soon as it is."""
+        self.check()
+        self._inbox.append(work)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._turn()
+                wait = self._node.timeout()
+            finally:
+                self._lock.release()
+            rested = wait is None or time.monotonic() + wait >= self._asleep_until
+            if self._thread is not None and rested and not self._later:
+                return
+        self._ring()
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Run a callback of the engine, outside the lock."""
+        if self._elsewhere is not None:
+            self._elsewhere(call)
+        else:
+            self._later.append(call)
+
+    def step(self, timeout: float = 0.0) -> None:
+        """One turn, after waiting up to `timeout` seconds for something to do; for whoever has no I/O thread."""
+        self.check()
+        if self._thread is not None:
+            advice = "pass Options(thread=False)"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "step", "no I/O thread", f"{self._name} has one", advice)
+        planned = self._node.timeout()
+        self._sleep(timeout if planned is None else min(timeout, planned))
+        with self._lock:
+            self._turn()
+        self._call_back()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `step` has something to do."""
+        self.check()
+        return self._epoll.fileno()
+
+    def next_timer(self) -> float | None:
+        """Seconds until `step` has something to do whatever the descriptor says; None: nothing is planned."""
+        self.check()
+        return 0.0 if self._inbox or self._later else self._node.timeout()
+
+    def check(self) -> None:
+        """Raise where no turn is possible: closed, forked, or after a failure."""
+        if os.getpid() != self._pid:
+            advice = "open a Source or Sink in the process that uses it, or start workers by spawn"
+            raise LocalError(
+                ErrorCode.UNEXPECTED_MESSAGE, self._name, f"process {self._pid}", f"its fork {os.getpid()}", advice
+            )
+        if self.failure is not None:
+            raise self.failure
+        if self._closed:
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, "open", "closed", "open another")
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further turn comes."""
+        return self._closed
+
+    def close(self, reason: str = "closed") -> None:
+        """Say Goodbye, end the thread, let go; a second call does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            if self.failure is None:
+                self._turn()
+            self._closed = True
+            with contextlib.suppress(Exception) if self.failure else contextlib.nullcontext():
+                self._node.close(reason)
+        self._ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._call_back()
+        atexit.unregister(self._exit)
+        self._epoll.close()
+        os.close(self._bell)
+
+    # turns
+
+    def _turn(self) -> None:
+        """With the lock: what was posted, then the node; raises and keeps what ends it."""
+        try:
+            while self._inbox:
+                self._inbox.popleft()()
+            ready, self._ready = self._ready, []
+            for event in self._node.turn(ready):
+                self._deliver(event)
+            watched = set(self._node.filenos())
+            if watched != self._watched:
+                self._watch(watched)
+        except BaseException as error:
+            self.failure = error.error if isinstance(error, DeviceFault) else error
+            self._deliver(self.failure)
+            raise
+
+    def _watch(self, watched: set[int]) -> None:
+        for fd in self._watched - watched:
+            with contextlib.suppress(OSError):  # closed already: the kernel has forgotten it
+                self._epoll.unregister(fd)
+        for fd in watched - self._watched:
+            self._epoll.register(fd, select.EPOLLIN)
+        self._watched = watched
+
+    def _run(self) -> None:
+        """The I/O thread."""
+        try:
+            while not self._closed:
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._turn()
+                    wait = self._node.timeout()
+                    self._asleep_until = time.monotonic() + (_LONGEST if wait is None else wait)
+                if self._later:
+                    self._call_back()
+                self._sleep(_LONGEST if wait is None else wait)
+                self._asleep_until = 0.0
+        except BaseException:
+            if self.failure is None:
+                raise
+        self._call_back()
+
+    def _sleep(self, seconds: float) -> None:
+        if self._inbox or self._later:
+            seconds = 0.0
+        if 0 < seconds < _TICK:  # epoll counts whole milliseconds
+            time.sleep(seconds)
+            seconds = 0.0
+        self._ready = [fd for fd, _ in self._epoll.poll(min(seconds, _LONGEST))]
+        if self._bell in self._ready:  # asked first: each system call may cost the interpreter
+            os.eventfd_read(self._bell)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def _call_back(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
+
+_LONGEST = 60.0
+"""Seconds of sleep, at most."""
+_TICK = 1e-3
+
+
+def _at_exit(close: weakref.WeakMethod[Callable[..., None]]) -> None:
+    found = close()
+    if found is not None:
+        found("the process ends")

@@ -1,0 +1,88 @@
+"""What a sink expects of each source rank: the rank pair's program as seen from the sink's side alone.
+
+The sink does not know the source's layout, and what it needs of the program (the order of a packed stream, the rows of a
+checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Runs, Side, Window, windows
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.node.pool import pack
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Plan
+from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.messages import Done, Grants
+
+__all__ = ["Expected"]
+
+
+class Expected:
+    """Programs of one source replica, by source rank."""
+
+    def __init__(self, plan: Plan, source: Geometry, own: Side) -> None:
+        self._plan, self._source, self._own = plan, source, own
+        self._pairs: dict[int, Pair] = {}
+
+    def pair(self, writer: int) -> Pair:
+        """The rank pair with a stand-in for the source's layout; made once."""
+        known = self._pairs.get(writer)
+        if known is None:
+            columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
+            routes = self._plan.between(writer, self._own.rank)
+            known = self._pairs[writer] = Pair(routes, Side(self._source, writer, columns), self._own)
+        return known
+
+    def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
+        """What a source rank writes of a transfer; its own places mean nothing. Raises BAD_GRANT."""
+        rank = next(r for r in self._source.ranks if r.rank == writer)
+        groups = {g.id: g for g in self._source.groups}
+        drawn: dict[int, list[Grants]] = {}
+        for route in self._plan.between(writer, self._own.rank):
+            for id in {box.source_group for box in route.boxes}:
+                drawn.setdefault(id, []).append(grants[route.group])
+        sources = {}
+        for share in rank.owns:
+            some = drawn.get(share.group, [])
+            first = min((g.first for g in some), default=0)
+            count = max((g.first + g.count for g in some), default=0) - first
+            items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            sources[share.group] = Window(first, count, np.arange(items))
+        return self.pair(writer).lower(sources, windows(grants.values()))
+
+    def runs(self, writer: int) -> Runs:
+        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said."""
+        grants = {}
+        shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
+        for group in self._own.geometry.groups:
+            rows = 2 * group.rows * group.cp_size if group.kind == ItemKind.PAGE else 1
+            first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
+            need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
+            items = np.arange(need, dtype=np.uint32)[::-1] * 2
+            grants[group.id] = Grants(group=group.id, first=first, count=count, valid=first + count, items=items)
+        try:
+            return self.program(writer, grants).runs()
+        except KvprotoError:  # a source that deals its tokens from later on
+            return Runs(0, 0)
+
+    def handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
+        """Hand-off bytes of a Done by this side's group id and part name; raises OUT_OF_RANGE for another length."""
+        found = {}
+        routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
+        for each in done.handoff:
+            group = self._own.group(each.group)
+            parts = [group.parts[p] for p in sorted({box.part for box in routes[each.group].boxes})]
+            if len(each.data) != sum(p.lane_bytes for p in parts):
+                wanted = f"{sum(p.lane_bytes for p in parts)} bytes"
+                raise RemoteError(ErrorCode.OUT_OF_RANGE, "handoff.data", wanted, f"{len(each.data)} bytes")
+            at = 0
+            for p in parts:
+                found[group.id, p.name] = bytes(each.data[at : at + p.lane_bytes])
+                at += p.lane_bytes
+        return found

@@ -1,0 +1,238 @@
+"""A sink rank's link to one source replica: its sessions, what it reads of it, and what has become of each transfer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvproto.copying.program import windows
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.node.expected import Expected
+from kvproto.node.pool import RankPool
+from kvproto.node.pulling import Puller
+from kvproto.node.quarantine import Quarantine
+from kvproto.node.registrar import register
+from kvproto.node.told import Received, TransferLost, TransferProven
+from kvproto.session import Party, SinkEndpoint
+from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, RegisterAsked
+from kvproto.transport.base import StagedDelivery, Transport
+from kvproto.transport.staging.staged import StagedReceiver
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
+from kvproto.wire.messages import Done, Grants, Region
+
+__all__ = ["Here", "SourceLink"]
+
+
+@attrs.frozen
+class Here:
+    """What all links of a sink rank share."""
+
+    party: Party
+    pool: RankPool
+    transports: tuple[Transport, ...]
+    readers: tuple[Transport, ...]
+    """Those that read a source's memory; empty without PULL."""
+    features: tuple[Feature, ...]
+    quarantine: Quarantine
+
+
+@attrs.frozen
+class _Wanted:
+    """A transfer that waits for the link to be ready."""
+
+    ticket: bytes = attrs.field(repr=False)
+    content: bytes
+    grants: Mapping[int, Grants]
+
+
+class SourceLink:
+    """One source replica as a sink rank sees it; transfers carry the sink's own numbers."""
+
+    def __init__(self, here: Here, seed: str) -> None:
+        """Greets the rank that listens at `seed`; the others follow from its Welcome."""
+        self._here, self.seed = here, seed
+        columns = tuple(here.pool.side.columns.values())
+        regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
+        self.endpoint = SinkEndpoint(
+            here.party, here.pool.side.geometry, regions, columns, here.features, seed, self._registration
+        )
+        self._puller = Puller(self.endpoint, here.pool, here.readers, time.monotonic)
+        self._expected: Expected | None = None
+        self._deliveries: dict[int, StagedDelivery] = {}
+        """By source rank."""
+        self._waiting: dict[int, _Wanted] = {}
+        self._numbers: dict[int, int] = {}
+        """The endpoint's number of a transfer to ours."""
+        self._grants: dict[int, Mapping[int, Grants]] = {}
+        self._lost: list[TransferLost] = []
+        self.endpoint.dial(time.monotonic())
+
+    # what the engine says
+
+    def fetch(self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants]) -> None:
+        """Ask for a request, at once or when the link is ready."""
+        self._waiting[number] = _Wanted(ticket, content, grants)
+        self._ask()
+
+    def abort(self, number: int, error: KvprotoError) -> None:
+        """Stop a transfer; TransferLost follows."""
+        if self._waiting.pop(number, None) is not None:
+            self._lost.append(TransferLost(number, error, True))
+            return
+        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        if inner is not None:
+            self.endpoint.abort(inner, error, time.monotonic())
+
+    def fail(self, error: KvprotoError) -> None:
+        """The link will never be ready: what waits for it is lost."""
+        for number in list(self._waiting):
+            self.abort(number, error)
+
+    # turns
+
+    @property
+    def over(self) -> bool:
+        """Whether it was refused or closed, so that only another link leads to the source."""
+        return self.endpoint.refused is not None or self.endpoint.closed
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer is under way, and nothing of an earlier one waits for proof."""
+        return not (self._numbers or self._waiting or self._lost)
+
+    def timeout(self) -> float | None:
+        """Seconds until there is something to do."""
+        found = [self._puller.poll_interval]
+        if self._lost:
+            found.append(0.0)
+        if any(each.receiver.busy for each in self._deliveries.values()):
+            found += [t.capabilities.poll_interval for t in self._here.transports]
+        deadline = self.endpoint.next_deadline()
+        found.append(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def take(self) -> list[Any]:
+        """What has happened since the last call."""
+        told: list[Any] = []
+        more = True
+        while more:
+            for event in self.endpoint.take_events():
+                told += self._hear(event)
+            more = self._puller.advance()
+            self._ask()
+        if self.over:
+            self.fail(self.endpoint.refused or _gone(self.seed))
+        told += self._lost
+        self._lost = []
+        return told
+
+    def close(self, reason: str) -> None:
+        """Goodbye; stop reading, then unmap."""
+        self._puller.close()
+        self.endpoint.goodbye(reason)
+
+    def _ask(self) -> None:
+        """Send what waits, once the link is ready."""
+        if not self._waiting or not self.endpoint.ready or self._expected is None:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for number, wanted in waiting.items():
+            try:
+                unpackers = {
+                    writer: self._deliveries[writer].unpacker(self._expected.program(writer, wanted.grants))
+                    for writer in self.endpoint.staged()
+                }
+                inner = self.endpoint.transfer(
+                    wanted.ticket, wanted.content, dict(wanted.grants), time.monotonic(), unpackers
+                )
+            except KvprotoError as error:
+                self._lost.append(TransferLost(number, error, True))
+                continue
+            self._numbers[inner], self._grants[number] = number, wanted.grants
+
+    def _hear(self, event: Any) -> list[Any]:
+        match event:
+            case RegisterAsked():
+                self._puller.map(event)
+            case Offered():
+                grants = self._grants[self._numbers[event.transfer]]
+                self._puller.offered(event, windows(grants.values()))
+            case Arrived():
+                return [self._received(event)]
+            case Lost():
+                number = self._numbers[event.transfer]
+                grants = self._grants.pop(number)
+                proven = event.proof == Proof.PROVEN
+                if proven:
+                    del self._numbers[event.transfer]
+                else:
+                    self._here.quarantine.hold(number, grants)
+                return [TransferLost(number, event.error, proven)]
+            case Proven():
+                number = self._numbers.pop(event.transfer)
+                self._here.quarantine.free(number)
+                return [TransferProven(number)]
+            case Planned():
+                self._planned()
+                return [event]
+            case _:
+                return [event]
+        return []
+
+    def _planned(self) -> None:
+        described = self.endpoint.plan, self.endpoint.source
+        if self._expected is None and described[0] is not None and described[1] is not None:
+            self._expected = Expected(described[0], described[1], self._here.pool.side)
+
+    def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
+        """What one source rank may write: the pages, or staging slots in their place."""
+        self._planned()
+        assert self._expected is not None
+        expected = self._expected
+        nothing = expected.pair(source).nothing
+        made = register(self._here.transports, self._here.pool.memories, nothing, lambda: expected.runs(source))
+        if made.staged is not None:
+            self._deliveries[source] = made.staged
+        return made.regions, made.staged.receiver if made.staged is not None else None
+
+    def _received(self, event: Arrived) -> Received | TransferLost:
+        number = self._numbers.pop(event.transfer)
+        grants = self._grants.pop(number)
+        handoff: dict[tuple[int, str], bytes] = {}
+        sums: dict[tuple[int, int], int] = {}
+        assert self._expected is not None
+        try:
+            for done in event.done:
+                handoff |= self._expected.handoff(done)
+                if Feature.VERIFY in self.endpoint.features():
+                    sums |= self._verify(done, grants)
+        except KvprotoError as error:  # every writer is Done: nothing can arrive any more
+            return TransferLost(number, error, True)
+        finished = all(d.outcome == Outcome.FINISHED for d in event.done)
+        return Received(
+            number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,
+            {d.writer: d.bytes for d in event.done}, event.seconds,
+        )  # fmt: skip
+
+    def _verify(self, done: Done, grants: Mapping[int, Grants]) -> dict[tuple[int, int], int]:
+        """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
+        assert self._expected is not None
+        program = self._expected.program(done.writer, grants)
+        here = self._here.transports[0].checksums(program, self._here.pool.memories, sink=True)
+        sent = {c.group: c.value for c in done.checksums or ()}
+        for group, value in here.items():
+            if sent.get(group) != value:
+                name = self._here.pool.side.group(group).name
+                theirs = "none" if group not in sent else f"{sent[group]:016x}"
+                raise RemoteError(
+                    ErrorCode.VERIFY_FAILED, f"checksums[{name}]", f"{value:016x}", theirs,
+                    f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it",
+                )  # fmt: skip
+        return {(done.writer, group): value for group, value in here.items()}
+
+
+def _gone(seed: str) -> RemoteError:
+    return RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"the source at {seed} is gone", "make a new ticket")

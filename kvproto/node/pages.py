@@ -1,0 +1,104 @@
+"""From an engine's page tables to the items of a request: trimmed, checked, by group id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.grants import items_needed, rows_of
+from kvproto.copying.program import Side
+from kvproto.errors import LocalError
+from kvproto.planning.geometry import Group, owned_before
+from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.messages import Grants
+
+__all__ = ["IntArray", "PageTables", "grants_of", "tables_of"]
+
+IntArray = npt.NDArray[np.int64]
+PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
+"""By group name: the request's page table from token 0 on, or its slot."""
+
+
+def tables_of(side: Side, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
+    """Page tables by group id, of the groups that this rank owns, with room for `tokens` (None: not checked).
+
+    Tables of groups that other ranks own are passed over, so that all ranks may make the same call. Raises LocalError:
+    BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not have.
+    """
+    groups = {g.name: g for g in side.geometry.groups if g.kind != ItemKind.HANDOFF}
+    if unknown := [name for name in pages if name not in groups]:
+        raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
+    found = {}
+    for name, group in groups.items():
+        if group.id not in side.columns:
+            continue
+        if name not in pages:
+            raise _bad("pages", f"the groups {sorted(g.name for g in groups.values() if g.id in side.columns)}", f"none of {name!r}")
+        path = f'pages["{name}"]'
+        table = _table(pages[name], path)
+        most = side.columns[group.id].items
+        wrong = np.flatnonzero((table < 0) | (table >= most))
+        if wrong.size:
+            raise LocalError(
+                ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
+                "name pages of the pool",
+            )  # fmt: skip
+        need = 0 if tokens is None else items_needed(group, side.owns(group.id).cp_rank, 0, tokens)
+        if table.size < need:
+            raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}")
+        found[group.id] = table
+    return found
+
+
+def grants_of(side: Side, pages: PageTables, cached: int | Mapping[str, int], tokens: int) -> dict[int, Grants]:
+    """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them.
+
+    Tables begin with the page of token 0 and may be longer than needed. `cached`: tokens that the pages hold already,
+    for all groups or by name. Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
+    beyond the prompt.
+    """
+    tables = tables_of(side, pages, tokens)
+    found = {}
+    for group in side.geometry.groups:
+        if group.kind == ItemKind.HANDOFF:
+            found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
+        elif group.id in tables:
+            held = cached if isinstance(cached, int) else cached.get(group.name, 0)
+            if not 0 <= held <= tokens:
+                raise _bad(f'cached["{group.name}"]', f"0 to {tokens}, the prompt's tokens", str(held))
+            found[group.id] = _grant(group, side.owns(group.id).cp_rank, tables[group.id], held, tokens)
+    return found
+
+
+def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int) -> Grants:
+    if group.cp_size > 1:
+        first = min(max(first, group.origin), tokens)
+    if group.kind == ItemKind.RING:  # it holds no more than its rows
+        first = max(first, (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row)
+    need = items_needed(group, cp_rank, first, tokens - first)
+    skip = owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows if group.kind == ItemKind.PAGE else 0
+    items = table[skip : skip + need]
+    if np.unique(items).size != items.size:
+        raise LocalError(
+            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once", "a page twice", "one page holds one place of a request"
+        )  # fmt: skip
+    state = {"state_after": tokens} if group.kind == ItemKind.SLOT else {}
+    return Grants(
+        group=group.id, first=first, count=tokens - first, valid=tokens, items=items.astype(np.uint32), **state
+    )
+
+
+def _table(pages: Any, path: str) -> IntArray:
+    given = np.atleast_1d(np.asarray(pages))
+    if not given.size:
+        return np.empty(0, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise _bad(path, "page ids, integers in one dimension", f"{given.dtype} of shape {given.shape}")
+    return given.astype(np.int64)
+
+
+def _bad(path: str, mine: str, yours: str) -> LocalError:
+    return LocalError(ErrorCode.BAD_GRANT, path, mine, yours, "pass the page tables as the engine has them, from token 0 on")

@@ -1,0 +1,108 @@
+"""Registration: what a peer is told of our memory, and how we reach a peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Runs
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session.events import RegisterAsked
+from kvproto.transport.base import Connection, Mapped, Memory, Move, StagedDelivery, Transport
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["PeerMapping", "Registration", "features_of", "map_peer", "register"]
+
+
+def features_of(transports: Sequence[Transport], verify: bool, pull: bool) -> tuple[Feature, ...]:
+    """Features that a side offers: those of its transports, and what its engine chose."""
+    found = {feature for transport in transports for feature in transport.capabilities.features}
+    return (*((Feature.VERIFY,) * verify), *sorted(found), *((Feature.PULL,) * pull))
+
+
+@attrs.frozen
+class Registration:
+    """What Register tells one peer of this rank's memory."""
+
+    regions: tuple[Region, ...]
+    staged: StagedDelivery | None = None
+    """Set where the peer writes staging slots in place of the pages."""
+
+
+def register(
+    transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
+) -> Registration:
+    """Expose every region by each transport, in order of preference; raises NO_TRANSPORT.
+
+    `program` is any of the rank pair's; `runs` estimates the runs of a typical request.
+    """
+    handles: dict[int, list[Handle]] = {id: [] for id in memories}
+    more: list[Region] = []
+    staged = None
+    for transport in transports:
+        exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(more), program, runs)
+        for id, some in exposed.handles.items():
+            handles[id] += some
+        more += exposed.regions
+        staged = exposed.staged or staged
+    regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
+    return Registration((*regions, *more), staged)
+
+
+@attrs.define(eq=False)
+class PeerMapping:
+    """The memory of one session's peer, as mapped here."""
+
+    asked: RegisterAsked
+    transport: Transport
+    pair: Pair
+    connection: Connection = attrs.Factory(Connection)
+
+    @property
+    def staged(self) -> bool:
+        """Whether its pages are reached through staging slots."""
+        return self.connection.link is not None
+
+    def close(self) -> None:
+        """Unmap it; no copy that uses it may be under way."""
+        self.connection.close()
+
+
+def map_peer(
+    asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory], writes: bool,
+    staged: bool = False,
+) -> PeerMapping:  # fmt: skip
+    """Map every region that a column names, by the first transport of the owner's order that works here.
+
+    `writes`: whether this side writes or reads. `staged`: whether staging slots may be used. Raises why the last transport did not work,
+    or NO_TRANSPORT with what each side has.
+    """
+    message = asked.register
+    by_code = {t.capabilities.code: t for t in transports}
+    named = {i for columns in message.columns for i in columns.region.tolist()}
+    offered = [h.transport for h in message.regions[0].handles] if message.regions else []
+    error: KvprotoError = RemoteError(
+        ErrorCode.NO_TRANSPORT, "regions[0].handles", _names(by_code), _names(offered), "use a common transport"
+    )
+    for transport in (by_code[code] for code in offered if code in by_code):
+        made = PeerMapping(asked, transport, pair)
+        try:
+            made.connection = transport.connect(message.regions, named, writes, staged)
+            sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, made.connection.mapped
+            transport.prepare(Move(pair.nothing, *(sides if writes else sides[::-1])))
+        except KvprotoError as found:
+            error = found
+            made.close()
+            continue
+        return made
+    raise error
+
+
+def _names(codes: object) -> str:
+    known = {int(c): c.name for c in TransportCode}
+    assert isinstance(codes, list | dict)
+    return ", ".join(known.get(int(code), f"0x{int(code):04x}") for code in codes) or "none"

@@ -1,0 +1,89 @@
+"""Where a framework's tensor lies: address, shape, strides and device, read through DLPack without a copy.
+
+The capsule's struct is that of DLPack 0.8 and of unversioned exports since (https://dmlc.github.io/dlpack/latest/c_api.html).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["CPU", "CUDA", "TensorView", "view_of"]
+
+CPU, CUDA = 1, 2
+"""DLPack device types."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("vector", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+@attrs.frozen
+class TensorView:
+    """A tensor's place in memory; it keeps the tensor alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes from one element of each axis to the next."""
+    itemsize: int
+    """Bytes of an element."""
+    device: tuple[int, int]
+    """DLPack device type, and number."""
+    tensor: Any = attrs.field(repr=False, eq=False)
+
+    @property
+    def length(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+
+
+def view_of(tensor: Any, path: str) -> TensorView:
+    """The place of a tensor of any framework; raises LocalError(BAD_COLUMNS) that names `path`."""
+    if not hasattr(tensor, "__dlpack__"):
+        raise _bad(path, "a tensor with __dlpack__", f"{type(tensor).__module__}.{type(tensor).__name__}")
+    try:
+        capsule = tensor.__dlpack__()
+        found = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    except Exception as error:
+        raise _bad(path, "a tensor that DLPack exports", f"{type(error).__name__}: {error}") from error
+    shape = tuple(found.shape[: found.ndim])
+    if found.bits * found.vector % 8 or not found.bits or not all(shape):
+        raise _bad(path, "elements of whole bytes, one at least", f"{found.bits} bits, shape {shape}")
+    size = found.bits * found.vector // 8
+    if found.strides:
+        strides = tuple(n * size for n in found.strides[: found.ndim])
+    else:  # dense
+        made = [size]
+        for extent in shape[:0:-1]:
+            made.append(made[-1] * extent)
+        strides = tuple(reversed(made))[: found.ndim] if shape else ()
+    if min(strides, default=0) < 0:
+        raise _bad(path, "strides of 0 or more", str(strides))
+    address = (found.data or 0) + found.byte_offset
+    return TensorView(address, shape, strides, size, (found.device_type, found.device_id), tensor)
+
+
+def _bad(path: str, mine: str, yours: str) -> LocalError:
+    advice = "pass torch, JAX, CuPy or numpy arrays; view types that DLPack does not know as uint8"
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, advice)

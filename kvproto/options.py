@@ -1,0 +1,50 @@
+"""How a Source or a Sink works, where the defaults do not suit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode
+
+if TYPE_CHECKING:
+    from kvproto.transport.base import Transport
+
+__all__ = ["Options"]
+
+
+def _within(low: float, high: float, word: str) -> Any:
+    def check(options: Options, field: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None and not low <= value <= high:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", word, str(value))
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """Choices of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome."""
+
+    transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=tuple)
+    """Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the pool's memory."""
+    verify: bool = True
+    """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY)."""
+    pull: bool = False
+    """Whether the sink reads instead of the source writing, if both sides say so (feature PULL)."""
+    insecure: bool = False
+    """Whether loopback TCP may be used without encryption."""
+    thread: bool = True
+    """Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`."""
+    callbacks: Callable[[Callable[[], object]], object] | None = None
+    """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`."""
+    part_bytes: int = attrs.field(default=16 << 20, validator=_within(1, 1 << 62, "1 byte at least"))
+    """Source: bytes of computed rows that are worth a copy of their own while prefill goes on."""
+    first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
+    """Source: copy the first part when it is so many times what is still to come; None: what suits the link."""
+    lease: float = attrs.field(default=10.0, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
+    """Source, with pull: seconds that a sink may read before it must ask for more."""
+    quarantine: float = attrs.field(default=0.5, validator=_within(0, 1, "a share, 0 to 1"))
+    """Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY."""

@@ -1,0 +1,182 @@
+"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import Side
+from kvproto.errors import LocalError
+from kvproto.node.columns import Column, columns_of
+from kvproto.node.pool import pack
+from kvproto.planning.geometry import Geometry, Group, validate
+from kvproto.transport import memory as shareable
+from kvproto.transport.base import Memory
+from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.messages import Columns
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """One rank's cache: tensors of the engine's own, or memory that is allocated here.
+
+    A pool is used by one Source or Sink at a time, or by one of each. The engine's tensors stay its own; they must stay
+    where they are until the Source and Sink are closed.
+    """
+
+    def __init__(
+        self, geometry: Geometry, tensors: Mapping[str, Any], *, rank: int = 0,
+        axes: str | Mapping[str, str] = "page token head dim",
+    ) -> None:  # fmt: skip
+        """Take over what the engine has: `tensors` by group name, `axes` of them all or by group name.
+
+        Of a group pass one tensor for each of the rank's layers, in order, or one with an axis "layer"; or a mapping of
+        part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host memory
+        that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or "slot"), "token" (or
+        "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token dim", joint K and V "part
+        page token head dim". An axis of one element may be left out. Raises LocalError, which names the tensor and the axis.
+        """
+        groups = _groups(geometry, rank)
+        if missing := groups.keys() ^ tensors.keys():
+            raise _bad("tensors", f"the groups {sorted(groups)}", f"{sorted(map(str, tensors))}: {sorted(missing)} differ")
+        found: dict[str, tuple[int, list[Column]]] = {}
+        for name, (group, share) in groups.items():
+            said = axes if isinstance(axes, str) else axes.get(name, "page token head dim")
+            found[name] = columns_of(group, share, tensors[name], said, f'tensors["{name}"]')
+        views = {id(c.view): c.view for _, columns in found.values() for c in columns}
+        self.memories, region_of = shareable.adopt_all(views)
+        made = {}
+        for name, (items, columns) in found.items():
+            homes = [region_of[id(c.view)] for c in columns]
+            rows = [(c.address - base, c.item_stride, c.row_stride, c.lane_stride)
+                    for c, (_, base) in zip(columns, homes, strict=True)]  # fmt: skip
+            offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
+            group = groups[name][0]
+            made[group.id] = Columns(
+                group=group.id, items=items, region=np.array([region for region, _ in homes], np.uint32),
+                offset=offset, item_stride=item, row_stride=row, lane_stride=lane,
+            )  # fmt: skip
+        self._open(Side(geometry, rank, made))
+
+    @classmethod
+    def allocate(
+        cls, geometry: Geometry, pages: int | Mapping[str, int], *, rank: int = 0, device: int | None = None,
+        heads_first: bool = False,
+    ) -> Pool:  # fmt: skip
+        """Zeroed memory without gaps: `pages` of every group, or by group name; of a GPU, or shared memory of the host.
+
+        Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND). `array` and `place` say where
+        things are. Raises LocalError(TRANSPORT_FAILED) where the memory is not to be had.
+        """
+        groups = _groups(geometry, rank)
+        wanted = dict.fromkeys(groups, pages) if isinstance(pages, int) else dict(pages)
+        if wanted.keys() != groups.keys() or min(wanted.values(), default=1) < 1:
+            raise _bad("pages", f"1 at least for each of {sorted(groups)}", str(pages))
+        numbers = {group.id: wanted[name] for name, (group, _) in groups.items()}
+        columns, length = pack(geometry, rank, numbers, heads_first)
+        made = cls.__new__(cls)
+        made.memories = {0: shareable.allocate(max(length, 1), device)}
+        made._owned = True
+        made._open(Side(geometry, rank, columns))
+        return made
+
+    memories: Mapping[int, Memory]
+    """By region id; each has `__dlpack__` and gives its bytes without a copy."""
+    _owned = False
+
+    def _open(self, side: Side) -> None:
+        self.side = side
+        self._users: list[str] = []
+        self._closed = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """What all ranks of this engine's replica own."""
+        return self.side.geometry
+
+    @property
+    def rank(self) -> int:
+        """The rank whose cache this is."""
+        return self.side.rank
+
+    def group(self, name: str) -> Group:
+        """The group of that name; raises LocalError for a name that this rank does not own."""
+        return _groups(self.geometry, self.rank)[self._named(name)][0]
+
+    def pages(self, name: str) -> int:
+        """Pages, or slots, of a group."""
+        return self.side.columns[self.group(name).id].items
+
+    def place(self, group: str, layer: int, part: str) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """Region id, offset, shape [pages, tokens, heads of this rank, bytes], and strides in bytes, of a layer and part."""
+        spec = self.group(group)
+        share, columns = self.side.owns(spec.id), self.side.columns[spec.id]
+        parts, layers = [p.name for p in spec.parts], share.layers.tolist()
+        if part not in parts or layer not in layers:
+            raise _bad(f"{group}", f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")
+        p = parts.index(part)
+        k = layers.index(layer) * len(parts) + p
+        lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
+        shape = (columns.items, spec.rows, lanes, spec.parts[p].lane_bytes)
+        strides = (int(columns.item_stride[k]), int(columns.row_stride[k]), int(columns.lane_stride[k]), 1)
+        return int(columns.region[k]), int(columns.offset[k]), shape, strides
+
+    def array(self, group: str, layer: int, part: str) -> npt.NDArray[np.uint8]:
+        """A layer and part of a pool in host memory, as a view: uint8 [pages, tokens, heads of this rank, bytes]."""
+        region, offset, shape, strides = self.place(group, layer, part)
+        if self.memories[region].__dlpack_device__()[0] != 1:
+            raise _bad("Pool.array", "a pool in host memory", "memory of a GPU: see Pool.place and Pool.memories")
+        whole = np.from_dlpack(self.memories[region]).view(np.uint8)
+        return np.ndarray(shape, np.uint8, whole, offset, strides)
+
+    def close(self) -> None:
+        """Free what `allocate` allocated; raises LocalError(POOL_IN_USE) while a Source or Sink uses the pool."""
+        if self._users:
+            advice = "close them first: peers may still read and write the pool"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "Pool.close", "no user", ", ".join(self._users), advice)
+        if not self._closed:
+            self._closed = True
+            for memory in self.memories.values() if self._owned else ():
+                memory.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _use(self, who: str) -> None:
+        if self._closed:
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "one that is closed", "make another")
+        self._users.append(who)
+
+    def _unuse(self, who: str) -> None:
+        self._users.remove(who)
+
+    def _named(self, name: str) -> str:
+        names = list(_groups(self.geometry, self.rank))
+        if name not in names:
+            raise _bad("group", f"one of {names}", repr(name))
+        return name
+
+
+def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:
+    """What a rank owns of groups with memory, by name."""
+    validate(geometry)
+    groups = {g.id: g for g in geometry.groups}
+    names = [g.name for g in geometry.groups]
+    if len(set(names)) < len(names):
+        raise _bad("geometry.groups", "names that differ", str(names))
+    ranks = {r.rank: r for r in geometry.ranks}
+    if rank not in ranks:
+        raise _bad("rank", f"one of {sorted(ranks)}", str(rank))
+    shares = [s for s in ranks[rank].owns if groups[s.group].kind != ItemKind.HANDOFF]
+    return {groups[s.group].name: (groups[s.group], s) for s in shares}
+
+
+def _bad(path: str, mine: str, yours: str) -> LocalError:
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours)

@@ -1,0 +1,95 @@
+"""What names a request to both engines: the prompt's digest, and the ticket that travels beside the prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import LocalError
+from kvproto.wire import encode_struct, from_json, to_json
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Content, Ticket
+
+__all__ = ["Prompt", "Ticket", "new_ticket", "read_ticket", "write_ticket"]
+
+_MOST = 0xFFFF_FFFF
+
+
+@attrs.frozen(init=False, eq=False)
+class Prompt:
+    """What a request computes: token ids, the adapter, and digests of other inputs such as images.
+
+    Both engines compute its `digest`; a transfer between two prompts that differ anywhere is refused before a byte moves
+    (KVP-TKT-CONTENT).
+    """
+
+    tokens: npt.NDArray[np.uint32] = attrs.field(repr=False)
+    """Token ids, [tokens]."""
+    adapter: str
+    """Name of the LoRA adapter; empty for none."""
+    salts: tuple[bytes, ...] = attrs.field(repr=False)
+    """Digests of inputs that are not tokens, 32 bytes each, in the order of the prompt."""
+
+    def __init__(self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = ()) -> None:
+        """`tokens` is any sequence or array of integers; raises LocalError(OUT_OF_RANGE) naming what is not."""
+        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in salts))
+        for i, salt in enumerate(self.salts):
+            if len(salt) != 32:
+                raise _bad(f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256", f"{len(salt)} bytes")
+
+    def __len__(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.tokens.size)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical Content, 32 bytes."""
+        content = Content(tokens=self.tokens, adapter=self.adapter, salts=self.salts)
+        return hashlib.sha256(encode_struct(content)).digest()
+
+
+def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
+    given = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
+    if given.ndim != 1 or not given.size:
+        raise _bad("Prompt.tokens", "one token id at least, in one dimension", f"shape {given.shape}")
+    if given.dtype.kind not in "iu":
+        raise _bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
+    wrong = np.flatnonzero((given < 0) | (given > _MOST))
+    if wrong.size:
+        raise _bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {_MOST}", str(given[wrong[0]]))
+    return given.astype(np.uint32)
+
+
+def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
+    """A ticket for one request whose prompt `engine` computes; void after `deadline` seconds (KVP-TKT-KEY).
+
+    Whoever routes requests makes it and gives it to both engines, beside the prompt. A second try of the request needs
+    a new one.
+    """
+    if not 0 < deadline <= _MOST / 1000:
+        raise _bad("deadline", f"seconds, above 0 and up to {_MOST // 1000}", str(deadline))
+    milliseconds = max(int(deadline * 1000), 1)
+    return Ticket(key=secrets.token_bytes(16), engine=engine, replica=operator.index(replica), deadline=milliseconds)
+
+
+def write_ticket(ticket: Ticket) -> dict[str, Any]:
+    """The JSON form of a ticket (spec/v1/json.md); it holds the secret key."""
+    made: dict[str, Any] = to_json(ticket)
+    return made
+
+
+def read_ticket(form: Mapping[str, Any]) -> Ticket:
+    """The ticket of a JSON form; raises WireError."""
+    return from_json(Ticket, dict(form))
+
+
+def _bad(path: str, mine: str, yours: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours)

@@ -1,0 +1,154 @@
+"""A Source: what a prefill rank needs of kvproto. It listens, and hands requests over to whoever has their tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvproto.door import Door, Handle
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.events import Event, Expired, Freed
+from kvproto.node import source as node
+from kvproto.node.pages import PageTables, tables_of
+from kvproto.node.request import Computed, Finished
+from kvproto.options import Options
+from kvproto.planning.geometry import Geometry
+from kvproto.pool import Pool
+from kvproto.prompt import Prompt, Ticket
+from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
+
+__all__ = ["Request", "Source"]
+
+
+class Request(Handle[Freed | Expired]):
+    """One request at a source, from its ticket until its pages are free.
+
+    Its result is Freed, or Expired where the ticket's deadline passed first.
+    """
+
+    def __init__(self, source: Source, ticket: Ticket, prompt: Prompt) -> None:
+        super().__init__(source, ticket)
+        self.prompt = prompt
+        """What is computed."""
+        self._source = source
+
+    def computed(
+        self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
+        after: int | None = None,
+    ) -> None:  # fmt: skip
+        """Say that positions [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
+
+        What is there is copied while prefill goes on. `after` is the handle of a CUDA event after which the rows are there.
+        Raises LocalError for pages or tokens that cannot be.
+        """
+        items = tables_of(self._source.pool.side, pages, self._checked(tokens))
+        span = layers or self._source.layers(model)
+        self._post(lambda: self._source._node.computed(self._key, Computed(items, tokens, span, model, after)))
+
+    def finish(
+        self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
+        finished: bool = False, after: int | None = None,
+    ) -> None:  # fmt: skip
+        """Say that prefill is over: positions [0, `tokens`) are in the pages (None: the whole prompt).
+
+        `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says that
+        the first token ends the text. The pages stay as they are until this handle is done. Raises LocalError.
+        """
+        number = self._checked(len(self.prompt) if tokens is None else tokens)
+        items = tables_of(self._source.pool.side, pages, number)
+        data = self._source.handoff_bytes(handoff or {})
+        outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
+        self._post(lambda: self._source._node.finish(self._key, Finished(items, number, outcome, data, after)))
+
+    def fail(self, reason: str | KvprotoError) -> None:
+        """Say that this request cannot be produced: whoever waits for it is told why."""
+        error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", reason, "")
+        self._post(lambda: self._source._node.refuse(self._key, error))
+
+    def _checked(self, tokens: int) -> int:
+        if not 0 <= tokens <= len(self.prompt):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"0 to {len(self.prompt)}, the prompt's", str(tokens))
+        return tokens
+
+
+class Source(Door):
+    """One rank of an engine that computes prompts."""
+
+    def __init__(
+        self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None
+    ) -> None:
+        """Listen for sinks.
+
+        `name` is the engine's, the same on all ranks and in tickets. `listen` is where this rank listens, with "{rank}"
+        where ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the replica. Raises LocalError
+        for an address, a pool or options that cannot be used.
+        """
+        ranks = [r.rank for r in pool.geometry.ranks]
+        endpoints = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
+        if sorted(endpoints) != sorted(ranks) or len(set(endpoints.values())) < len(ranks):
+            advice = 'put "{rank}" where the addresses of ranks differ'
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice)
+        self._requests: dict[bytes, Request] = {}
+        chosen = options or Options()
+        self._node = node.SourceNode(name, pool, endpoints, chosen)
+        super().__init__(name, pool, self._node, chosen)
+
+    def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
+        """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
+
+        `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or replica,
+        TICKET_USED for one that came before.
+        """
+        if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
+            mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket")
+        made = Request(self, ticket, prompt)
+        if self._requests.setdefault(bytes(ticket.key), made) is not made:
+            advice = "make a new ticket for each try of a request"
+            raise LocalError(ErrorCode.TICKET_USED, "ticket", "a new one", "one that is in use here", advice)
+        if on_free is not None:
+            made.add_done_callback(on_free)
+        self._driver.post(lambda: self._node.expect(ticket, prompt.digest, len(prompt)))
+        return made
+
+    def layers(self, model: int) -> tuple[int, int]:
+        """Layers [lo, hi) of a model of which this rank owns some."""
+        models = {g.id: g.model for g in self.geometry.groups if g.kind != ItemKind.HANDOFF}
+        mine = next(r for r in self.geometry.ranks if r.rank == self.pool.rank)
+        owned = [int(n) for share in mine.owns if models.get(share.group) == model for n in share.layers]
+        if not owned and model not in models.values():
+            known = sorted(set(models.values()))
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "model", f"one of {known}", str(model))
+        return (min(owned), max(owned) + 1) if owned else (0, 0)
+
+    def handoff_bytes(self, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
+        """Hand-off data by group id and part name; raises LocalError where it is not what the geometry says."""
+        return _handoff(self.geometry, self.pool.rank, given)
+
+    def _dispatch(self, event: Any) -> Iterable[Event]:
+        told: Event = self._named(event, self._requests)
+        if isinstance(told, Freed | Expired):
+            self._requests.pop(told.request._key, None)
+            told.request._end(told)
+        return (told,)
+
+    def _handles(self) -> Iterable[Handle[Any]]:
+        return self._requests.values()
+
+
+def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
+    owned = {s.group for r in geometry.ranks if r.rank == rank for s in r.owns}
+    groups = {g.name: g for g in geometry.groups if g.kind == ItemKind.HANDOFF and g.id in owned}
+    found = {}
+    for name, group in groups.items():
+        parts = given.get(name, {})
+        for part in group.parts:
+            data = parts.get(part.name)
+            if data is None or len(data) != part.lane_bytes:
+                came = "nothing" if data is None else f"{len(data)} bytes"
+                path = f'handoff["{name}"]["{part.name}"]'
+                raise LocalError(ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states")
+            found[group.id, part.name] = bytes(data)
+    if unknown := [n for n in given if n not in {g.name for g in geometry.groups if g.kind == ItemKind.HANDOFF}]:
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
+    return found
