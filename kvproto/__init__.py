@@ -1,3 +1,60 @@
-"""The contract by which prefill and decode engines hand over the KV cache."""
+"""kvproto: the contract by which LLM prefill and decode engines hand over the KV cache.
+
+What an engine author needs, in this order: say what the caches are (`Cache`, `Parallel`, `lay_out`), hand over the pool as
+it is (`Pool`), open a `Source` or a `Sink`, then hand over requests by `Ticket` and `Prompt`. `kvproto.events` has what
+both tell, `kvproto.asyncio` drives them in an event loop, `kvproto.errors` has what they raise.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_CATALOGUE = {
+    "Block": "planning.layout",
+    "Cache": "planning.layout",
+    "DType": "wire.enums",
+    "Geometry": "planning.geometry",
+    "KvprotoError": "errors",
+    "LocalError": "errors",
+    "Options": "options",
+    "Parallel": "planning.layout",
+    "Pool": "pool",
+    "Prompt": "prompt",
+    "RemoteError": "errors",
+    "Fetch": "sink",
+    "Request": "source",
+    "Sink": "sink",
+    "Source": "source",
+    "Ticket": "prompt",
+    "allocate": "transport.memory",
+    "lay_out": "planning.layout",
+    "new_ticket": "prompt",
+    "plan": "planning.plan",
+    "read_ticket": "prompt",
+    "write_ticket": "prompt",
+}
+
+if TYPE_CHECKING:
+    from kvproto.errors import KvprotoError, LocalError, RemoteError
+    from kvproto.options import Options
+    from kvproto.planning.geometry import Geometry
+    from kvproto.planning.layout import Block, Cache, Parallel, lay_out
+    from kvproto.planning.plan import plan
+    from kvproto.pool import Pool
+    from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
+    from kvproto.sink import Fetch, Sink
+    from kvproto.source import Request, Source
+    from kvproto.transport.memory import allocate
+    from kvproto.wire.enums import DType
+
+__all__ = [*sorted(_CATALOGUE), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the catalogue, imported when they are used first: `import kvproto` costs nothing."""
+    if name not in _CATALOGUE:
+        raise AttributeError(f"module 'kvproto' has no attribute {name!r}")
+    found = getattr(import_module(f"kvproto.{_CATALOGUE[name]}"), name)
+    globals()[name] = found
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -14,15 +15,29 @@ from kvproto.node.driver import Driver, Node
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
+from kvproto.session import Party
+from kvproto.transport import load
+from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 
-__all__ = ["Door", "Handle"]
+__all__ = ["Door", "Handle", "party_of", "transports_of"]
 
 Result = TypeVar("Result")
 
 _KEPT = 1 << 16
 """Events kept for `events`, the latest."""
+
+
+def party_of(name: str, pool: Pool) -> Party:
+    """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
+    incarnation = int(time.time() * 1000) << 20 | secrets.randbits(20)
+    return Party(name, pool.geometry.replica, pool.rank, incarnation)
+
+
+def transports_of(options: Options, pool: Pool) -> list[Transport]:
+    """The transports that the options name, opened for the pool; raises LocalError(NO_TRANSPORT)."""
+    return [load(each).open(pool.memories) if isinstance(each, str) else each for each in options.transports]
 
 
 class Handle(Generic[Result]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvproto.door import Door, Handle
+from kvproto.door import Door, Handle, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Arrived, Event, Lost, PagesFree
-from kvproto.node import sink as node
+from kvproto.net import Dialer, check_address
 from kvproto.node.pages import PageTables, grants_of
+from kvproto.node.sink import SinkNode
 from kvproto.node.told import Received, TransferLost, TransferProven, shared_event
 from kvproto.options import Options
 from kvproto.pool import Pool
@@ -50,9 +51,13 @@ class Sink(Door):
         others follow from its Welcome. `connect` adds more. Raises LocalError for a pool or options that cannot be used.
         """
         self._fetches: dict[int, Fetch] = {}
+        self._sources: set[tuple[str, int]] = set()
         self._last = 0
         chosen = options or Options()
-        self._node = node.SinkNode(name, pool, chosen)
+        self._node = SinkNode(
+            party_of(name, pool), pool, Dialer(chosen.insecure), verify=chosen.verify,
+            transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
+        )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
         for key, address in (sources or {}).items():
             self.connect(*(key if isinstance(key, tuple) else (key, 0)), address=address)
@@ -62,11 +67,13 @@ class Sink(Door):
 
         Connected tells when it is ready; `fetch` may be called before. Raises LocalError for an address that may not be used.
         """
-        self._node.check_address(address)
+        check_address(address, self.options.insecure)
+        self._sources.add((engine, replica))
         self._driver.post(lambda: self._node.connect((engine, replica), address))
 
     def disconnect(self, engine: str, replica: int = 0) -> None:
         """Say Goodbye to a source replica; fetches under way from it are lost."""
+        self._sources.discard((engine, replica))
         self._driver.post(lambda: self._node.disconnect((engine, replica), "disconnected"))
 
     def fetch(
@@ -88,8 +95,8 @@ class Sink(Door):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"1 to {len(prompt)}, the prompt's", str(end))
         grants = grants_of(self.pool.side, pages, cached, end)
         source = (ticket.engine, ticket.replica)
-        if not self._node.knows(source):
-            known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._node.sources) or "none"
+        if source not in self._sources:
+            known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
         self._node.check_quarantine()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvproto.door import Door, Handle
+from kvproto.door import Door, Handle, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.events import Event, Expired, Freed
-from kvproto.node import source as node
+from kvproto.events import Event, Expired, Freed, Sent
+from kvproto.net import Listener
 from kvproto.node.pages import PageTables, tables_of
 from kvproto.node.request import Computed, Finished
+from kvproto.node.source import SourceNode
+from kvproto.node.told import Copied, RequestOver, shared_event
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
@@ -90,8 +92,18 @@ class Source(Door):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice)
         self._requests: dict[bytes, Request] = {}
         chosen = options or Options()
-        self._node = node.SourceNode(name, pool, endpoints, chosen)
-        super().__init__(name, pool, self._node, chosen)
+        listener = Listener(endpoints[pool.rank], chosen.insecure)
+        endpoints[pool.rank] = listener.address
+        try:
+            self._node = SourceNode(
+                party_of(name, pool), pool, listener, endpoints, verify=chosen.verify,
+                transports=transports_of(chosen, pool), pull=chosen.pull, part_bytes=chosen.part_bytes,
+                lease=chosen.lease, first_part_ratio=chosen.first_part_ratio,
+            )  # fmt: skip
+            super().__init__(name, pool, self._node, chosen)
+        except BaseException:
+            listener.close()
+            raise
 
     def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
         """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
@@ -125,12 +137,16 @@ class Source(Door):
         """Hand-off data by group id and part name; raises LocalError where it is not what the geometry says."""
         return _handoff(self.geometry, self.pool.rank, given)
 
-    def _dispatch(self, event: Any) -> Iterable[Event]:
-        told: Event = self._named(event, self._requests)
-        if isinstance(told, Freed | Expired):
-            self._requests.pop(told.request._key, None)
-            told.request._end(told)
-        return (told,)
+    def _tell(self, event: Any) -> Event:
+        match event:
+            case Copied():
+                return Sent(self._requests[event.key], event.sink, event.bytes, event.seconds, event.left)
+            case RequestOver():
+                request = self._requests.pop(event.key)
+                told = Expired(request) if event.routed is None else Freed(request, event.routed)
+                request._end(told)
+                return told
+        return shared_event(event)
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()

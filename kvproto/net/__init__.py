@@ -1,5 +1,5 @@
 """ZeroMQ: the only importer of zmq."""
 
-from kvproto.net.sockets import Dialer, Listener, private_address
+from kvproto.net.sockets import Dialer, Listener, check_address, private_address
 
-__all__ = ["Dialer", "Listener", "private_address"]
+__all__ = ["Dialer", "Listener", "check_address", "private_address"]

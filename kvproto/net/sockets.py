@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
-import time
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Dialer", "Listener", "private_address"]
+__all__ = ["Dialer", "Listener", "check_address", "private_address"]
 
 _MAX_FRAME = (1 << 24) + 16
 _LINGER = 500
@@ -30,7 +31,8 @@ def private_address(directory: str | Path, name: str) -> str:
     return f"ipc://{Path(directory) / name}"
 
 
-def _check(address: str, insecure: bool) -> None:
+def check_address(address: str, insecure: bool) -> None:
+    """Raise LocalError for an address that may not be used: see the module."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         folder = Path(rest).parent
@@ -66,11 +68,16 @@ def _check(address: str, insecure: bool) -> None:
         raise LocalError(ErrorCode.INTERNAL, "address", "ipc:// or tcp://", address, "give a ZeroMQ address")
 
 
+_PER_TURN = 256
+"""Frames that one turn takes, so that no peer holds a turn up."""
+
+
 class Listener:
-    """Where sinks dial."""
+    """A ROUTER where sinks dial; connections are ZeroMQ's routing ids."""
 
     def __init__(self, address: str, insecure: bool = False) -> None:
-        _check(address, insecure)
+        """Bind; raises LocalError for an address that may not be used, or is in use."""
+        check_address(address, insecure)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -89,22 +96,28 @@ class Listener:
                 ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner"
             ) from e
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        self.pending = False
+        """Whether the last `receive` left frames behind."""
 
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """For a poller."""
-        return self._socket
+    def fileno(self) -> int:
+        """A descriptor that is readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
+        return self._fd
 
     def receive(self) -> list[tuple[Hashable, bytes]]:
-        """What has come: connection and frame."""
+        """What has come, connection and frame, at most 256 of them; a message of several parts is ignored (KVP-NET-ONE)."""
         found: list[tuple[Hashable, bytes]] = []
+        self.pending = False
         while _readable(self._socket):
+            if len(found) == _PER_TURN:
+                self.pending = True
+                break
             try:
                 conn, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return found
-            # anything but one frame is malformed, and answered as such
-            found.append((conn, frames[0] if len(frames) == 1 else b""))
+                break
+            if len(frames) == 1:
+                found.append((conn, frames[0]))
         return found
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
@@ -121,16 +134,84 @@ class Listener:
         self._end()
 
 
+class Dialer:
+    """The DEALERs of a sink: one for each key, whose last element is the address that it connects to."""
+
+    def __init__(self, insecure: bool = False) -> None:
+        self._insecure = insecure
+        self._context = zmq.Context()
+        self._sockets: dict[tuple[Any, ...], zmq.Socket[bytes]] = {}
+        self._fds: list[int] = []
+        self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
+        self.pending = False
+        """Whether the last `receive` left frames behind."""
+
+    def filenos(self) -> list[int]:
+        """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
+        return self._fds
+
+    def receive(self) -> list[tuple[tuple[Any, ...], bytes]]:
+        """What has come, key and frame, at most 256 a key; a message of several parts is ignored (KVP-NET-ONE)."""
+        found: list[tuple[tuple[Any, ...], bytes]] = []
+        self.pending = False
+        for key, each in self._sockets.items():
+            for _ in range(_PER_TURN):
+                if not _readable(each):
+                    break
+                try:
+                    frames = each.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if len(frames) == 1:
+                    found.append((key, frames[0]))
+            else:
+                self.pending = True
+        return found
+
+    def send(self, key: tuple[Any, ...], frame: bytes) -> bool:
+        """Send, connecting at first use; raises LocalError for an address that may not be used."""
+        if key not in self._sockets:
+            address = str(key[-1])
+            check_address(address, self._insecure)
+            made = self._context.socket(zmq.DEALER)
+            made.setsockopt(zmq.LINGER, _LINGER)
+            made.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+            try:
+                made.connect(address)
+            except zmq.ZMQError as e:
+                made.close()
+                raise LocalError(
+                    ErrorCode.INTERNAL, "address", "an address that ZeroMQ connects to", f"{address}: {e}", "mend the address"
+                ) from e
+            self._sockets[key] = made
+            self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]  # type: ignore[arg-type]
+        try:
+            self._sockets[key].send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Close the connections whose keys are not wanted any more."""
+        for key in [k for k in self._sockets if not wanted(k)]:
+            former = self._sockets.pop(key)
+            gone = int(former.getsockopt(zmq.FD))  # type: ignore[arg-type]
+            self._fds = [fd for fd in self._fds if fd != gone]
+            former.close()
+
+    def close(self) -> None:
+        """Close all, giving queued frames half a second."""
+        self._end()
+
+
 def _close(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[bytes]]) -> None:
     """Sockets first: a context waits for them, for ever where it is collected as garbage with them, or at exit."""
-    for socket in sockets:
-        socket.close()
+    for each in sockets:
+        each.close()
     context.term()
 
 
 def _alive(address: str) -> bool:
-    import socket
-
     path = address.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
@@ -140,64 +221,7 @@ def _alive(address: str) -> bool:
         return True
 
 
-class Dialer:
-    """Connections of a sink, by address."""
-
-    def __init__(self, insecure: bool = False) -> None:
-        self._insecure = insecure
-        self._context = zmq.Context()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
-
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """For a poller."""
-        return list(self._sockets.values())
-
-    def receive(self) -> list[tuple[Hashable, bytes]]:
-        """What has come: address and frame."""
-        found: list[tuple[Hashable, bytes]] = []
-        for address, socket in self._sockets.items():
-            while _readable(socket):
-                try:
-                    found.append((address, socket.recv(zmq.NOBLOCK)))
-                except zmq.Again:
-                    break
-        return found
-
-    def send(self, address: Hashable, frame: bytes) -> bool:
-        """Send, connecting at first use."""
-        assert isinstance(address, str)
-        if address not in self._sockets:
-            _check(address, self._insecure)
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, _LINGER)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-            socket.connect(address)
-            self._sockets[address] = socket
-        try:
-            self._sockets[address].send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close all, giving queued frames half a second."""
-        self._end()
-
-
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Asked before each receive: an exception for an empty turn costs more than all else of an idle poll."""
+    """Asked before each receive: an exception for an empty turn costs more than all else of an idle turn."""
     events = socket.getsockopt(zmq.EVENTS)
     return isinstance(events, int) and bool(events & zmq.POLLIN)
-
-
-def wait(sockets: list[zmq.Socket[bytes]], seconds: float) -> None:
-    """Return when one of the sockets has something, or after the time."""
-    poller = zmq.Poller()
-    for socket in sockets:
-        poller.register(socket, zmq.POLLIN)
-    if sockets:
-        poller.poll(int(seconds * 1000))
-    else:
-        time.sleep(seconds)

@@ -1,8 +1,7 @@
-"""One rank's whole stack: geometry, session, net and transport put together, for engines to embed."""
+"""One rank's whole stack: registration, scheduling, copies and sessions put together; `kvproto` is the door to it."""
 
-from kvproto.node.pool import Pool, pack
 from kvproto.node.request import Computed, Finished
 from kvproto.node.sink import SinkNode
 from kvproto.node.source import SourceNode
 
-__all__ = ["Computed", "Finished", "Pool", "SinkNode", "SourceNode", "pack"]
+__all__ = ["Computed", "Finished", "SinkNode", "SourceNode"]

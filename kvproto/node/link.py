@@ -51,9 +51,9 @@ class _Wanted:
 class SourceLink:
     """One source replica as a sink rank sees it; transfers carry the sink's own numbers."""
 
-    def __init__(self, here: Here, seed: str) -> None:
-        """Greets the rank that listens at `seed`; the others follow from its Welcome."""
-        self._here, self.seed = here, seed
+    def __init__(self, here: Here, key: int, seed: str) -> None:
+        """Greets the rank that listens at `seed`, the others follow from its Welcome; `key` tells links apart."""
+        self._here, self.key, self.seed = here, key, seed
         columns = tuple(here.pool.side.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(

@@ -28,8 +28,8 @@ class LastPart:
     began: float
     left: int
     """Bytes that were not copied when prefill was over."""
-    bytes: dict[int, int]
-    """In all, by the sink's group id."""
+    bytes: dict[str, int]
+    """In all, by the name of the sink's group."""
     handoff: tuple[HandOff, ...]
 
 

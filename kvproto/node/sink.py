@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class SinkNode:
         self._former: list[SourceLink] = []
         """Links that are over while something of them waits for proof."""
         self._transfers: dict[int, SourceLink] = {}
+        self._keys = itertools.count()
         self._watches: dict[tuple[int, int], Watch | None] = {}
         """Of the writers' processes, by link and session; None: its end cannot be seen from here, or was seen."""
         self._told: list[Any] = []
@@ -63,7 +65,7 @@ class SinkNode:
         known = self._links.get(replica)
         if known is None or known.over or known.seed != address:
             self._retire(replica, "connected elsewhere")
-            self._links[replica] = SourceLink(self._here, address)
+            self._links[replica] = SourceLink(self._here, next(self._keys), address)
 
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Goodbye to a source replica."""
@@ -109,18 +111,17 @@ class SinkNode:
         now = time.monotonic()
         self._flush()
         dead = self._dead(ready)
-        by_key = {id(link): link for link in self._all()}
+        by_key = {link.key: link for link in self._all()}
         for conn, frame in self._dialer.receive():  # what they said last is heard before they are given up
-            link = by_key.get(conn[0]) if isinstance(conn, tuple) else None
-            if link is not None:
-                link.endpoint.receive(conn[1], frame, now)  # type: ignore[index]
+            if conn[0] in by_key:
+                by_key[conn[0]].endpoint.receive(conn[1], frame, now)
         for link, session in dead:
             link.endpoint.died(session, now)
         for link in self._all():
             link.endpoint.on_time(now)
             for session, process in link.endpoint.writers().items():
-                if (id(link), session) not in self._watches:
-                    self._watches[id(link), session] = Watch.of(process)
+                if (link.key, session) not in self._watches:
+                    self._watches[link.key, session] = Watch.of(process)
         self._flush()
         told, self._told = self._told, []
         for link in self._all():
@@ -164,15 +165,15 @@ class SinkNode:
             link.close("over")
             self._flush()
             self._former.remove(link)
-            self._dialer.drop(id(link))
-            for key in [k for k in self._watches if k[0] == id(link)]:
+            self._dialer.drop(lambda key, gone=link.key: key[0] != gone)  # type: ignore[misc]
+            for key in [k for k in self._watches if k[0] == link.key]:
                 watch = self._watches.pop(key)
                 if watch is not None:
                     watch.close()
 
     def _dead(self, ready: Collection[int]) -> list[tuple[SourceLink, int]]:
         """Sessions whose writer has ended."""
-        by_key = {id(link): link for link in self._all()}
+        by_key = {link.key: link for link in self._all()}
         found = []
         for (key, session), watch in self._watches.items():
             if watch is not None and (watch.fileno() is None or watch.fileno() in ready) and watch.ended:
@@ -185,7 +186,7 @@ class SinkNode:
         for link in self._all():
             for address, frame in link.endpoint.to_send(now):
                 try:
-                    self._dialer.send((id(link), address), frame)
+                    self._dialer.send((link.key, address), frame)
                 except KvprotoError as error:  # an address of Welcome that may not be used
                     link.fail(error)
                     self._told.append(SessionRefused(str(address), error, by_us=True))

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import Side
+from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
 from kvproto.node.dispatcher import Dispatcher
@@ -263,7 +263,7 @@ class SourceNode:
     def _close(self, attempt: Attempt, finished: Finished, now: float, left: int) -> None:
         """The last part is handed over; work out what will be said of it while its bytes are on their way."""
         program = attempt.program
-        moved = program.bytes_by_group() if program is not None else {}
+        moved = _by_name(attempt.peer, program) if program is not None else {}
         attempt.last = LastPart(now, left, moved, finished.handoffs(attempt.peer.pair))
 
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
@@ -308,7 +308,7 @@ class SourceNode:
         attempt, since = self._offers.pop((event.session, event.sequence, event.attempt), (None, 0.0))
         if attempt is None or attempt.program is None or event.bytes != attempt.program.bytes:
             return []
-        moved, seconds = attempt.program.bytes_by_group(), time.monotonic() - since
+        moved, seconds = _by_name(attempt.peer, attempt.program), time.monotonic() - since
         return [Copied(attempt.asked.key, attempt.peer.pair.sink.rank, moved, seconds, attempt.program.bytes)]
 
     def close(self, reason: str) -> None:
@@ -318,3 +318,8 @@ class SourceNode:
         self._listener.close()
         for transport in self.transports:
             transport.close()
+
+
+def _by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
+    """Bytes by the name of the sink's group."""
+    return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}

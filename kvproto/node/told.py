@@ -20,8 +20,8 @@ class Copied:
 
     key: bytes = attrs.field(repr=False)
     sink: int
-    bytes: Mapping[int, int]
-    """By the sink's group id."""
+    bytes: Mapping[str, int]
+    """By the name of the sink's group."""
     seconds: float
     """For what was left when prefill was over."""
     left: int
