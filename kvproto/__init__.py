@@ -1,8 +1,8 @@
 """kvproto: the contract by which LLM prefill and decode engines hand over the KV cache.
 
-What an engine author needs, in this order: say what the caches are (`Cache`, `Parallel`, `lay_out`), hand over the pool as
-it is (`Pool`), open a `Source` or a `Sink`, then hand over requests by `Ticket` and `Prompt`. `kvproto.events` has what
-both tell, `kvproto.asyncio` drives them in an event loop, `kvproto.errors` has what they raise.
+What an engine author needs, in this order: say what the caches are (`Cache`, `Parallel`, `lay_out`), hand over the
+pool as it is (`Pool`), open a `Source` or a `Sink`, then hand over requests by `Ticket` and `Prompt`. `kvproto.events`
+has what both tell, `kvproto.asyncio` drives them in an event loop, `kvproto.errors` has what they raise.
 """
 
 from importlib import import_module
@@ -48,7 +48,31 @@ if TYPE_CHECKING:
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType
 
-__all__ = [*sorted(_CATALOGUE), "__version__"]  # noqa: PLE0604
+__all__ = [
+    "Block",
+    "Cache",
+    "DType",
+    "Fetch",
+    "Geometry",
+    "KvprotoError",
+    "LocalError",
+    "Options",
+    "Parallel",
+    "Pool",
+    "Prompt",
+    "RemoteError",
+    "Request",
+    "Sink",
+    "Source",
+    "Ticket",
+    "__version__",
+    "allocate",
+    "lay_out",
+    "new_ticket",
+    "plan",
+    "read_ticket",
+    "write_ticket",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -64,9 +64,10 @@ async def wait(handle: Handle[Result]) -> Result:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
-    def tell(_: object) -> None:
-        loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
 
-    handle.add_done_callback(tell)
+    handle.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
     await ended
     return handle.wait(0)

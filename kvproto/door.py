@@ -92,7 +92,9 @@ class Handle(Generic[Result]):
     def _post(self, work: Callable[[], None]) -> None:
         if self.done:
             advice = "this request is over; make a new ticket"
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, repr(self), "a request under way", "one that is over", advice)
+            raise LocalError(
+                ErrorCode.UNEXPECTED_MESSAGE, repr(self), "a request under way", "one that is over", advice
+            )
         self._door._driver.post(work)
 
     def _end(self, result: Result | None, error: BaseException | None = None) -> None:
@@ -192,4 +194,3 @@ class Door:
 
     def _handles(self) -> Iterable[Handle[Any]]:
         raise NotImplementedError
-

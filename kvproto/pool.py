@@ -42,7 +42,9 @@ class Pool:
         """
         groups = _groups(geometry, rank)
         if missing := groups.keys() ^ tensors.keys():
-            raise _bad("tensors", f"the groups {sorted(groups)}", f"{sorted(map(str, tensors))}: {sorted(missing)} differ")
+            raise _bad(
+                "tensors", f"the groups {sorted(groups)}", f"{sorted(map(str, tensors))}: {sorted(missing)} differ"
+            )
         found: dict[str, tuple[int, list[Column]]] = {}
         for name, (group, share) in groups.items():
             said = axes if isinstance(axes, str) else axes.get(name, "page token head dim")

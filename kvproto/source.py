@@ -76,9 +76,7 @@ class Request(Handle[Freed | Expired]):
 class Source(Door):
     """One rank of an engine that computes prompts."""
 
-    def __init__(
-        self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None
-    ) -> None:
+    def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
         """Listen for sinks.
 
         `name` is the engine's, the same on all ranks and in tickets. `listen` is where this rank listens, with "{rank}"
@@ -86,10 +84,14 @@ class Source(Door):
         for an address, a pool or options that cannot be used.
         """
         ranks = [r.rank for r in pool.geometry.ranks]
-        endpoints = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
+        endpoints = (
+            dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
+        )
         if sorted(endpoints) != sorted(ranks) or len(set(endpoints.values())) < len(ranks):
             advice = 'put "{rank}" where the addresses of ranks differ'
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice)
+            raise LocalError(
+                ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice
+            )
         self._requests: dict[bytes, Request] = {}
         chosen = options or Options()
         listener = Listener(endpoints[pool.rank], chosen.insecure)
@@ -113,7 +115,9 @@ class Source(Door):
         """
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
             mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
-            raise LocalError(ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket")
+            raise LocalError(
+                ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket"
+            )
         made = Request(self, ticket, prompt)
         if self._requests.setdefault(bytes(ticket.key), made) is not made:
             advice = "make a new ticket for each try of a request"
@@ -163,7 +167,9 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
             if data is None or len(data) != part.lane_bytes:
                 came = "nothing" if data is None else f"{len(data)} bytes"
                 path = f'handoff["{name}"]["{part.name}"]'
-                raise LocalError(ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states")
+                raise LocalError(
+                    ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states"
+                )
             found[group.id, part.name] = bytes(data)
     if unknown := [n for n in given if n not in {g.name for g in geometry.groups if g.kind == ItemKind.HANDOFF}]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))

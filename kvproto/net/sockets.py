@@ -96,7 +96,7 @@ class Listener:
                 ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner"
             ) from e
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self.pending = False
         """Whether the last `receive` left frames behind."""
 
@@ -181,10 +181,14 @@ class Dialer:
             except zmq.ZMQError as e:
                 made.close()
                 raise LocalError(
-                    ErrorCode.INTERNAL, "address", "an address that ZeroMQ connects to", f"{address}: {e}", "mend the address"
+                    ErrorCode.INTERNAL,
+                    "address",
+                    "an address that ZeroMQ connects to",
+                    f"{address}: {e}",
+                    "mend the address",
                 ) from e
             self._sockets[key] = made
-            self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]  # type: ignore[arg-type]
+            self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]
         try:
             self._sockets[key].send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -195,7 +199,7 @@ class Dialer:
         """Close the connections whose keys are not wanted any more."""
         for key in [k for k in self._sockets if not wanted(k)]:
             former = self._sockets.pop(key)
-            gone = int(former.getsockopt(zmq.FD))  # type: ignore[arg-type]
+            gone = int(former.getsockopt(zmq.FD))
             self._fds = [fd for fd in self._fds if fd != gone]
             former.close()
 

@@ -138,5 +138,5 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:
-    advice = "say what each axis is by `axes`, such as \"page token head dim\""
+    advice = 'say what each axis is by `axes`, such as "page token head dim"'
     return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, advice)

@@ -52,7 +52,9 @@ class Dispatcher:
         """Whether a copy still reads the items of this request."""
         return any(attempt.asked.key == key for each in self._launches for attempt in each.attempts)
 
-    def start(self, batch: Sequence[tuple[Attempt, Sequence[Part]]], background: Callable[[Attempt], bool]) -> Copying | None:
+    def start(
+        self, batch: Sequence[tuple[Attempt, Sequence[Part]]], background: Callable[[Attempt], bool]
+    ) -> Copying | None:
         """Start one copy for a batch; None where it could not be: BUSY ones are tried again, others have failed."""
         moves = [
             Move(p.program, self._memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))

@@ -17,7 +17,7 @@ from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import register
 from kvproto.node.told import Received, TransferLost, TransferProven
 from kvproto.session import Party, SinkEndpoint
-from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, RegisterAsked
+from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.transport.base import StagedDelivery, Transport
 from kvproto.transport.staging.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
@@ -68,6 +68,7 @@ class SourceLink:
         """The endpoint's number of a transfer to ours."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._lost: list[TransferLost] = []
+        self._agreed: Planned | None = None
         self.endpoint.dial(time.monotonic())
 
     # what the engine says
@@ -177,7 +178,9 @@ class SourceLink:
                 return [TransferProven(number)]
             case Planned():
                 self._planned()
-                return [event]
+                self._agreed = event
+            case Ready():
+                return [self._agreed]  # an engine hears of a plan when it can be used
             case _:
                 return [event]
         return []

@@ -36,7 +36,11 @@ def tables_of(side: Side, pages: PageTables, tokens: int | None) -> dict[int, In
         if group.id not in side.columns:
             continue
         if name not in pages:
-            raise _bad("pages", f"the groups {sorted(g.name for g in groups.values() if g.id in side.columns)}", f"none of {name!r}")
+            raise _bad(
+                "pages",
+                f"the groups {sorted(g.name for g in groups.values() if g.id in side.columns)}",
+                f"none of {name!r}",
+            )
         path = f'pages["{name}"]'
         table = _table(pages[name], path)
         most = side.columns[group.id].items
@@ -79,7 +83,11 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
     if group.kind == ItemKind.RING:  # it holds no more than its rows
         first = max(first, (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row)
     need = items_needed(group, cp_rank, first, tokens - first)
-    skip = owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows if group.kind == ItemKind.PAGE else 0
+    skip = (
+        owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows
+        if group.kind == ItemKind.PAGE
+        else 0
+    )
     items = table[skip : skip + need]
     if np.unique(items).size != items.size:
         raise LocalError(
@@ -101,4 +109,6 @@ def _table(pages: Any, path: str) -> IntArray:
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:
-    return LocalError(ErrorCode.BAD_GRANT, path, mine, yours, "pass the page tables as the engine has them, from token 0 on")
+    return LocalError(
+        ErrorCode.BAD_GRANT, path, mine, yours, "pass the page tables as the engine has them, from token 0 on"
+    )

@@ -82,7 +82,7 @@ def map_peer(
     or NO_TRANSPORT with what each side has.
     """
     message = asked.register
-    by_code = {t.capabilities.code: t for t in transports}
+    by_code = {int(t.capabilities.code): t for t in transports}
     named = {i for columns in message.columns for i in columns.region.tolist()}
     offered = [h.transport for h in message.regions[0].handles] if message.regions else []
     error: KvprotoError = RemoteError(

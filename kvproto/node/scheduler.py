@@ -154,4 +154,6 @@ class Scheduler:
         if not capabilities.incremental:
             return False
         ratio = capabilities.first_part_ratio if self._first_part_ratio is None else self._first_part_ratio
-        return attempt.progress.due(request.available, asked_tokens(attempt.peer.pair, attempt.asked.transfer.grants), ratio)
+        return attempt.progress.due(
+            request.available, asked_tokens(attempt.peer.pair, attempt.asked.transfer.grants), ratio
+        )

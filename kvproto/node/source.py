@@ -7,8 +7,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import attrs
-
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import KvprotoError, RemoteError
@@ -229,7 +227,9 @@ class SourceNode:
                 self._feed(attempt, request)
             elif parts := self._scheduler.parts(attempt, request):
                 transport = attempt.peer.transport
-                batches.setdefault(id(transport if transport.capabilities.batches else attempt), []).append((attempt, parts))
+                batches.setdefault(id(transport if transport.capabilities.batches else attempt), []).append(
+                    (attempt, parts)
+                )
         for batch in batches.values():
             self._start(batch)
 

@@ -85,7 +85,9 @@ def _by_allocation(tensors: Mapping[Key, Placed]) -> dict[object, list[Key]]:
 
             allocation = allocation_at(tensor.address)
         if allocation is None:
-            what = {_CPU: "private memory of this process", _CUDA: "no allocation of this process"}.get(kind, f"DLPack device type {kind}")
+            what = {_CPU: "private memory of this process", _CUDA: "no allocation of this process"}.get(
+                kind, f"DLPack device type {kind}"
+            )
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, "tensors", "memory of a GPU, or host memory that kvproto.allocate gave", what,
                 "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvproto.node.parts import Handed, Part, There
 
 import kvproto.node.source
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
 from kvproto.node import Computed, Finished, SourceNode
-from kvproto.node.parts import Handed, Part, There
 from kvproto.node.sink import Received
 from kvproto.node.source import Sent
 from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
