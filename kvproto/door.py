@@ -70,8 +70,8 @@ class Handle(Generic[Result]):
     def wait(self, timeout: float | None = None) -> Result:
         """The event that ended it, at most `timeout` seconds later.
 
-        Without an I/O thread this steps the Source or Sink. Raises TimeoutError, the error that ended it, or LocalError where
-        it can never end: after close, or in a fork.
+        Without an I/O thread this steps the Source or Sink. Raises TimeoutError, the error that ended it, or LocalError
+        where it can never end: after close, or in a fork.
         """
         if not self.done:
             self._door._wait(self._ended, timeout)

@@ -39,7 +39,8 @@ class Options:
     thread: bool = True
     """Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`."""
     callbacks: Callable[[Callable[[], object]], object] | None = None
-    """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`."""
+    """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`.
+    """
     part_bytes: int = attrs.field(default=16 << 20, validator=_within(1, 1 << 62, "1 byte at least"))
     """Source: bytes of computed rows that are worth a copy of their own while prefill goes on."""
     first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))

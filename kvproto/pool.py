@@ -1,4 +1,5 @@
-"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies."""
+"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,11 @@ class Pool:
         """Take over what the engine has: `tensors` by group name, `axes` of them all or by group name.
 
         Of a group pass one tensor for each of the rank's layers, in order, or one with an axis "layer"; or a mapping of
-        part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host memory
-        that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or "slot"), "token" (or
-        "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token dim", joint K and V "part
-        page token head dim". An axis of one element may be left out. Raises LocalError, which names the tensor and the axis.
+        part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host
+        memory that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or
+        "slot"), "token" (or "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token
+        dim", joint K and V "part page token head dim". An axis of one element may be left out. Raises LocalError, which
+        names the tensor and the axis.
         """
         groups = _groups(geometry, rank)
         if missing := groups.keys() ^ tensors.keys():
@@ -71,8 +73,8 @@ class Pool:
     ) -> Pool:  # fmt: skip
         """Zeroed memory without gaps: `pages` of every group, or by group name; of a GPU, or shared memory of the host.
 
-        Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND). `array` and `place` say where
-        things are. Raises LocalError(TRANSPORT_FAILED) where the memory is not to be had.
+        Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND). `array` and `place` say
+        where things are. Raises LocalError(TRANSPORT_FAILED) where the memory is not to be had.
         """
         groups = _groups(geometry, rank)
         wanted = dict.fromkeys(groups, pages) if isinstance(pages, int) else dict(pages)
@@ -114,7 +116,9 @@ class Pool:
         return self.side.columns[self.group(name).id].items
 
     def place(self, group: str, layer: int, part: str) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """Region id, offset, shape [pages, tokens, heads of this rank, bytes], and strides in bytes, of a layer and part."""
+        """Region id, offset, shape [pages, tokens, heads of this rank, bytes], and strides in bytes, of a layer and
+        part.
+        """
         spec = self.group(group)
         share, columns = self.side.owns(spec.id), self.side.columns[spec.id]
         parts, layers = [p.name for p in spec.parts], share.layers.tolist()

@@ -27,8 +27,8 @@ _MOST = 0xFFFF_FFFF
 class Prompt:
     """What a request computes: token ids, the adapter, and digests of other inputs such as images.
 
-    Both engines compute its `digest`; a transfer between two prompts that differ anywhere is refused before a byte moves
-    (KVP-TKT-CONTENT).
+    Both engines compute its `digest`; a transfer between two prompts that differ anywhere is refused before a byte
+    moves (KVP-TKT-CONTENT).
     """
 
     tokens: npt.NDArray[np.uint32] = attrs.field(repr=False)

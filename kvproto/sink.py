@@ -31,7 +31,9 @@ class Fetch(Handle[Arrived]):
         """Names the transfer in logs."""
 
     def abort(self, reason: str = "aborted") -> None:
-        """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once done."""
+        """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once
+        done.
+        """
         sink = self._door
         if not self.done and isinstance(sink, Sink):
             error = RemoteError(ErrorCode.ABORTED, "", reason, "")
@@ -47,8 +49,9 @@ class Sink(Door):
     ) -> None:  # fmt: skip
         """Connect to sources.
 
-        `sources` is where each of them listens: engine name (replica 0), or (name, replica), to the address of any of its ranks; the
-        others follow from its Welcome. `connect` adds more. Raises LocalError for a pool or options that cannot be used.
+        `sources` is where each of them listens: engine name (replica 0), or (name, replica), to the address of any of
+        its ranks; the others follow from its Welcome. `connect` adds more. Raises LocalError for a pool or options that
+        cannot be used.
         """
         self._fetches: dict[int, Fetch] = {}
         self._sources: set[tuple[str, int]] = set()
@@ -65,7 +68,8 @@ class Sink(Door):
     def connect(self, engine: str, replica: int = 0, *, address: str) -> None:
         """Add a source replica, or say where it listens now; whoever routes requests knows.
 
-        Connected tells when it is ready; `fetch` may be called before. Raises LocalError for an address that may not be used.
+        Connected tells when it is ready; `fetch` may be called before. Raises LocalError for an address that may not be
+        used.
         """
         check_address(address, self.options.insecure)
         self._sources.add((engine, replica))
@@ -82,13 +86,14 @@ class Sink(Door):
     ) -> Fetch:  # fmt: skip
         """Have tokens [cached, tokens) of a request written into these pages.
 
-        `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes; what is
-        not needed is left alone. `cached` is the number of tokens that the pages hold already, of all groups or by name; `tokens` is
-        where the fetch ends (None: with the prompt). Name a page only when all device work that used it has completed, and leave it alone until
-        the handle is done and, if it is lost, `pages_free`. `on_done` is called when it is over.
+        `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes;
+        what is not needed is left alone. `cached` is the number of tokens that the pages hold already, of all groups or
+        by name; `tokens` is where the fetch ends (None: with the prompt). Name a page only when all device work that
+        used it has completed, and leave it alone until the handle is done and, if it is lost, `pages_free`. `on_done`
+        is called when it is over.
 
-        Raises LocalError: WRONG_PEER for a source that is not connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot
-        be; BUSY while too many pages are in quarantine.
+        Raises LocalError: WRONG_PEER for a source that is not connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for
+        pages that cannot be; BUSY while too many pages are in quarantine.
         """
         end = len(prompt) if tokens is None else tokens
         if not 0 < end <= len(prompt):

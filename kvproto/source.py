@@ -40,8 +40,8 @@ class Request(Handle[Freed | Expired]):
     ) -> None:  # fmt: skip
         """Say that positions [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
 
-        What is there is copied while prefill goes on. `after` is the handle of a CUDA event after which the rows are there.
-        Raises LocalError for pages or tokens that cannot be.
+        What is there is copied while prefill goes on. `after` is the handle of a CUDA event after which the rows are
+        there. Raises LocalError for pages or tokens that cannot be.
         """
         items = tables_of(self._source.pool.side, pages, self._checked(tokens))
         span = layers or self._source.layers(model)
@@ -53,8 +53,8 @@ class Request(Handle[Freed | Expired]):
     ) -> None:  # fmt: skip
         """Say that prefill is over: positions [0, `tokens`) are in the pages (None: the whole prompt).
 
-        `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says that
-        the first token ends the text. The pages stay as they are until this handle is done. Raises LocalError.
+        `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says
+        that the first token ends the text. The pages stay as they are until this handle is done. Raises LocalError.
         """
         number = self._checked(len(self.prompt) if tokens is None else tokens)
         items = tables_of(self._source.pool.side, pages, number)
@@ -80,8 +80,8 @@ class Source(Door):
         """Listen for sinks.
 
         `name` is the engine's, the same on all ranks and in tickets. `listen` is where this rank listens, with "{rank}"
-        where ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the replica. Raises LocalError
-        for an address, a pool or options that cannot be used.
+        where ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the replica. Raises
+        LocalError for an address, a pool or options that cannot be used.
         """
         ranks = [r.rank for r in pool.geometry.ranks]
         endpoints = (
@@ -110,8 +110,8 @@ class Source(Door):
     def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
         """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
 
-        `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or replica,
-        TICKET_USED for one that came before.
+        `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
+        replica, TICKET_USED for one that came before.
         """
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
             mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"

@@ -105,7 +105,9 @@ class Listener:
         return self._fd
 
     def receive(self) -> list[tuple[Hashable, bytes]]:
-        """What has come, connection and frame, at most 256 of them; a message of several parts is ignored (KVP-NET-ONE)."""
+        """What has come, connection and frame, at most 256 of them; a message of several parts is ignored
+        (KVP-NET-ONE).
+        """
         found: list[tuple[Hashable, bytes]] = []
         self.pending = False
         while _readable(self._socket):

@@ -1,4 +1,6 @@
-"""Copies under way at a source: started for the attempts that they serve, looked after, and stopped when nobody wants them."""
+"""Copies under way at a source: started for the attempts that they serve, looked after, and stopped when nobody wants
+them.
+"""
 
 from __future__ import annotations
 

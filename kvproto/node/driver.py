@@ -1,8 +1,8 @@
 """Who gives a node its turns: an I/O thread of its own, or whoever calls `step`.
 
-Calls of the engine are posted as work. The caller runs them at once where nobody has the node's lock, so that a request leaves
-without waiting for another thread; else the thread that holds it runs them next. Sockets are touched under the lock alone, and the I/O
-thread sleeps on their descriptors without it.
+Calls of the engine are posted as work. The caller runs them at once where nobody has the node's lock, so that a request
+leaves without waiting for another thread; else the thread that holds it runs them next. Sockets are touched under the
+lock alone, and the I/O thread sleeps on their descriptors without it.
 """
 
 from __future__ import annotations

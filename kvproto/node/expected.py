@@ -1,7 +1,7 @@
 """What a sink expects of each source rank: the rank pair's program as seen from the sink's side alone.
 
-The sink does not know the source's layout, and what it needs of the program (the order of a packed stream, the rows of a
-checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
+The sink does not know the source's layout, and what it needs of the program (the order of a packed stream, the rows of
+a checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Expected:
         return self.pair(writer).lower(sources, windows(grants.values()))
 
     def runs(self, writer: int) -> Runs:
-        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said."""
+        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said.
+        """
         grants = {}
         shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
         for group in self._own.geometry.groups:

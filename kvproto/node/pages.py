@@ -26,7 +26,8 @@ def tables_of(side: Side, pages: PageTables, tokens: int | None) -> dict[int, In
     """Page tables by group id, of the groups that this rank owns, with room for `tokens` (None: not checked).
 
     Tables of groups that other ranks own are passed over, so that all ranks may make the same call. Raises LocalError:
-    BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not have.
+    BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
+    have.
     """
     groups = {g.name: g for g in side.geometry.groups if g.kind != ItemKind.HANDOFF}
     if unknown := [name for name in pages if name not in groups]:
@@ -61,8 +62,8 @@ def grants_of(side: Side, pages: PageTables, cached: int | Mapping[str, int], to
     """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: tokens that the pages hold already,
-    for all groups or by name. Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
-    beyond the prompt.
+    for all groups or by name. Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT
+    for a `cached` beyond the prompt.
     """
     tables = tables_of(side, pages, tokens)
     found = {}
@@ -91,7 +92,8 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
     items = table[skip : skip + need]
     if np.unique(items).size != items.size:
         raise LocalError(
-            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once", "a page twice", "one page holds one place of a request"
+            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once", "a page twice",
+            "one page holds one place of a request",
         )  # fmt: skip
     state = {"state_after": tokens} if group.kind == ItemKind.SLOT else {}
     return Grants(

@@ -1,12 +1,13 @@
 """How much of a request was handed to a transport for one sink, and which parts of it are next.
 
-Prefill computes each layer from the first token on. So what is available of a layer, and what was handed to a transport, is
-one number of tokens each; a part is what lies between the two, for adjacent layers that are alike in both.
+Prefill computes each layer from the first token on. So what is available of a layer, and what was handed to a
+transport, is one number of tokens each; a part is what lies between the two, for adjacent layers that are alike in
+both.
 
 When a part goes depends on what its link costs. A link between GPUs that is in use draws power even when little crosses
 it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). Where a link is many times
-faster than rows are computed, nearly all of them may go shortly before the last is computed and still end as early: what
-is left then is halved, and halved again.
+faster than rows are computed, nearly all of them may go shortly before the last is computed and still end as early:
+what is left then is halved, and halved again.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class SendProgress:
         """Whether a part should go now: what waits, in tokens of a layer, is as much as what is still to be computed.
 
         The first part waits until it is `first_part_ratio` times as much; a ratio below 1 holds for later parts too.
-        Models of which no layer is available do not count, as the engine may speak of them at the end alone. `asked`: positions
-        [first, end) by model.
+        Models of which no layer is available do not count, as the engine may speak of them at the end alone. `asked`:
+        positions [first, end) by model.
         """
         waiting = coming = 0
         known = {model for model, _ in there}

@@ -78,8 +78,8 @@ def map_peer(
 ) -> PeerMapping:  # fmt: skip
     """Map every region that a column names, by the first transport of the owner's order that works here.
 
-    `writes`: whether this side writes or reads. `staged`: whether staging slots may be used. Raises why the last transport did not work,
-    or NO_TRANSPORT with what each side has.
+    `writes`: whether this side writes or reads. `staged`: whether staging slots may be used. Raises why the last
+    transport did not work, or NO_TRANSPORT with what each side has.
     """
     message = asked.register
     by_code = {int(t.capabilities.code): t for t in transports}

@@ -80,7 +80,9 @@ class Scheduler:
     """Decides which rows of an attempt go now."""
 
     def __init__(self, part_bytes: int, first_part_ratio: float | None) -> None:
-        """A part that goes while prefill runs has `part_bytes` bytes at least; `first_part_ratio` None: as suits the link."""
+        """A part that goes while prefill runs has `part_bytes` bytes at least; `first_part_ratio` None: as suits the
+        link.
+        """
         self._part_bytes, self._first_part_ratio = part_bytes, first_part_ratio
 
     def due(self, attempt: Attempt, request: Request | None) -> bool:

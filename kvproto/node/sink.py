@@ -35,8 +35,8 @@ class SinkNode:
     """Everything that a decode rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
 
     def __init__(
-        self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool = True, transports: Sequence[Transport] = (),
-        pull: bool = False, quarantine: float = QUARANTINE,
+        self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool = True,
+        transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
         self.pool, self._dialer = pool, dialer
@@ -73,7 +73,8 @@ class SinkNode:
         self._retire(replica, reason)
 
     def fetch(self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants]) -> None:
-        """Ask for a request by ticket; Received or TransferLost will carry the number. A lost source is greeted again."""
+        """Ask for a request by ticket; Received or TransferLost will carry the number. A lost source is greeted again.
+        """
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))

@@ -71,9 +71,10 @@ class SourceNode:
     def computed(self, key: bytes, computed: Computed) -> None:
         """Some rows are there: they are copied to whoever asks, in parts, each once.
 
-        Through staging slots layers go in their order, each once all tokens that a sink asked for are there, and none before all
-        items are named: behind the last chunk of a prompt. Direct writes of transports that are not incremental go at the end.
-        Items stay as they are until RequestOver, or after `refuse` until nothing `reads` them.
+        Through staging slots layers go in their order, each once all tokens that a sink asked for are there, and none
+        before all items are named: behind the last chunk of a prompt. Direct writes of transports that are not
+        incremental go at the end. Items stay as they are until RequestOver, or after `refuse` until nothing `reads`
+        them.
         """
         self._requests.setdefault(key, Request()).add(computed)
 
@@ -270,7 +271,9 @@ class SourceNode:
         self.endpoint.chunk(attempt.asked, piece)
 
     def _complete(self, told: list[Any]) -> bool:
-        """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether any."""
+        """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether
+        any.
+        """
         if self._dispatcher.busy:
             self._dispatcher.advance()
         over = [a for a in self._attempts.values() if not a.copies and (a.last or a.failure or self._unwanted(a))]

@@ -1,6 +1,7 @@
 """Where a framework's tensor lies: address, shape, strides and device, read through DLPack without a copy.
 
-The capsule's struct is that of DLPack 0.8 and of unversioned exports since (https://dmlc.github.io/dlpack/latest/c_api.html).
+The capsule's struct is that of DLPack 0.8 and of unversioned exports since
+(https://dmlc.github.io/dlpack/latest/c_api.html).
 """
 
 from __future__ import annotations

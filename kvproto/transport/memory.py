@@ -52,10 +52,11 @@ Key = TypeVar("Key")
 
 
 def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
-    """Regions that hold all of these tensors, as few as allocations allow; and of each tensor its region and that's address.
+    """Regions that hold all of these tensors, as few as allocations allow; and of each tensor its region and that's
+    address.
 
-    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError: NO_TRANSPORT for memory that cannot be
-    shared, with a way out.
+    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError: NO_TRANSPORT for memory that cannot
+    be shared, with a way out.
     """
     memories: dict[int, Memory] = {}
     homes: dict[Key, tuple[int, int]] = {}
