@@ -1,5 +1,4 @@
-"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies.
-"""
+"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies."""
 
 from __future__ import annotations
 
@@ -14,9 +13,10 @@ from kvproto.errors import LocalError
 from kvproto.node.columns import Column, columns_of
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, validate
+from kvproto.planning.kinds import kind_of
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
 __all__ = ["Pool"]
@@ -180,7 +180,7 @@ def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:
     ranks = {r.rank: r for r in geometry.ranks}
     if rank not in ranks:
         raise _bad("rank", f"one of {sorted(ranks)}", str(rank))
-    shares = [s for s in ranks[rank].owns if groups[s.group].kind != ItemKind.HANDOFF]
+    shares = [s for s in ranks[rank].owns if kind_of(groups[s.group]).has_memory]
     return {groups[s.group].name: (groups[s.group], s) for s in shares}
 
 

@@ -15,9 +15,10 @@ from kvproto.node.source import SourceNode
 from kvproto.node.told import Copied, RequestOver, shared_event
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
-from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
+from kvproto.wire.enums import ErrorCode, Outcome
 
 __all__ = ["Request", "Source"]
 
@@ -129,7 +130,7 @@ class Source(Door):
 
     def layers(self, model: int) -> tuple[int, int]:
         """Layers [lo, hi) of a model of which this rank owns some."""
-        models = {g.id: g.model for g in self.geometry.groups if g.kind != ItemKind.HANDOFF}
+        models = {g.id: g.model for g in self.geometry.groups if kind_of(g).has_memory}
         mine = next(r for r in self.geometry.ranks if r.rank == self.pool.rank)
         owned = [int(n) for share in mine.owns if models.get(share.group) == model for n in share.layers]
         if not owned and model not in models.values():
@@ -158,7 +159,7 @@ class Source(Door):
 
 def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
     owned = {s.group for r in geometry.ranks if r.rank == rank for s in r.owns}
-    groups = {g.name: g for g in geometry.groups if g.kind == ItemKind.HANDOFF and g.id in owned}
+    groups = {g.name: g for g in geometry.groups if not kind_of(g).has_memory and g.id in owned}
     found = {}
     for name, group in groups.items():
         parts = given.get(name, {})
@@ -171,6 +172,6 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
                     ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states"
                 )
             found[group.id, part.name] = bytes(data)
-    if unknown := [n for n in given if n not in {g.name for g in geometry.groups if g.kind == ItemKind.HANDOFF}]:
+    if unknown := [n for n in given if n not in {g.name for g in geometry.groups if not kind_of(g).has_memory}]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
     return found

@@ -217,8 +217,7 @@ def _compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: b
 def _programs(
     source: Geometry, sink: Geometry, made: Plan, first: int, tokens: int, layouts: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], CopyProgram]]:
-    """The program of each routed pair, for pools without gaps and a request whose items follow one another in no order.
-    """
+    """The program of each routed pair, for pools without gaps and a request whose items follow one another in no order."""
     sides = [
         {r.rank: _side(g, r.rank, first, tokens, layout == "HND") for r in g.ranks}
         for g, layout in zip((source, sink), layouts, strict=True)

@@ -16,8 +16,9 @@ from kvproto.copying.program import CopyProgram, Runs, Side, Window, windows
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Done, Grants
 
 __all__ = ["Expected"]
@@ -57,12 +58,11 @@ class Expected:
         return self.pair(writer).lower(sources, windows(grants.values()))
 
     def runs(self, writer: int) -> Runs:
-        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said.
-        """
+        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said."""
         grants = {}
         shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
         for group in self._own.geometry.groups:
-            rows = 2 * group.rows * group.cp_size if group.kind == ItemKind.PAGE else 1
+            rows = 2 * group.rows * group.cp_size if kind_of(group).paged else 1
             first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
             need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
             items = np.arange(need, dtype=np.uint32)[::-1] * 2

@@ -9,8 +9,8 @@ import numpy as np
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import OP, CopyProgram, Side
 from kvproto.planning.geometry import Group, owned_before
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
-from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Grants
 
 __all__ = ["LEASE", "NOTHING", "offered"]
@@ -42,10 +42,10 @@ def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence
     end = max(g.first + g.count for g in asked)
     if group.cp_size > 1:
         first = min(max(first, group.origin), end)
-    if group.kind == ItemKind.RING:  # it remembers no more
+    if kind_of(group).wraps:  # it remembers no more
         first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
     skip = 0
-    if group.kind == ItemKind.PAGE:
+    if kind_of(group).paged:
         skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
     held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
     return Grants(group=group.id, first=first, count=end - first, valid=end, items=np.array(held, np.uint32))

@@ -12,7 +12,8 @@ from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import Side
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Group, owned_before
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
 __all__ = ["IntArray", "PageTables", "grants_of", "tables_of"]
@@ -29,7 +30,7 @@ def tables_of(side: Side, pages: PageTables, tokens: int | None) -> dict[int, In
     BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
     have.
     """
-    groups = {g.name: g for g in side.geometry.groups if g.kind != ItemKind.HANDOFF}
+    groups = {g.name: g for g in side.geometry.groups if kind_of(g).has_memory}
     if unknown := [name for name in pages if name not in groups]:
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
     found = {}
@@ -68,7 +69,7 @@ def grants_of(side: Side, pages: PageTables, cached: int | Mapping[str, int], to
     tables = tables_of(side, pages, tokens)
     found = {}
     for group in side.geometry.groups:
-        if group.kind == ItemKind.HANDOFF:
+        if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in tables:
             held = cached if isinstance(cached, int) else cached.get(group.name, 0)
@@ -81,12 +82,12 @@ def grants_of(side: Side, pages: PageTables, cached: int | Mapping[str, int], to
 def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int) -> Grants:
     if group.cp_size > 1:
         first = min(max(first, group.origin), tokens)
-    if group.kind == ItemKind.RING:  # it holds no more than its rows
+    if kind_of(group).wraps:  # it holds no more than its rows
         first = max(first, (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row)
     need = items_needed(group, cp_rank, first, tokens - first)
     skip = (
         owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows
-        if group.kind == ItemKind.PAGE
+        if kind_of(group).paged
         else 0
     )
     items = table[skip : skip + need]
@@ -95,7 +96,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
             ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once", "a page twice",
             "one page holds one place of a request",
         )  # fmt: skip
-    state = {"state_after": tokens} if group.kind == ItemKind.SLOT else {}
+    state = {"state_after": tokens} if kind_of(group).is_state else {}
     return Grants(
         group=group.id, first=first, count=tokens - first, valid=tokens, items=items.astype(np.uint32), **state
     )

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvproto.copying.program import Side
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.transport.base import Memory
-from kvproto.wire.enums import ItemKind
 from kvproto.wire.messages import Columns
 
 __all__ = ["RankPool", "pack"]
@@ -43,7 +43,7 @@ def pack(
     at = 0
     for share in share_of.owns:
         group = groups[share.group]
-        if group.kind == ItemKind.HANDOFF:
+        if not kind_of(group).has_memory:
             continue
         rows: list[tuple[int, int, int, int]] = []
         for _ in share.layers:

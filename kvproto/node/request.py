@@ -12,8 +12,9 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Window, windows
 from kvproto.errors import RemoteError
 from kvproto.node.progress import Available
+from kvproto.planning.kinds import kind_of
 from kvproto.transport.base import Layer
-from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
+from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
@@ -47,7 +48,7 @@ class Finished:
         found = []
         for route in pair.routes:
             group = pair.sink.group(route.group)
-            if group.kind == ItemKind.HANDOFF:
+            if not kind_of(group).has_memory:
                 parts = sorted({(box.part, box.source_group) for box in route.boxes})
                 data = b"".join(self.handoff[source, group.parts[p].name] for p, source in parts)
                 found.append(HandOff(group=group.id, data=data))
@@ -101,7 +102,7 @@ class Request:
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if group.kind == ItemKind.HANDOFF:
+                if not kind_of(group).has_memory:
                     continue
                 items, tokens = self.items, self.tokens.get(group.model, 0)
                 if self.finished is not None:
@@ -109,7 +110,7 @@ class Request:
                     items, tokens = self.finished.items, self.finished.tokens
                 elif whole:
                     _, tokens = ends[group.model]
-                elif group.kind != ItemKind.SLOT:
+                elif not kind_of(group).is_state:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
