@@ -104,7 +104,7 @@ class Expired:
 
 @attrs.frozen
 class Connected:
-    """Both sides know each other's geometry, and computed this plan; at a Sink all ranks of the source are ready too."""
+    """Both sides computed this plan from each other's geometry; at a Sink, all ranks of the source are ready too."""
 
     peer: str
     plan: Plan = attrs.field(repr=False)

@@ -1,4 +1,4 @@
-"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, part, page, token and head lies."""
+"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, page, token and head lies."""
 
 from __future__ import annotations
 

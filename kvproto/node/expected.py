@@ -58,7 +58,7 @@ class Expected:
         return self.pair(writer).lower(sources, windows(grants.values()))
 
     def runs(self, writer: int) -> Runs:
-        """Runs of a source rank's part of two scattered items of each group of pages; none where that cannot be said."""
+        """Runs of a source rank's part of two scattered pages of each group; none where that cannot be said."""
         grants = {}
         shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
         for group in self._own.geometry.groups:

@@ -1,4 +1,4 @@
-"""What a node tells: of transfers and requests by key and group id; `kvproto.events` has the same for engines, by name."""
+"""What a node tells, by key and group id; `kvproto.events` has the same for engines, by handle and name."""
 
 from __future__ import annotations
 
