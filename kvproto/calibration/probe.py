@@ -82,7 +82,7 @@ def _host() -> Host:
 def _jobs(transports: Sequence[str], memory: int, host: Host) -> tuple[list[BenchJob], list[Absent]]:
     jobs: list[BenchJob] = []
     absent: list[Absent] = []
-    for name in transports:
+    for name in sorted(transports, key=lambda name: len(find(name).requires)):  # the soonest to start first
         provider = find(name)
         if provider.missing() is not None:
             absent.append(Absent(name, "not installed", provider.install))
