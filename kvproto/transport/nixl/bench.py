@@ -21,10 +21,11 @@ import numpy as np
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Direct
 from kvproto.transport.nixl.handle import Memory
+from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.staging.packed import PackedStream, Packer
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
