@@ -1,0 +1,37 @@
+"""What the kinds of items differ in, as a table: every other room asks for a property, never for a kind."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvproto.wire.enums import ItemKind
+from kvproto.wire.messages import Group
+
+__all__ = ["KINDS", "Kind", "kind_of"]
+
+
+@attrs.frozen(kw_only=True)
+class Kind:
+    """Properties of one kind of items."""
+
+    has_memory: bool = True
+    """Whether items lie in a registered pool, so that Register has columns of the group and grants name items."""
+    paged: bool = False
+    """Whether a request has as many items as its tokens fill, which may be dealt over ranks."""
+    wraps: bool = False
+    """Whether a request's one item is a ring that holds its last rows: row = position mod rows."""
+    is_state: bool = False
+    """Whether a request's one item is the state after one position, which exists when that is computed."""
+
+
+KINDS = {
+    ItemKind.PAGE: Kind(paged=True),
+    ItemKind.SLOT: Kind(is_state=True),
+    ItemKind.RING: Kind(wraps=True),
+    ItemKind.HANDOFF: Kind(has_memory=False),
+}
+
+
+def kind_of(group: Group) -> Kind:
+    """The properties of a group's items."""
+    return KINDS[ItemKind(group.kind)]
