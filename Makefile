@@ -1,44 +1,76 @@
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+# Without --no-compile pip would compile all of torch, of which a demo needs a part.
+PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
+# The slow rooms, each left out of the inner loop: real processes, models and transports.
+SLOW := tests/demo tests/reference tests/gpu tests/fuzz tests/transport/test_nixl.py tests/node/test_nixl_node.py
 
-.PHONY: demo demo-gpu test check bench fuzz sweep demo-matrix clean
-$(STAMP): pyproject.toml constraints.txt
-	@test -x $(PY) || python3 -m venv $(VENV)
-	@echo "installing into $(VENV) (once; a minute or two)"
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[torch,cli,conformance,dev]'
+.PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep demo-matrix clean
+# $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
+$(VENV)/.demo: EXTRAS = torch,cli
+$(VENV)/.test: EXTRAS = torch,cli,test
+$(VENV)/.check: EXTRAS = torch,cli,check
+$(VENV)/.docs: EXTRAS = docs
+$(VENV)/.coverage: EXTRAS = coverage
+$(VENV)/.bench: EXTRAS = bench
+$(VENV)/.fuzz: EXTRAS = fuzz
+$(VENV)/.gpu: EXTRAS = cuda
+$(VENV)/.%: pyproject.toml constraints.txt
+	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
+	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, half a minute or less from a near mirror"
+	@$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(VENV)/.demo
 	@$(PY) -m kvproto_reference.demo $(ARGS)
 
-demo-gpu: $(STAMP)
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda]'
+demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 	@$(PY) -m kvproto_reference.demo --transport cuda $(ARGS)
 
-test: $(STAMP)
-	@$(PY) -m pytest $(ARGS)
+test: $(VENV)/.test
+	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
-check: $(STAMP)
+quick: $(VENV)/.test
+	@$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(SLOW:%=--ignore=%) $(ARGS)
+
+check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check -q .
+	@$(VENV)/bin/lint-imports --no-cache > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
 	@$(VENV)/bin/mypy
 	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
 
-bench: $(STAMP)
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+format: $(VENV)/.check
+	@$(VENV)/bin/ruff check --fix -q .
+	@$(VENV)/bin/ruff format .
+
+docs: $(VENV)/.docs
+	@$(PY) -m mkdocs build --strict -q
+	@echo "the site is in build/site: open build/site/index.html, or $(PY) -m mkdocs serve"
+
+coverage: $(VENV)/.test $(VENV)/.coverage
+	@$(PY) -m tools.coverage_figures $(ARGS)
+
+wheel: $(VENV)/.demo
+	@rm -rf dist && $(PY) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+wheel-test: wheel $(VENV)/.check
+	@$(PY) -m tools.wheel_test dist/*.whl
+
+bench: $(VENV)/.demo $(VENV)/.bench
 	@$(PY) benchmarks/codec.py $(ARGS)
 
-fuzz: $(STAMP)
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
 
-demo-matrix: $(STAMP)
+demo-matrix: $(VENV)/.demo
 	@$(PY) -m tests.demo.matrix
 
-sweep: $(STAMP)
+sweep: $(VENV)/.test
 	@$(PY) -m tests.sweep
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

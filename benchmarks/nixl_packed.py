@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from transfer_gpu import WARM_UP, compare, random_bytes, shape
 
-from kvproto.calibration.probe import scattered
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from facts import facts
 
-from kvproto.calibration.measure.cuda import count
+from kvproto.transport.cuda.bench import count
 
 ROOT = Path(__file__).parents[1]
 SANITIZED = ("tests/gpu/test_copier.py", "tests/gpu/test_packer.py")

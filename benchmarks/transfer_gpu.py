@@ -24,8 +24,8 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
-from kvproto.calibration.probe import scattered
 from kvproto.copying.program import CopyProgram
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory

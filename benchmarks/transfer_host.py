@@ -32,8 +32,9 @@ from kvproto.copying.program import CopyProgram, Side, Window
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.transport.nixl.agent import Agent, Registered
+from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Costs, Direct, choose
+from kvproto.transport.nixl.regions import Registered
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 

@@ -25,7 +25,6 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
-from kvproto.calibration.probe import scattered
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import Side, Window
@@ -33,6 +32,7 @@ from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory

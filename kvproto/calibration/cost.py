@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import attrs
 
-from kvproto.calibration import probe
+from kvproto.calibration import results
 from kvproto.copying.program import Runs
 from kvproto.errors import LocalError
+from kvproto.transport import find, names
+from kvproto.transport.bench import CostKind
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["COSTS", "ORIGIN", "Advice", "Cost", "Estimate", "advise", "estimates", "load"]
-
-Kind = Literal["direct", "packed", "copy"]
-"""A descriptor a run; gathered and scattered; copied run by run by a side that maps the other's memory."""
 
 
 @attrs.frozen
@@ -31,7 +31,7 @@ class Cost:
     start: float
     """Seconds before the first byte."""
     doc: str
-    kind: Kind
+    kind: CostKind
 
 
 COSTS = (
@@ -43,14 +43,11 @@ COSTS = (
 ORIGIN = "measured on a pair of H200"
 """Of COSTS."""
 
-_WAYS: dict[tuple[str, str], tuple[str, Kind]] = {
-    ("cuda", "pull"): ("kernel", "copy"),
-    ("cuda", "push"): ("kernel, push", "copy"),
-    ("nixl", "packed"): ("pack + copy + unpack", "packed"),
-    ("nixl", "direct"): ("descriptors", "direct"),
-    ("shm", "copy"): ("numpy copy", "copy"),
-}
-"""What a plan is costed with; the copy engine is a ceiling, no way of ours."""
+
+@cache
+def _ways() -> dict[tuple[str, str], tuple[str, CostKind]]:
+    """What a plan is costed with, by transport and way."""
+    return {(name, way): cost for name in names() for way, cost in find(name).costs.items()}
 
 
 def load(path: Path) -> tuple[Cost, ...]:
@@ -58,17 +55,17 @@ def load(path: Path) -> tuple[Cost, ...]:
 
     Of several pairs of GPUs the slowest counts. Raises LocalError with the path of the file and of what is wrong in it.
     """
-    found = probe.load(path)
-    known = [m for m in found.measured if (m.transport, m.way) in _WAYS]
+    found = results.load(path)
+    known = [m for m in found.measured if (m.transport, m.way) in _ways()]
     gpus = any(m.gpus for m in known)
     made: dict[str, Cost] = {}
     for m in known:
-        name, kind = _WAYS[m.transport, m.way]
+        name, kind = _ways()[m.transport, m.way]
         c = m.constants
         if m.gpus == gpus and (name not in made or c.link < made[name].link):
             made[name] = Cost(name, c.link, c.run, c.start, f"{m.name}, {found.date[:10]}", kind)
     if not made:
-        ways = ", ".join(" ".join(w) for w in _WAYS)
+        ways = ", ".join(" ".join(w) for w in _ways())
         seen = ", ".join(m.name for m in found.measured) or "none"
         raise LocalError(ErrorCode.OUT_OF_RANGE, f"{path}: measured", f"one of {ways}", seen, "probe again")
     return tuple(made.values())
@@ -80,7 +77,7 @@ class Estimate:
 
     name: str
     seconds: float
-    kind: Kind
+    kind: CostKind
 
 
 def estimates(runs: Runs, costs: Iterable[Cost] = COSTS) -> tuple[Estimate, ...]:

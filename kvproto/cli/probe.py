@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.probe import LEAST_MEMORY, TRANSPORTS, Probe, probe, save
+from kvproto.calibration.probe import LEAST_MEMORY, probe
+from kvproto.calibration.results import Probe, save
 from kvproto.errors import KvprotoError
+from kvproto.transport import names
 
 __all__ = ["SLOW", "add", "run"]
 
@@ -29,8 +31,8 @@ def add(commands: Any) -> None:
     made.add_argument("--json", action="store_true", help="everything, for programs; what --out writes")
     made.add_argument("--out", type=Path, metavar="FILE", help="keep it for `kvproto plan --costs FILE`")
     made.add_argument(
-        "--transport", nargs="+", action="extend", choices=TRANSPORTS, metavar="NAME",
-        help=f"only some of {', '.join(TRANSPORTS)}",
+        "--transport", nargs="+", action="extend", choices=names(), metavar="NAME",
+        help=f"only some of {', '.join(names())}",
     )  # fmt: skip
     made.add_argument(
         "--memory", type=int, default=512, metavar="MB", help=f"of all pools together; {LEAST_MEMORY >> 20} at least"
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, keep; the exit status."""
     try:
         with _quiet(), _progress() as tell:
-            found = probe(args.transport or TRANSPORTS, args.quick, args.memory << 20, tell)
+            found = probe(args.transport, args.quick, args.memory << 20, tell)
         if args.out is not None:
             save(found, args.out)
             print(f"wrote {args.out}", file=sys.stderr)

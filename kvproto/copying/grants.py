@@ -1,4 +1,4 @@
-"""What a registration and a request must be: columns that fit their Description, grants that fit the routes."""
+"""What the grants of a Transfer or an Offer must be, and how many items a window of tokens takes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Geometry, Group, IntArray, Owns, owned_before
+from kvproto.planning.geometry import Geometry, Group, owned_before
 from kvproto.wire.enums import ErrorCode, ItemKind
-from kvproto.wire.messages import Columns, Grants, Region
+from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["check_columns", "check_grants", "items_needed", "rows_of"]
+__all__ = ["check_grants", "items_needed", "rows_of"]
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
-    """Items that a rank needs for tokens [first, first + count)."""
+    """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""
     if group.kind != ItemKind.PAGE:
         return 0 if group.kind == ItemKind.HANDOFF else 1
     lo, hi = (owned_before(group, cp_rank, row) for row in rows_of(group, first, count))
@@ -23,7 +24,10 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
 
 
 def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Rows that the tokens cover wholly; of opaque groups, whose items move whole, the last may be covered in part."""
+    """Global rows [lo, hi) that tokens [first, first + count) cover wholly.
+
+    The items of a group with an opaque part move whole, so that its last row may be covered in part.
+    """
     step = group.tokens_per_row
     lo, hi = -(-first // step), (first + count) // step
     if any(part.encoding for part in group.parts):
@@ -31,145 +35,70 @@ def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
     return lo, max(lo, hi)
 
 
-def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]) -> None:
-    """Raise BAD_COLUMNS or OUT_OF_REGION where a Register does not fit its Description."""
-    groups = {g.id: g for g in geometry.groups}
-    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if groups[o.group].kind != ItemKind.HANDOFF]
-    if [o.group for o in shares] != [c.group for c in columns]:
-        raise _bad("columns", f"groups {[o.group for o in shares]}", f"groups {[c.group for c in columns]}")
-    for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
-        group = groups[share.group]
-        number = share.layers.size * len(group.parts)
-        arrays = {}
-        for name in ("region", "offset", "item_stride", "row_stride", "lane_stride"):
-            if getattr(own, name).size != number:
-                raise _bad(f"columns[{i}].{name}", f"{number} entries", f"{getattr(own, name).size} entries")
-            arrays[name] = getattr(own, name).astype(object)
-        for k in range(number):
-            p = k % len(group.parts)
-            lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
-            region = regions.get(arrays["region"][k])
-            if region is None:
-                raise _bad(f"columns[{i}].region[{k}]", "a region of the Register", str(arrays["region"][k]))
-            size = group.parts[p].lane_bytes
-            axes = [
-                (arrays[n][k], c)
-                for n, c in (("item_stride", own.items), ("row_stride", group.rows), ("lane_stride", lanes))
-            ]
-            if any(stride > region.length for stride, _ in axes):
-                raise _bad(f"columns[{i}]", f"strides of at most {region.length}", f"column {k}: {max(axes)[0]}")
-            reach = size
-            for stride, extent in sorted(a for a in axes if a[1] > 1):
-                if stride < reach:
-                    raise _bad(f"columns[{i}]", "strides without overlap", f"column {k}: {stride} < {reach}")
-                reach += stride * (extent - 1)
-            if arrays["offset"][k] + reach > region.length:
-                code = ErrorCode.OUT_OF_REGION
-                raise RemoteError(
-                    code, f"columns[{i}].offset[{k}]", f"end at most {region.length}", str(arrays["offset"][k] + reach)
-                )
-
-
 def check_grants(
-    geometry: Geometry, rank: int, columns: Mapping[int, Columns], wanted: tuple[int, ...], grants: tuple[Grants, ...]
+    geometry: Geometry,
+    rank: int,
+    columns: Mapping[int, Columns],
+    wanted: tuple[int, ...],
+    grants: tuple[Grants, ...],
+    overlaps: Overlaps | None = None,
 ) -> None:
-    """Raise BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS where a Transfer's grants do not fit the routes of the pair."""
+    """Check grants of a rank's items against the routes of the pair, in the order of clause KVP-TRN-CHECKS.
+
+    `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the routed groups, ascending.
+    `overlaps` are those of the columns: who checks many transfers makes them once.
+
+    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -RING, -COUNT, -POOL, -ALIAS).
+    """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
     if tuple(g.group for g in grants) != wanted:
-        raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", f"groups {tuple(g.group for g in grants)}")
+        yours = f"groups {tuple(g.group for g in grants)}"
+        advice = "send one grant for each routed group, hand-off groups included, by ascending id"
+        raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", yours, advice)
     for i, grant in enumerate(grants):
         group = groups[grant.group]
-        if group.kind == ItemKind.RING:
-            lo, hi = rows_of(group, grant.first, grant.count)
-            if hi - lo > group.rows:
-                raise RemoteError(
-                    ErrorCode.BAD_GRANT, f"grants[{i}].count", f"at most {group.rows} rows", f"{hi - lo} rows"
-                )
-        if group.cp_size > 1 and grant.count and grant.first < group.origin:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", f"at least {group.origin}", str(grant.first))
+        if group.kind != ItemKind.HANDOFF:
+            _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
-        items = grant.items
-        if items is None or items.size != need:
-            came = "no items" if items is None else f"{items.size} items"
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", f"{need} items", came)
-        if need and int(items.max()) >= columns[grant.group].items:
-            raise RemoteError(
-                ErrorCode.OUT_OF_REGION,
-                f"grants[{i}].items",
-                f"below {columns[grant.group].items}",
-                str(int(items.max())),
-            )
-        if np.unique(items).size != items.size:
-            raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "each item once", "an item twice")
-        own = columns.get(grant.group)
-        if need and own and len(set(zip(own.region.tolist(), own.offset.tolist(), strict=True))) < own.region.size:
-            mine = "layers and parts that begin each at a place of its own"
-            raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", mine, "two at one place")
-    _check_alias(groups, shares, columns, grants)
+        _check_items(f"grants[{i}].items", group, grant, need, columns)
+    (Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps).check(grants)
 
 
-def _check_alias(
-    groups: Mapping[int, Group], shares: Mapping[int, Owns], columns: Mapping[int, Columns], grants: tuple[Grants, ...]
-) -> None:
-    """Raise ITEM_ALIAS where items of two groups that share memory overlap; groups apart cost one comparison."""
-    named = [(i, g) for i, g in enumerate(grants) if g.items is not None and g.items.size and g.group in columns]
-    for n, (i, grant) in enumerate(named):
-        for _, other in named[:n]:
-            ours, theirs = (_extents(groups[g.group], shares[g.group], columns[g.group]) for g in (grant, other))
-            for region in np.intersect1d(ours[0], theirs[0]).tolist():
-                held = [_intervals(e, columns[g.group], g, region) for e, g in ((ours, grant), (theirs, other))]
-                (a, a_end), (b, b_end) = held
-                if a.min() >= b_end.max() or b.min() >= a_end.max():
-                    continue
-                if _rows_apart(ours, theirs, columns[grant.group], columns[other.group], region):
-                    continue
-                starts, ends = np.concatenate([a, b]), np.concatenate([a_end, b_end])
-                whose = np.repeat([0, 1], [a.size, b.size])
-                order = np.argsort(starts, kind="stable")
-                starts, ends, whose = starts[order], np.maximum.accumulate(ends[order]), whose[order]
-                if bool(((starts[1:] < ends[:-1]) & (whose[1:] != whose[:-1])).any()):
-                    yours = f"items of groups {other.group} and {grant.group} overlap"
-                    raise RemoteError(ErrorCode.ITEM_ALIAS, f"grants[{i}].items", "items of disjoint memory", yours)
+def _check_window(at: str, group: Group, grant: Grants) -> None:
+    if group.kind == ItemKind.RING:
+        lo, hi = rows_of(group, grant.first, grant.count)
+        if hi - lo > group.rows:
+            mine, yours = f"at most {group.rows} rows", f"{hi - lo} rows"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.count", mine, yours, "ask for what a ring still holds")
+    if group.cp_size > 1 and grant.count and grant.first < group.origin:
+        mine, yours = f"at least {group.origin}", str(grant.first)
+        raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, yours, "tokens before the origin are not dealt")
 
 
-_Extents = tuple[IntArray, IntArray, IntArray]
+def _check_items(at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns]) -> None:
+    items = grant.items
+    came = 0 if items is None else items.size
+    if came != need:
+        tokens = f"tokens {grant.first}..{grant.first + grant.count} in items of {group.rows} rows"
+        what = f"for {tokens}" if group.kind == ItemKind.PAGE else f"of a {ItemKind(group.kind).name}"
+        advice = "trim the list to the window" if came > need else "name every item of the window"
+        raise RemoteError(
+            ErrorCode.BAD_GRANT, at, f"{need} items {what}", f"{came} items" if came else "no items", advice
+        )
+    if items is None or not need:
+        return
+    pool = columns[grant.group].items
+    if int(items.max()) >= pool:
+        raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(items.max())), "name items of the pool")
+    if not _distinct(items, pool):
+        raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
 
-def _extents(group: Group, share: Owns, own: Columns) -> _Extents:
-    """Region of each column, and the bytes that one item reaches over, and one row."""
-    lanes = np.array([sum(s.hi - s.lo for s in share.lanes if s.part == p) for p in range(len(group.parts))])
-    size = np.array([p.lane_bytes for p in group.parts])
-    part = np.arange(own.region.size) % len(group.parts)
-    rows, lane = own.row_stride.astype(np.int64), own.lane_stride.astype(np.int64)
-    width = (lanes[part] - 1) * lane + size[part]
-    return own.region.astype(np.int64), (group.rows - 1) * rows + width, width
-
-
-def _rows_apart(ours: _Extents, theirs: _Extents, mine: Columns, yours: Columns, region: int) -> bool:
-    """Whether the groups share records, a row of each in every one, at places of their own."""
-    strides, begins, ends = set(), [], []
-    for (regions, _, width), own in ((ours, mine), (theirs, yours)):
-        some = np.flatnonzero(regions == region)
-        strides |= set(own.row_stride[some].tolist())
-        record = max(int(own.row_stride[some[0]]), 1)
-        if len(strides) > 1 or (own.item_stride[some] % record).any():
-            return False
-        begins.append(own.offset[some].astype(np.int64) % record)
-        ends.append(begins[-1] + width[some])
-        if ends[-1].max() > record:
-            return False
-    return not ((begins[0][:, None] < ends[1]) & (begins[1] < ends[0][:, None])).any()
-
-
-def _intervals(extents: _Extents, own: Columns, grant: Grants, region: int) -> tuple[IntArray, IntArray]:
-    """Where the granted items begin and end in a region, column by column."""
-    some = np.flatnonzero(extents[0] == region)
-    items = np.empty(0) if grant.items is None else grant.items
-    offset, stride = own.offset[some].astype(np.int64), own.item_stride[some].astype(np.int64)
-    starts = (offset[:, None] + items.astype(np.int64) * stride[:, None]).ravel()
-    return starts, starts + np.repeat(extents[1][some], items.size)
-
-
-def _bad(path: str, mine: str, yours: str) -> RemoteError:
-    return RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, "state columns in the order of the Description")
+def _distinct(items: UIntArray, pool: int) -> bool:
+    """Whether no item comes twice; items are below `pool`."""
+    if pool > 64 * items.size:
+        return bool(np.unique(items).size == items.size)
+    seen = np.zeros(pool, bool)
+    seen[items] = True
+    return bool(np.count_nonzero(seen) == items.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproto.copying.grants import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
 from kvproto.transport.staging.packed import Layer, Packer
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
@@ -250,8 +251,26 @@ class Provider(ABC):
         """How well the transport suits this memory: 0 not at all; the highest is used where nobody chooses."""
 
     @abstractmethod
-    def open(self, memory: Mapping[int, Memory]) -> Transport:
-        """A transport for a pool of these regions; raises NO_TRANSPORT where it does not suit them."""
+    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> Transport:
+        """A transport for a pool of these regions; raises NO_TRANSPORT where it does not suit them.
+
+        `measured`: what `kvproto probe` found on this machine, for choices that depend on it.
+        """
+
+    # measuring
+
+    floors: tuple[Floor, ...] = ()
+    """Rates below which something is wrong."""
+    costs: ClassVar[CostedWays] = {}
+    """Of the ways that plans are costed with."""
+
+    def gpus(self) -> tuple[tuple[str, ...], str | None]:
+        """Names of the GPUs that this transport sees, in order, and the version of their driver."""
+        return (), None
+
+    @abstractmethod
+    def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
+        """How to time each way on this machine, of so many GPUs, in `memory` bytes; and what cannot be timed."""
 
 
 def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:

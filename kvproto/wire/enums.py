@@ -149,6 +149,8 @@ class Feature(IntEnum):
     """Packed bytes inside the session, under credit."""
     EPOCHS = 8
     """Memory is registered again, or given up, while the session goes on: a second Register, Unregister."""
+    VERIFY_PAGES = 9
+    """Beside VERIFY: checksums of each layer and page, so that a difference is found, not only noticed."""
 
 
 class ErrorCode(IntEnum):

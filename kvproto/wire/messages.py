@@ -274,6 +274,8 @@ class Checksum:
     """The sink's group id. Since 1.0."""
     value: int
     """Sum modulo 2 to the 64. Since 1.0."""
+    pages: UIntArray | None = attrs.field(default=None, eq=_same)
+    """Feature VERIFY_PAGES: the same sum of each layer and page, layer after layer. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1311,11 +1311,14 @@ def _e_HandOff(o: Any, out: list[Any]) -> None:
 Checksum = messages.Checksum
 _Checksum_group = setter(Checksum, "group")
 _Checksum_value = setter(Checksum, "value")
+_Checksum_pages = setter(Checksum, "pages")
 
 
 def _d_Checksum(b: Any, p: int) -> tuple[Checksum, int]:
-    if b[p] != 130:
+    left = b[p]
+    if not 130 <= left <= 131:
         raise Doubt
+    left -= 130
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -1337,8 +1340,15 @@ def _d_Checksum(b: Any, p: int) -> tuple[Checksum, int]:
             p += 8
         else:
             f2, p = read_uint(b, f2, p)
+    if left and b[p] == 3:
+        left -= 1
+        f3, p = read_array(b, p + 1, 4, 0, 4194304)
+    else:
+        f3 = None
+    if left:
+        raise Doubt
     o = new(Checksum)
-    _Checksum_group(o, f1); _Checksum_value(o, f2)
+    _Checksum_group(o, f1); _Checksum_value(o, f2); _Checksum_pages(o, f3)
     return o, p
 
 
@@ -1347,11 +1357,16 @@ def _e_Checksum(o: Any, out: list[Any]) -> None:
         raise Doubt
     f1 = o.group
     f2 = o.value
+    f3 = o.pages
+    out.append(BYTE_OF[131 - (f3 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
-    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
+    if f3 is not None:
+        out.append(b'\x03')
+        write_array(f3, 4, 0, 4194304, out)
 
 
 Ticket = messages.Ticket

@@ -143,6 +143,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
     "Checksum": (
         (1, "group", "u32", True, None, None, None),
         (2, "value", "u64", True, None, None, None),
+        (3, "pages", "array<u64>", False, None, None, None),
     ),
     "Ticket": (
         (1, "key", "bytes", True, None, None, 16),

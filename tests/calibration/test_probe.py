@@ -14,23 +14,12 @@ from hypothesis import strategies as st
 
 from kvproto.calibration.cost import COSTS, advise, estimates
 from kvproto.calibration.cost import load as load_costs
-from kvproto.calibration.measure.line import program
-from kvproto.calibration.probe import (
-    FLOORS,
-    LENGTHS,
-    Absent,
-    Constants,
-    Host,
-    Measured,
-    Probe,
-    Sample,
-    fit,
-    load,
-    probe,
-    save,
-)
+from kvproto.calibration.measure import fit
+from kvproto.calibration.probe import LENGTHS, probe
+from kvproto.calibration.results import Host, Probe, floors, load, save
 from kvproto.copying.program import Runs
 from kvproto.errors import LocalError
+from kvproto.transport.bench import Absent, Constants, Measured, Sample, program
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 
@@ -206,7 +195,7 @@ def test_bytes_that_are_no_text_and_folders_are_refused(tmp_path: Path) -> None:
         assert caught.value.path == str(path)
 
 
-@pytest.mark.parametrize("floor", FLOORS, ids=lambda f: f"{f.transport} {'gpus' if f.gpus else 'host'}")
+@pytest.mark.parametrize("floor", floors(), ids=lambda f: f"{f.transport} {'gpus' if f.gpus else 'host'}")
 def test_a_path_below_its_floor_is_slow(floor: Any) -> None:
     ends = ("gpu0", "gpu1") if floor.gpus else ("host", "host")
     for way in floor.ways:
@@ -278,7 +267,7 @@ import os, sys
 from pathlib import Path
 from kvproto.calibration.probe import probe
 link = lambda n: os.readlink("/proc/self/fd/" + n) if os.path.lexists("/proc/self/fd/" + n) else ""
-import kvproto.calibration.measure.shm
+import kvproto.transport.shm.bench
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 before = peak()
 probe(("shm",), quick=True, memory=128 << 20)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample, load, save
+from kvproto.calibration.results import Host, Probe, load, save
 from kvproto.cli.main import main
 from kvproto.planning.describe import PRESETS, Parallel, describe
+from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.wire import to_json
 
 

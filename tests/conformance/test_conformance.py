@@ -1,12 +1,16 @@
 """The suite passes what is right, and fails what is wrong."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvproto_conformance import testee
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
+from kvproto_conformance.run import Verdict, run, verdict
 
 TESTEE = str(Path(__file__).parents[2] / "conformance/testees/python_kvproto.py")
 SPEC = Path(__file__).parents[2] / "spec/v1"
@@ -17,19 +21,66 @@ def test_kvproto_is_conformant(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{len(load())} of {len(load())} cases" in capsys.readouterr().out
 
 
-DEGENERATE = {
-    "refuses everything": "print(json.dumps({'error': 'BAD_MAGIC', 'path': '@magic'}), flush=True)",
-    "accepts everything": "print(json.dumps({'message': 'DoneAck', 'fields': {}}), flush=True)",
-    "dies": "sys.exit(1)",
-    "speaks no JSON": "print('what?', flush=True)",
-    "answers with a list": "print('[]', flush=True)",
+DEGENERATE: dict[str, tuple[str, dict[str, Any]]] = {
+    # what a program does with each line; how its answer counts
+    "refuses everything": (
+        "print(json.dumps({'error': 'BAD_MAGIC', 'path': '@magic'}), flush=True)",
+        {"error": "BAD_MAGIC", "path": "@magic"},
+    ),
+    "accepts everything": (
+        "print(json.dumps({'message': 'DoneAck', 'fields': {}}), flush=True)",
+        {"message": "DoneAck", "fields": {}},
+    ),
+    "dies": ("sys.exit(1)", {"broken": "it died"}),
+    "speaks no JSON": ("print('what?', flush=True)", {"broken": "its answer is not JSON"}),
+    "answers with a list": ("print('[]', flush=True)", {"broken": "its answer is not an object"}),
 }
 
 
+class Always(testee.Testee):
+    """An implementation within this process that gives one answer to every question."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(["no process"])
+        self._answer = answer
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        return self._answer
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ten of the cases: one of each of the first ten messages that the vectors name."""
+    chosen: dict[str, Any] = {}
+    for path in sorted((SPEC / "vectors/codec").glob("*.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            if "message" in case and case["message"] != "DoneAck":
+                chosen.setdefault(case["message"], case)
+    folder = tmp_path_factory.mktemp("ten")
+    (folder / "codec").mkdir()
+    suite = {"suite": "ten", "cases": [*chosen.values()][:10]}
+    (folder / "codec/ten.json").write_text(json.dumps(suite))
+    return folder
+
+
 @pytest.mark.parametrize("kind", DEGENERATE)
-def test_degenerate_testees_are_not(kind: str) -> None:
-    program = f"import json, sys\nfor line in sys.stdin:\n    {DEGENERATE[kind]}"
-    assert main(["--only", "m", "--", sys.executable, "-c", program]) == 1
+def test_a_degenerate_program_is_nonconformant(kind: str, ten: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, answer = DEGENERATE[kind]
+    program = f"import json, sys\nfor line in sys.stdin:\n    {line}"
+    assert main(["--vectors", str(ten), "--", sys.executable, "-c", program]) == Verdict.NONCONFORMANT
+    said = capsys.readouterr().out
+    assert "nonconformant: 0 of 10 cases" in said
+    assert said.count(f"got {answer}") == 10
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_one_answer_to_everything_fails_nearly_every_case(kind: str) -> None:
+    _, answer = DEGENERATE[kind]
+    results = run(load(), Always(answer))
+    right = [result.case for result in results if not result.wrong]
+    assert [case for case in right if case.expected != answer] == []
+    assert verdict(results) is Verdict.NONCONFORMANT
+    assert len(right) < len(results) / 20
 
 
 def test_a_run_without_cases_or_testee_is_invalid() -> None:

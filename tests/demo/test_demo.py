@@ -15,9 +15,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from kvproto.calibration.probe import Constants, Host, Measured, Probe, Sample, save
+from kvproto.calibration.results import Host, Probe, save
+from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
+from kvproto.transport.shm.memory import SharedMemory
 from kvproto_reference.demo.__main__ import DemoOptions, run
 from kvproto_reference.demo.options import parse
 
@@ -91,7 +93,7 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
         save(Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64"), tuple(ways)), tmp_path / "costs.json")
         tmp_path.chmod(0o700)
         options = parse("decode", ["--dir", str(tmp_path), "--transport", "nixl", *map(str, args)])
-        (mover,) = options.movers(0)
+        (mover,) = options.movers({0: SharedMemory(16)})
         assert isinstance(mover, NixlTransport)
         assert mover.mode == Costs(1e-6, 1e9, 0.2)
         mover.close()

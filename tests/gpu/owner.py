@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from kvproto.calibration.probe import scattered
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct

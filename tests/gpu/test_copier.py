@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvproto.calibration.probe import scattered
 from kvproto.copying.execute import checksums, execute
 from kvproto.errors import LocalError
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvproto.calibration.probe import scattered
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory, connect

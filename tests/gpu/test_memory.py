@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto.calibration.probe import scattered
 from kvproto.errors import LocalError, RemoteError
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, driver, uuid
 from kvproto.transport.cuda.memory import DeviceMemory, connect

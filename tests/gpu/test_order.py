@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvproto.calibration.probe import scattered
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.order import After, follow

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from kvproto.calibration.probe import scattered
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError
+from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.transport.cuda.memory import DeviceMemory

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from kvproto.calibration.cost import load as load_costs
-from kvproto.calibration.measure import cuda
-from kvproto.calibration.measure.line import program
-from kvproto.calibration.measure.nixl import job as nixl_job
-from kvproto.calibration.probe import LENGTHS, fit, load, probe, save
+from kvproto.calibration.measure import fit
+from kvproto.calibration.probe import LENGTHS, probe
+from kvproto.calibration.results import load, save
 from kvproto.errors import LocalError
+from kvproto.transport.bench import program
+from kvproto.transport.cuda import bench as cuda
 from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.nixl.bench import job as nixl_job
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
@@ -46,19 +48,19 @@ def test_every_pair_is_measured_or_named_as_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [256, 64 << 10])
-def test_a_line_copies_what_its_program_says(devices: tuple[int, int], run: int) -> None:
+def test_a_path_copies_what_its_program_says(devices: tuple[int, int], run: int) -> None:
     if devices not in cuda.pairs()[0] and devices != (0, 0):
         pytest.skip("no peers")
-    with cuda.job(MEMORY, *devices).open() as lines:
-        for line in lines:
-            if not isinstance(line, cuda.Kernel):
+    with cuda.job(MEMORY, *devices).open() as paths:
+        for path in paths:
+            if not isinstance(path, cuda.Kernel):
                 continue
-            pool = line.pools[0].length
+            pool = path.pools[0].length
             data = np.random.default_rng(1).integers(0, 256, pool, np.uint8)
             want = np.full(pool, 0xEE, np.uint8)
-            put(line.pools[0], data)
-            put(line.pools[1], want)
-            assert line.ready(run, 128)() > 0
+            put(path.pools[0], data)
+            put(path.pools[1], want)
+            assert path.runner(run, 128)() > 0
             made = program(run, 128, pool)
             m = made.maps[0]
             width = int(made.ops["lane_bytes"][0])
@@ -66,15 +68,15 @@ def test_a_line_copies_what_its_program_says(devices: tuple[int, int], run: int)
                 for a, b, n in zip(m.source_row.tolist(), m.sink_row.tolist(), m.rows.tolist(), strict=True):
                     from_, to = (int(op[f"{side}_offset"]) + row * width for side, row in (("source", a), ("sink", b)))
                     want[to : to + n * width] = data[from_ : from_ + n * width]
-            assert np.array_equal(get(line.pools[1]), want)
+            assert np.array_equal(get(path.pools[1]), want)
 
 
 def test_pools_are_freed_also_after_an_error() -> None:
     def fails() -> None:
-        with cuda.job(MEMORY, 0, 0).open() as lines:
-            line = lines[0]
-            assert isinstance(line, cuda.Kernel)
-            pools.extend(line.pools)
+        with cuda.job(MEMORY, 0, 0).open() as paths:
+            path = paths[0]
+            assert isinstance(path, cuda.Kernel)
+            pools.extend(path.pools)
             pools[0].check()
             raise ZeroDivisionError
 
@@ -92,12 +94,12 @@ def test_nixl_between_gpus_is_direct_and_packed() -> None:
     pytest.importorskip("nixl")
     if FOUND < 2:
         pytest.skip("needs two GPUs")
-    with nixl_job(MEMORY, "gpu0", "gpu1").open() as lines:
-        assert [(line.transport, line.way, line.source, line.sink) for line in lines] == [
+    with nixl_job(MEMORY, "gpu0", "gpu1").open() as paths:
+        assert [(path.transport, path.way, path.source, path.sink) for path in paths] == [
             ("nixl", "direct", "gpu0", "gpu1"),
             ("nixl", "packed", "gpu0", "gpu1"),
         ]
-        for line in lines:
-            go = line.ready(1 << 20, 4)
+        for path in paths:
+            go = path.runner(1 << 20, 4)
             assert go() > 0
             assert go() > 0

@@ -5,7 +5,8 @@ import random
 import attrs
 import numpy as np
 
-from kvproto.copying.grants import check_columns, items_needed
+from kvproto.copying.columns import check_columns
+from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, Side, Window
 from kvproto.planning.geometry import Geometry

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import checksums, execute
-from kvproto.copying.grants import check_columns, check_grants, items_needed
+from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
 from kvproto.copying.program import CopyProgram, RowMap, Side, Window
 from kvproto.errors import KvprotoError, RemoteError

@@ -23,7 +23,9 @@ from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.table import FEW, Launch, Work, check, few, launch, parts, rebase, sizes, sums, table
+from kvproto.transport.cuda.launch import INLINE_BYTES, Launch, Work, check, inline_launch, launch, parts, sizes
+from kvproto.transport.cuda.sums import rebase, sums
+from kvproto.transport.cuda.table import table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -88,7 +90,7 @@ def run(kernels: Kernels, works: Sequence[Work], blocks: int, long: int = tables
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
-    monkeypatch.setattr("kvproto.transport.cuda.table._FIRST_RUNS", 3)
+    monkeypatch.setattr("kvproto.transport.cuda.launch._FIRST_RUNS", 3)
     monkeypatch.setattr("kvproto.copying.program._SMALL", 2)
 
 
@@ -119,8 +121,8 @@ def test_random_programs(
         made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
         works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
-    image = np.zeros(FEW, np.uint8)
-    small = few(works, image, 1000, long) if direct else None
+    image = np.zeros(INLINE_BYTES, np.uint8)
+    small = inline_launch(works, image, 1000, long) if direct else None
     if small is not None:
         kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
     assert len(parts(works, most)) <= most

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvproto.calibration.probe import LEAST_MEMORY, probe
 from kvproto.errors import LocalError
 from kvproto.transport import default, find, load, loading, names
 from kvproto.transport.base import Provider
@@ -35,7 +36,10 @@ class Absent(Provider):
     def preference(self, memory: Any) -> int:
         return 9
 
-    def open(self, memory: Any) -> Any:
+    def open(self, memory: Any, measured: Any = ()) -> Any:
+        raise AssertionError("it is not installed")
+
+    def bench(self, memory: int, gpus: int) -> Any:
         raise AssertionError("it is not installed")
 
 
@@ -97,3 +101,11 @@ def test_memory_that_no_transport_suits_is_refused(memory: Any, entries: dict[st
         default(memory)
     assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "pool")
     assert "kvproto.transport.memory" in caught.value.advice
+
+
+def test_what_is_measured_and_what_is_absent_comes_from_the_provider(entries: dict[str, EntryPoint]) -> None:
+    entries["absent"] = EntryPoint("absent", f"{__name__}:ABSENT", loading.GROUP)
+    entries["shm"] = EntryPoint("shm", "kvproto.transport.shm.provider:PROVIDER", loading.GROUP)
+    found = probe(quick=True, memory=LEAST_MEMORY)
+    assert [(a.what, a.reason, a.advice) for a in found.absent] == [("absent", "not installed", ABSENT.install)]
+    assert [m.transport for m in found.measured] == ["shm"]

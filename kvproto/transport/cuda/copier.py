@@ -24,12 +24,14 @@ from cuda.core import (
 
 from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
+from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
 from kvproto.transport.cuda.stream import PART, Chunk
+from kvproto.transport.cuda.sums import rebase, sums
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copier", "Copy", "Job", "Prepared", "Room"]
+__all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared"]
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
@@ -85,8 +87,8 @@ class Job:
 
 
 @attrs.define(eq=False)
-class Room:
-    """Where an image is written, where it lies on the device, and where rows are expanded."""
+class LaunchBuffers:
+    """Memory of one launch: where an image is written, where it lies on the device, and where rows are expanded."""
 
     host: Buffer
     view: npt.NDArray[np.uint8]
@@ -179,14 +181,14 @@ class Copier:
         self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
         begin, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
         self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
-        self._few = np.zeros(tables.FEW, np.uint8)
-        self._few_place = (ctypes.c_void_p * 1)(self._few.ctypes.data)
+        self._inline = np.zeros(launches.INLINE_BYTES, np.uint8)
+        self._inline_place = (ctypes.c_void_p * 1)(self._inline.ctypes.data)
         self._part = (ctypes.c_uint64 * -(-PART // 8))()
         self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
         self._timing = EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots = slots
-        self._rooms: list[Room] = []
+        self._buffers: list[LaunchBuffers] = []
         """Of launches, the latest last."""
         self._nothing = _Bytes(tables.MAP.itemsize)
         """A map without rows."""
@@ -205,11 +207,11 @@ class Copier:
             return
         nothing = self._nothing
         call(driver.cuMemsetD8Async(nothing.address, 0, nothing.size, self._ahead.handle), "load")
-        self._few[:] = 0
+        self._inline[:] = 0
         ctypes.memset(self._part, 0, PART)
         self._run(16, "expand", (1, 1), nothing.address, stream=self._ahead)
         self._run(word, "copy", (1, 1), nothing.address, 0, 0, stream=self._ahead)
-        for name, block in (("copy_few", self._few_place), ("copy_part", self._part_place)):
+        for name, block in (("copy_few", self._inline_place), ("copy_part", self._part_place)):
             self._run(word, name, (1, 1), block=block, stream=self._ahead)
         call(driver.cuStreamSynchronize(self._ahead.handle), "load")
         self._loaded.add(word)
@@ -246,34 +248,34 @@ class Copier:
                 ErrorCode.OUT_OF_RANGE, "maps", "those of a program of the table", "another number of them"
             )
         self._device.set_current()
-        works = [tables.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
-        tables.check(works)
-        few = tables.few(works, self._few, 4 * self.blocks, self._long)
-        if few is not None:
+        works = [launches.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
+        launches.check(works)
+        inline = launches.inline_launch(works, self._inline, 4 * self.blocks, self._long)
+        if inline is not None:
             with _Whole(self):
                 began = self._record() if self._timed else None
                 self.follow(after)
-                if few.chunks:
-                    self._run(few.word, "copy_few", (min(few.chunks, self.blocks), 1), block=self._few_place)
-                return Copy(self._record(), few.bytes, began, jobs)
-        parts = tables.parts(works, max(self._slots // 2, 1))
-        rooms = self._take([tables.sizes(part) for part in parts])
+                if inline.chunks:
+                    self._run(inline.word, "copy_few", (min(inline.chunks, self.blocks), 1), block=self._inline_place)
+                return Copy(self._record(), inline.bytes, began, jobs)
+        parts = launches.parts(works, max(self._slots // 2, 1))
+        all_buffers = self._take([launches.sizes(part) for part in parts])
         began, total = None, 0
         with _Whole(self):
-            for i, (part, room) in enumerate(zip(parts, rooms, strict=True)):
-                made = tables.launch(part, room.view, room.image.address, room.rows.address, self._long)
+            for i, (part, buffers) in enumerate(zip(parts, all_buffers, strict=True)):
+                made = launches.launch(part, buffers.view, buffers.image.address, buffers.rows.address, self._long)
                 began = began or (self._record() if self._timed else None)
-                self._launch(made, room, None if i else after)
-                room.event = self._record()
-                self._rooms.append(room)
+                self._launch(made, buffers, None if i else after)
+                buffers.event = self._record()
+                self._buffers.append(buffers)
                 total += made.bytes
-        return Copy(rooms[-1].event, total, began, jobs)
+        return Copy(all_buffers[-1].event, total, began, jobs)
 
-    def _launch(self, made: tables.Launch, room: Room, after: Sequence[int] | None) -> None:
+    def _launch(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Rows are expanded while producers compute (`after` their events), or else while the part before moves."""
         stream, ahead = self.stream.handle, after is None
         if made.classes:
-            self._expand(room, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
+            self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
         if ahead:
             expanded = self._ahead.record()
             call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
@@ -284,26 +286,26 @@ class Copier:
             code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
             call(code[:1], "copy")
         for word, offset, classes, chunks in made.classes:
-            self._run(word, "copy", (min(chunks, self.blocks), 1), room.image.address + offset, classes, chunks)
+            self._run(word, "copy", (min(chunks, self.blocks), 1), buffers.image.address + offset, classes, chunks)
 
-    def room(self, image: int, rows: int) -> Room:
-        """Room for an image and for rows of so many bytes."""
+    def allocate(self, image: int, rows: int) -> LaunchBuffers:
+        """Allocate the buffers of a launch; sizes in bytes."""
         self._device.set_current()
         size = 1 << max(image - 1, 4095).bit_length()
         host = LegacyPinnedMemoryResource().allocate(size)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
         expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
-        return Room(host, view, _Bytes(size), expanded, self._record())
+        return LaunchBuffers(host, view, _Bytes(size), expanded, self._record())
 
-    def expand(self, room: Room, size: int, n_maps: int, most_rows: int) -> None:
+    def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
         """Upload the image of a stream, which begins with its maps, and expand their rows."""
         self._device.set_current()
-        self._expand(room, size, n_maps, most_rows, self.stream)
-        room.event = self._record()
+        self._expand(buffers, size, n_maps, most_rows, self.stream)
+        buffers.event = self._record()
 
-    def _expand(self, room: Room, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
-        image = room.image.address
-        call(driver.cuMemcpyHtoDAsync(image, room.view.ctypes.data, size, stream.handle), "upload")
+    def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
+        image = buffers.image.address
+        call(driver.cuMemcpyHtoDAsync(image, buffers.view.ctypes.data, size, stream.handle), "upload")
         tall = min(-(-most_rows // tables.THREADS), 4 * self.blocks)
         self._run(16, "expand", (tall, n_maps), image, stream=stream)
 
@@ -314,8 +316,8 @@ class Copier:
         for event in events:
             call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
 
-    def chunk(self, chunk: Chunk, room: Room, bytes_: int) -> Copy:
-        """Copy a chunk of the stream whose maps and operations are in a room."""
+    def chunk(self, chunk: Chunk, buffers: LaunchBuffers, bytes_: int) -> Copy:
+        """Copy a chunk of the stream whose maps and operations are in these buffers."""
         self._device.set_current()
         stream = self.stream.handle
         with _Whole(self):
@@ -324,17 +326,17 @@ class Copier:
             for part in chunk.parts:
                 ctypes.memmove(self._part, part.parameters, PART)
                 self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
-            room.event = self._end(room)
-        return Copy(room.event, bytes_)
+            buffers.event = self._end(buffers)
+        return Copy(buffers.event, bytes_)
 
-    def _end(self, room: Room) -> Event:
+    def _end(self, buffers: LaunchBuffers) -> Event:
         """Record an event again after many chunks: who still asks after the earlier one hears of the later."""
-        at, room.chunks = room.chunks % _EVENTS, room.chunks + 1
-        if at == len(room.ends):
-            room.ends.append(self._record())
+        at, buffers.chunks = buffers.chunks % _EVENTS, buffers.chunks + 1
+        if at == len(buffers.ends):
+            buffers.ends.append(self._record())
         else:
-            self.stream.record(room.ends[at])
-        return room.ends[at]
+            self.stream.record(buffers.ends[at])
+        return buffers.ends[at]
 
     def _record(self) -> Event:
         return self.stream.record(options=self._timing)
@@ -356,11 +358,11 @@ class Copier:
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all submitted; waits."""
         self._device.set_current()
-        image, operations, groups = tables.sums(program, addresses, sink)
+        image, operations, groups = sums(program, addresses, sink)
         if not groups:
             return {}
         memory = _Bytes(image.size)
-        tables.rebase(image, operations, memory.address)
+        rebase(image, operations, memory.address)
         stream, totals = self.stream.handle, np.empty(len(groups), np.uint64)
         call(driver.cuMemcpyHtoDAsync(memory.address, image.ctypes.data, image.size, stream), "upload")
         self._run(16, "checksum", (self.blocks, operations), memory.address)
@@ -369,26 +371,26 @@ class Copier:
         call(driver.cuStreamSynchronize(stream), "checksum")
         return dict(zip(groups, totals.tolist(), strict=True))
 
-    def _take(self, sizes: Sequence[tuple[int, int]]) -> list[Room]:
-        """Rooms for launches of these sizes of image and rows, all of them before the first launch.
+    def _take(self, sizes: Sequence[tuple[int, int]]) -> list[LaunchBuffers]:
+        """Buffers for launches of these sizes of image and rows, all of them before the first launch.
 
         Raises BUSY where fewer launches than these may begin: they end in their order.
         """
-        taken = len(self._rooms) + len(sizes) - self._slots
-        if taken > 0 and not is_done(self._rooms[taken - 1].event.handle):
+        taken = len(self._buffers) + len(sizes) - self._slots
+        if taken > 0 and not is_done(self._buffers[taken - 1].event.handle):
             raise LocalError(ErrorCode.BUSY, "", f"{self._slots} launches at once", "one more", "wait for one")
-        found: list[Room] = []
+        found: list[LaunchBuffers] = []
         for image, rows in sizes:
-            found.append(self._room(image, rows, len(found)))
+            found.append(self._unused(image, rows, len(found)))
         return found
 
-    def _room(self, image: int, rows: int, beside: int) -> Room:
+    def _unused(self, image: int, rows: int, taken: int) -> LaunchBuffers:
         """One that no launch uses: one that is as large, or one more, or one in place of the oldest."""
-        for i, room in enumerate(self._rooms):
-            if not is_done(room.event.handle):
+        for i, buffers in enumerate(self._buffers):
+            if not is_done(buffers.event.handle):
                 break
-            if room.holds(image, rows):
-                return self._rooms.pop(i)
-        if len(self._rooms) + beside == self._slots:
-            self._rooms.pop(0)
-        return self.room(image, rows)
+            if buffers.holds(image, rows):
+                return self._buffers.pop(i)
+        if len(self._buffers) + taken == self._slots:
+            self._buffers.pop(0)
+        return self.allocate(image, rows)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 from kvproto.transport.cuda.cache import PerProgramCache
-from kvproto.transport.cuda.copier import Copier, Copy, Room
+from kvproto.transport.cuda.copier import Copier, Copy, LaunchBuffers
 from kvproto.transport.cuda.driver import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
@@ -25,7 +25,7 @@ class DevicePacker:
 
     def __init__(self, device: int = 0, blocks: int | None = None) -> None:
         self.copier = Copier(device, blocks)
-        self._idle: list[Room] = []
+        self._idle: list[LaunchBuffers] = []
         self._sides = PerProgramCache[StreamSide]()
 
     def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
@@ -49,27 +49,27 @@ class DevicePacker:
         Raises OUT_OF_REGION, POOL_MOVED.
         """
         made = StreamTable(self.prepare(program, side, memory), program.maps)
-        room = self._room(*made.sizes)
-        size = made.write(room.view, room.image.address, room.rows.address)
+        buffers = self._unused(*made.sizes)
+        size = made.write(buffers.view, buffers.image.address, buffers.rows.address)
         if made.most_rows:
-            self.copier.expand(room, size, made.n_maps, made.most_rows)
-        stream = DeviceStream(self.copier, made, room, after)
-        weakref.finalize(stream, self._idle.append, room)
+            self.copier.expand(buffers, size, made.n_maps, made.most_rows)
+        stream = DeviceStream(self.copier, made, buffers, after)
+        weakref.finalize(stream, self._idle.append, buffers)
         return stream
 
-    def _room(self, image: int, rows: int) -> Room:
-        for room in self._idle:
-            if room.holds(image, rows) and is_done(room.event.handle):
-                self._idle.remove(room)
-                return room
-        return self.copier.room(image, rows)
+    def _unused(self, image: int, rows: int) -> LaunchBuffers:
+        for buffers in self._idle:
+            if buffers.holds(image, rows) and is_done(buffers.event.handle):
+                self._idle.remove(buffers)
+                return buffers
+        return self.copier.allocate(image, rows)
 
 
 class DeviceStream:
     """A stream of one program; chunks go to and from device memory, `nixl.Memory`."""
 
-    def __init__(self, copier: Copier, table: StreamTable, room: Room, after: Sequence[int]) -> None:
-        self._copier, self._table, self._room, self._after = copier, table, room, tuple(after)
+    def __init__(self, copier: Copier, table: StreamTable, buffers: LaunchBuffers, after: Sequence[int]) -> None:
+        self._copier, self._table, self._buffers, self._after = copier, table, buffers, tuple(after)
 
     @property
     def length(self) -> int:
@@ -96,4 +96,4 @@ class DeviceStream:
         chunk = self._table.chunk(offset, slot.length, slot.address)
         after, self._after = self._after, ()
         self._copier.follow(after)
-        return self._copier.chunk(chunk, self._room, slot.length)
+        return self._copier.chunk(chunk, self._buffers, slot.length)

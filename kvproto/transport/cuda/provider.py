@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from kvproto.errors import LocalError
 from kvproto.transport.base import Memory, Provider, Transport
+from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["PROVIDER"]
@@ -19,10 +21,38 @@ class _Cuda(Provider):
     def preference(self, memory: Memory) -> int:
         return 2 if memory.kind == MemoryKind.CUDA else 0
 
-    def open(self, memory: Mapping[int, Memory]) -> Transport:
+    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> Transport:
+        device = one_device(memory)
         from kvproto.transport.cuda.transport import CudaTransport
+        from kvproto.transport.cuda.tuning import long_runs
 
-        return CudaTransport(one_device(memory))
+        return CudaTransport(device, long=long_runs(measured))
+
+    floors = (
+        Floor(
+            "cuda", ("pull", "push", "engine"), True, 10e9,
+            "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, others on the GPU",
+        ),
+    )  # fmt: skip
+    costs: ClassVar[CostedWays] = {"pull": ("kernel", "copy"), "push": ("kernel, push", "copy")}
+
+    def gpus(self) -> tuple[tuple[str, ...], str | None]:
+        if self.missing() is not None:
+            return (), None
+        from kvproto.transport.cuda import bench
+
+        names = bench.names()
+        return names, bench.driver_version() if names else None
+
+    def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
+        if not gpus:
+            return [], [Absent("cuda", "no GPU")]
+        from kvproto.transport.cuda import bench
+
+        reach, apart = bench.pairs()
+        advice = "use transport nixl between them; see `nvidia-smi topo -p2p r`"
+        absent = [Absent(f"cuda gpu{a} to gpu{b}", "no peer access", advice, slow=True) for a, b in apart]
+        return [bench.job(memory, a, b) for a, b in reach], absent
 
 
 def one_device(memory: Mapping[int, Memory]) -> int:

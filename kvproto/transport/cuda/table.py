@@ -1,4 +1,4 @@
-"""What the kernel reads (kernel.cu): operations, made at registration; classes and runs, for each launch.
+"""What the kernel reads of a rank pair (kernel.cu): the table of operations, made at registration; and its formats.
 
 Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
 """
@@ -6,53 +6,20 @@ Nothing here touches a device, so all of it is tested on a host with the kernel'
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from operator import ge
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.execute import seeds
 from kvproto.copying.program import CopyProgram, RowMap
-from kvproto.errors import LocalError
-from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "CLASS",
-    "CLASS_FIELDS",
-    "DEPTH",
-    "FEW",
-    "FEW_CLASSES",
-    "FEW_WORDS",
-    "LONG",
-    "MAP",
-    "MAP_FIELDS",
-    "MOST",
-    "OP",
-    "RUN_BYTES",
-    "RUN_WORDS",
-    "SUM",
-    "THREADS",
-    "WORDS",
-    "Few",
-    "Launch",
-    "Shape",
-    "Table",
-    "Work",
-    "check",
-    "few",
-    "launch",
-    "parts",
-    "rebase",
-    "sizes",
-    "sums",
-    "table",
-    "write_runs",
-]
+    "CLASS", "CLASS_FIELDS", "DEPTH", "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "LONG", "MAP", "MAP_FIELDS", "MOST", "OP",
+    "RUN_BYTES", "RUN_WORDS", "SUM", "THREADS", "WORDS", "Shape", "Table", "table", "write_runs",
+]  # fmt: skip
 
 THREADS, DEPTH = 1024, 8
 WORDS = (16, 8, 4, 2, 1)
@@ -60,12 +27,12 @@ WORDS = (16, 8, 4, 2, 1)
 RUN_WORDS = 5
 """Numbers of a run, 32 bits each: its first row, and item and row on both sides."""
 FEW_CLASSES, FEW_RUNS = 8, 180
-"""The most of a launch in a kernel's parameters, which hold 4 KiB."""
+"""The most of a launch in a kernel's parameters, which hold 4 KiB: the `few` of kernel.cu."""
 FEW_WORDS = FEW_RUNS * RUN_WORDS
 RUN_BYTES = 4 * RUN_WORDS
 
-_PLACES = ("item", "row", "lane")
-OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in _PLACES))])
+PLACES = ("item", "row", "lane")
+OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in PLACES))])
 CLASS = np.dtype(
     [("ops", "<u8"), ("rows", "<u8")]
     + [(n, "<u4") for n in ("n_rows", "words", "units", "chunks", "first", "n_runs")]
@@ -76,6 +43,7 @@ SUM = np.dtype(
     + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "unused")]
 )  # fmt: skip
 
+MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 LONG = 16 << 20
 """Bytes of a run from which on the copy engine takes it: 6 % faster there (benchmarks/transfer_gpu.py)."""
 MOST = (1 << 32) - THREADS * DEPTH - 1
@@ -103,7 +71,7 @@ class Table:
     ops: npt.NDArray[np.void]
     """Rows of dtype OP."""
     layers: npt.NDArray[np.int64]
-    """Of each operation."""
+    """The layer of each operation."""
     shapes: tuple[Shape, ...]
     joined: npt.NDArray[np.bool_]
     """Whether the rows of a run touch on both sides."""
@@ -139,7 +107,7 @@ def table(
     for side, bases in (("source", sources), ("sink", sinks)):
         base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
         made[side] = base + ops[f"{side}_offset"].astype(np.uint64)
-        for place in _PLACES:
+        for place in PLACES:
             made[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
         touch &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
     unit = np.where(touch, width, ops["lane_bytes"])
@@ -170,200 +138,6 @@ def table(
     return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents)
 
 
-@attrs.frozen
-class Launch:
-    """One upload and its launches."""
-
-    size: int
-    """Bytes of the image: maps, then classes, then runs."""
-    n_maps: int
-    most_rows: int
-    """Rows of the longest map."""
-    classes: tuple[tuple[int, int, int, int], ...]
-    """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
-    bytes: int
-    long: tuple[tuple[int, int, int], ...] = ()
-    """(source, sink, length) of runs that the copy engine takes."""
-
-
-@attrs.frozen
-class Work:
-    """A prepared table, where it lies on the device, and one request's maps."""
-
-    table: Table
-    address: int
-    maps: Sequence[RowMap]
-    layers: tuple[int, int] | None = None
-    """Only layers [lo, hi)."""
-
-
-_FIRST_RUNS, _GROWTH = 8192, 3
-"""A host writes 8,192 runs in some 100 us; a part more costs the GPU 40. A part is copied while the next is written."""
-
-
-def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
-    """The same works, cut between runs: those of many runs become several launches, at most so many."""
-    runs = sum(len(m.rows) for w in works for m in w.maps)
-    cuts, size = [0], _FIRST_RUNS
-    while len(cuts) < most and runs - cuts[-1] > 2 * size:
-        cuts.append(cuts[-1] + size)
-        size *= _GROWTH
-    if len(cuts) == 1:
-        return [works]
-    bounds = pairwise([*cuts, runs])
-    return [[attrs.evolve(w, maps=[_share(m, a, b, runs) for m in w.maps]) for w in works] for a, b in bounds]
-
-
-def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
-    """Runs of a map, as many as [a, b) are of all."""
-    some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
-    # a launch does not ask for global rows
-    return attrs.evolve(
-        m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
-        sink_row=m.sink_row[some], rows=m.rows[some],
-    )  # fmt: skip
-
-
-def check(works: Sequence[Work]) -> None:
-    """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
-    for work in works:
-        for m, extents in zip(work.maps, work.table.bounds, strict=True):
-            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
-            high = here + there
-            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
-                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
-                    least = int(place.min())
-                    if least < 0 or most >= extent:
-                        came, pool = str(most if most >= extent else least), f"0 to {extent - 1}"
-                        raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
-
-
-_PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
-
-
-def sizes(works: Sequence[Work]) -> tuple[int, int]:
-    """Bytes of image and of rows that `launch` needs at most."""
-    runs = sum(len(m.rows) for w in works for m in w.maps)
-    maps = sum(len(w.maps) for w in works)
-    cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
-    rows = sum(m.size for w in works for m in w.maps)
-    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * RUN_BYTES + 16), rows * 16 + 16
-
-
-def _cuts(work: Work) -> int:
-    most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
-    return most // MOST
-
-
-def _up(n: int) -> int:
-    return -(-n // 256) * 256
-
-
-def launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG
-) -> Launch:
-    """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
-
-    `image` has room for `sizes`; the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
-    """
-    maps: list[tuple[int, int, int, int]] = []
-    classes: dict[int, list[tuple[int, ...]]] = {}
-    chunks_of: dict[int, int] = {}
-    engine: list[tuple[int, int, int]] = []
-    row, n_runs, most_rows, total = rows_at, 0, 0, 0
-    for work in works:
-        begins = []
-        for m in work.maps:
-            maps.append((n_runs, row, len(m.rows), m.size))
-            begins.append(row)
-            n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
-        for shape, lo, hi in _wanted(work):
-            rows_of, width = work.maps[shape.map], shape.words * shape.units
-            total += rows_of.size * shape.word * width * (hi - lo)
-            if _is_long(work, shape, lo, hi, long):
-                engine += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
-                continue
-            ops = work.address + lo * OP.itemsize
-            for skip in range(0, rows_of.size, MOST // width):
-                rows = min(MOST // width, rows_of.size - skip)
-                chunks = -(-rows * width // (THREADS * DEPTH))
-                first, begin = chunks_of.get(shape.word, 0), begins[shape.map] + 16 * skip
-                made = ops, begin, rows, shape.words, shape.units, chunks, first
-                classes.setdefault(shape.word, []).append(made)
-                chunks_of[shape.word] = first + chunks * (hi - lo)
-    classes_at = _up(len(maps) * MAP.itemsize)
-    runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
-    end = runs_at + RUN_BYTES * n_runs
-    runs = image[runs_at:end].view(np.uint32)
-    for k, m in enumerate(m for w in works for m in w.maps):
-        at, begin, n, size = maps[k]
-        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
-        write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
-    kernels = []
-    at = classes_at
-    for word, some in classes.items():
-        kernels.append((word, at, len(some), chunks_of[word]))
-        for numbers in some:
-            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
-            at += CLASS.itemsize
-    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(engine))
-
-
-_HEAD = struct.Struct("<II8x")
-MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
-_FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
-FEW = _FEW_RUNS_AT + 4 * FEW_WORDS
-"""Bytes of a launch that fits into a kernel's parameters."""
-
-
-@attrs.frozen
-class Few:
-    """A launch that fits into the parameters of `copy_few`."""
-
-    word: int
-    chunks: int
-    bytes: int
-
-
-def few(works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG) -> Few | None:
-    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, FEW bytes; None where it is larger.
-
-    The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
-    costs; the rest is the number of calls of numpy, so there are few.
-    """
-    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
-        return None
-    word, number, first, total = 0, 0, 0, 0
-    begins = {}
-    at = 0
-    for k, work in enumerate(works):
-        for i, m in enumerate(work.maps):
-            begins[k, i] = at
-            at += RUN_WORDS * len(m.rows)
-        for shape, lo, hi in _wanted(work):
-            rows, width = work.maps[shape.map], shape.words * shape.units
-            chunks = -(-rows.size * width // (THREADS * DEPTH))
-            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
-            big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
-            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > MOST:
-                return None
-            numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
-            word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
-            total += rows.size * word * width * (hi - lo)
-    for k, work in enumerate(works):
-        for i, m in enumerate(work.maps):
-            place, n = _FEW_RUNS_AT + 4 * begins[k, i], len(m.rows)
-            if m.numbers is not None:
-                *places, lengths = m.numbers
-                firsts = accumulate(lengths[:-1], initial=0) if n else ()
-                struct.pack_into(f"<{RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
-            else:
-                write_runs(m, image[place : place + RUN_BYTES * n].view(np.uint32).reshape(RUN_WORDS, n))
-    _HEAD.pack_into(image.data, 0, number, first)
-    return Few(word or WORDS[0], first, total)
-
-
 def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Literal["source", "sink"] | None = None) -> None:
     """Runs as the device reads them; on the side that is a stream, if any, rows lie one after the other in one item."""
     if len(m.rows):
@@ -373,75 +147,3 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Literal["source"
         item, row = {None: (0, 0), "source": (1, 2), "sink": (3, 4)}[stream]
         for i, place in enumerate(m.places, start=1):
             runs[i] = 0 if i == item else runs[0] if i == row else place
-
-
-def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
-    """Whether the copy engine takes the runs, which starts each by itself."""
-    m, width = work.maps[shape.map], shape.word * shape.words
-    if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
-        return False
-    return int(m.rows.min()) * width >= long
-
-
-def _long(ops: npt.NDArray[np.void], m: RowMap, width: int) -> Iterator[tuple[int, int, int]]:
-    for op in ops:
-        for source_item, source_row, sink_item, sink_row, rows in zip(
-            *(c.tolist() for c in (m.source_item, m.source_row, m.sink_item, m.sink_row, m.rows)), strict=True
-        ):
-            source = int(op["source"]) + source_item * int(op["source_item"]) + source_row * width
-            sink = int(op["sink"]) + sink_item * int(op["sink_item"]) + sink_row * width
-            yield source, sink, rows * width
-
-
-def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
-    """Shapes that have something to do, and the operations of the layers that are wanted."""
-    for shape in work.table.shapes:
-        lo, hi = shape.start, shape.stop
-        if work.layers is not None:
-            lo, hi = (shape.start + int(np.searchsorted(work.table.layers[lo:hi], x)) for x in work.layers)
-        if hi > lo and work.maps[shape.map].size:
-            yield shape, lo, hi
-
-
-def sums(
-    program: CopyProgram, addresses: Mapping[int, int], sink: bool
-) -> tuple[npt.NDArray[np.uint8], int, list[int]]:
-    """What the checksum kernel reads, how many operations it begins with, and the groups in order.
-
-    To `rebase` where it will lie. The totals, one u64 a group, are its last bytes.
-    """
-    side = "sink" if sink else "source"
-    ops = (
-        program.ops[[bool(program.maps[m].size) for m in program.ops["map"].tolist()]]
-        if len(program.ops)
-        else program.ops
-    )
-    groups = np.unique(ops["group"]).tolist()
-    made = np.zeros(len(ops), SUM)
-    made["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
-    made["base"] += ops[f"{side}_offset"].astype(np.uint64)
-    for place in _PLACES:
-        made[place] = ops[f"{side}_{place}_stride"]
-    made["seed"], made["lo"] = seeds(ops), ops["lo"]
-    made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
-    pieces: list[npt.NDArray[Any]] = [made]
-    here = made.nbytes
-    for i, m in enumerate(program.maps):
-        item, first = (m.sink_item, m.sink_row) if sink else (m.source_item, m.source_row)
-        rows = np.arange(m.size) - np.repeat(m.ends - m.rows, m.rows) + np.repeat(first, m.rows)
-        places = np.stack([np.repeat(item, m.rows), rows], axis=1).astype(np.uint32)
-        some = ops["map"] == i
-        made["places"][some], made["globals"][some] = here, here + places.nbytes
-        made["n_rows"][some] = m.size
-        pieces += [places, m.global_rows.astype(np.uint64)]
-        here += places.nbytes + 8 * m.size
-    made["total"] = here + 8 * np.searchsorted(groups, ops["group"]).astype(np.uint64)
-    pieces.append(np.zeros(len(groups), np.uint64))
-    return np.concatenate([p.reshape(-1).view(np.uint8) for p in pieces]), len(ops), groups
-
-
-def rebase(image: npt.NDArray[np.uint8], operations: int, at: int) -> None:
-    """Let the operations of `sums` point into their image at address `at`."""
-    made = image[: operations * SUM.itemsize].view(SUM)
-    for name in ("places", "globals", "total"):
-        made[name] += np.uint64(at)

@@ -11,36 +11,33 @@ more to arrive. A write that is released before it is ready may arrive all the s
 known of it: UNPROVABLE. To abort with proof, post nothing more and wait for what was posted. A write that the peer's
 death ended cannot be proved by this transport.
 
-What is posted again. The transfer of a write from slot to slot is kept when the write is complete (kept.py), and
+What is posted again. The transfer of a write from slot to slot is kept when the write is complete (cache.py), and
 serves the next one of the same two slots and length. It is NIXL's until its write is over, and released before either
 side's memory is closed or registered anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import attrs
-import numpy as np
-
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.transport.base import no_handle
 from kvproto.transport.nixl.binding import Descriptors, Nixl
-from kvproto.transport.nixl.cache import SlotPair, TransferCache
 from kvproto.transport.nixl.handle import Memory, Named
-from kvproto.transport.process import boot_id
-from kvproto.wire.enums import ErrorCode, MemoryKind, Proof, Transport
-from kvproto.wire.messages import Handle, Region
+from kvproto.transport.nixl.regions import Make, Peer, Registered, Write
+from kvproto.transport.nixl.transfers import Transfers, closed, failed, unreachable
+from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Region
 
-__all__ = ["Agent", "Peer", "Posting", "Registered", "Write"]
+__all__ = ["Agent", "Posting"]
 
 T = TypeVar("T")
 
@@ -48,163 +45,9 @@ _SOON, _LATE = 20e-6, 500e-6
 """Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
 """The same, of an eager agent's thread: for callers that do not ask."""
-_MOST_KEPT = 1 << 14
-"""Transfers to post again."""
-
-
-# memory
-
-
-@attrs.frozen
-class _Slot(Memory):
-    """The first bytes of a staging slot."""
-
-    owner: _Slotted | None = attrs.field(default=None, repr=False, eq=False)
-
-
-class _Slotted:
-    """Memory, of it equal staging slots, if any."""
-
-    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int) -> None:
-        self._agent, self.memory = agent, memory
-        self.slot_bytes = slot_bytes
-        """Of each slot; 0 where there is none."""
-        self.slots = memory.length // slot_bytes if slot_bytes else 0
-        """Staging slots."""
-        self._made: dict[int, _Slot] = {}
-
-    def slot(self, number: int, length: int) -> Memory:
-        """The first bytes of a staging slot."""
-        known = self._made.get(number)
-        if known is None or known.length != length:
-            m = self.memory.part(number * self.slot_bytes, length)
-            known = self._made[number] = _Slot(m.address, length, m.kind, m.device, m.buffer, self)
-        return known
-
-
-class Registered(_Slotted):
-    """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
-
-    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
-        super().__init__(agent, memory, slot_bytes)
-        self._list, self._metadata = list_, metadata
-
-    @property
-    def closed(self) -> bool:
-        """Whether it may no longer be read or written."""
-        return self._list is None
-
-    @property
-    def handle(self) -> Handle:
-        """For `Region.handles`: about 600 bytes; names this memory alone."""
-        named = Named(self._agent.name, self.memory, self.slot_bytes, self._metadata)
-        return Handle(transport=Transport.NIXL, data=named.encode())
-
-    def region(self, id: int, device: str | None = None) -> Region:
-        """What Register says of it; `device` is the UUID of CUDA memory."""
-        memory = self.memory
-        return Region(
-            id=id, base=0, length=memory.length, kind=memory.kind, device=device, boot=boot_id(), handles=(self.handle,)
-        )
-
-    def close(self) -> None:
-        """Deregister, when no write of it is under way; peers can write it no more."""
-        if self._list is not None:
-            list_, self._list = self._list, None
-            self._agent._call(lambda nixl: self._agent._deregister(nixl, self.memory, list_))
-            self._agent._open.discard(self)
-            self._made.clear()  # their views of the buffer
-
-
-# writes
-
-
-class Write:
-    """Bytes on their way to one peer's memory."""
-
-    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
-        self._agent, self.bytes, self._peers, self._slots = agent, bytes_, peers, slots
-        self._proof: Proof | None = None
-        self._error: KvprotoError | None = None
-        self._over = False
-        """The last to be set: who sees it sees the others."""
-        self._bell: threading.Event | None = None
-        """Of those who wait, if any."""
-        self._handles: list[int] = []
-        self._cancelled = False
-
-    def ready(self) -> bool:
-        """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED where that failed."""
-        if not self._over:
-            self._agent.move(self)
-            if not self._over:
-                return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self, timeout: float) -> bool:
-        """The same, after at most `timeout` seconds."""
-        until = time.monotonic() + timeout
-        while not self.ready() and (left := until - time.monotonic()) > 0:
-            bell = self._agent._bell_of(self)  # before the look at whether it is over: who ends it rings after that
-            if not self._over:
-                bell.wait(self._agent.patience(left))
-        return self.ready()
-
-    @property
-    def proof(self) -> Proof | None:
-        """What is known once it is over: PROVEN, no byte can arrive any more, or UNPROVABLE; None while under way."""
-        return self._proof
-
-    def abandon(self) -> None:
-        """Give it up: PROVEN where it was complete or never posted, else UNPROVABLE; `proof` says which, soon."""
-        self._cancelled = True
-        with contextlib.suppress(KvprotoError):  # a closed agent has ended it
-            self._agent._enqueue(lambda nixl: self._agent._abandon(nixl, self))
-
-    def _end(self, error: KvprotoError | None, proof: Proof) -> None:
-        if self._over:
-            return
-        self._proof, self._error = proof, error
-        self._over = True
-        if self._bell is not None:
-            self._bell.set()
-
-
-class Peer(_Slotted):
-    """A peer's memory, as far as this agent may write it; its addresses are the peer's."""
-
-    def __init__(self, agent: Agent, named: Named, path: str) -> None:
-        super().__init__(agent, named.memory, named.slot_bytes)
-        self.name, self.path = named.name, path
-        """Of the peer's agent; of the region."""
-        self.lost: KvprotoError | None = None
-        """Why no write can succeed any more."""
-
-    def write(self, source: Memory, to: Memory) -> Write:
-        """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
-        if source.length != to.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
-        slots = None
-        if isinstance(source, _Slot) and isinstance(to, _Slot) and to.owner is self:
-            own = source.owner
-            if isinstance(own, Registered) and own._agent is self._agent:
-                slots = SlotPair(own, source.address, self, to.address, source.length)
-        write = Write(self._agent, source.length, (self,), slots)
-
-        def make(nixl: Nixl) -> Iterator[int]:
-            local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
-            yield nixl.make((local, source.kind), (remote, self.memory.kind), self.name)
-
-        return self._agent._post(write, make)
-
-    def close(self) -> None:
-        """Write no more; what is under way becomes UNPROVABLE. With the agent's last memory the connection ends."""
-        self._agent._call(lambda nixl: self._agent._disconnect(nixl, self))
-
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
+"""Descriptors here and their kind of memory, descriptors at a peer."""
 
 
 class Agent:
@@ -226,12 +69,9 @@ class Agent:
         """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more."""
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
-        self._posted: dict[Write, None] = {}
-        self._kept = TransferCache(_MOST_KEPT)
+        self._transfers = Transfers(self._tell)
         self._open: set[Registered] = set()
         """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
-        self._remotes: dict[str, tuple[bytes, list[Peer]]] = {}
-        self._stuck: list[int] = []
         self._closed, self._door = False, threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._told, self._telling = False, threading.Lock()
@@ -271,9 +111,9 @@ class Agent:
 
     def connect(self, region: Region, path: str) -> Peer:
         """Make a peer's region writable from here; raises NO_TRANSPORT or TRANSPORT_FAILED."""
-        handle = next((h for h in region.handles if h.transport == Transport.NIXL), None)
+        handle = next((h for h in region.handles if h.transport == TransportCode.NIXL), None)
         if handle is None:
-            raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", "NIXL", "none", "use a common transport")
+            raise no_handle(path, TransportCode.NIXL)
         try:
             named = Named.decode(bytes(handle.data))
             if named.name == self.name:
@@ -282,28 +122,9 @@ class Agent:
                 raise ValueError("it is shorter than the region, or of another kind")
         except Exception as e:
             reason = str(e) if type(e) is ValueError else type(e).__name__
-            raise _unreachable(path, reason, "send the handle as `Registered` makes it") from None
+            raise unreachable(path, reason, "send the handle as `Registered` makes it") from None
 
-        def work(nixl: Nixl) -> Peer:
-            connection, peers = self._remotes.get(named.name, (named.connection, []))
-            if connection != named.connection:
-                raise _unreachable(path, "another agent has its name", "make an agent anew after a restart")
-            self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may put new keys for old ones
-            for write in self._posted:  # these use the old ones, once
-                if write._slots and write._slots.peer.name == named.name:
-                    write._slots = None
-            try:
-                nixl.load(named)
-            except Exception as e:
-                if not peers:
-                    nixl.forget(named.name)
-                raise _unreachable(path, type(e).__name__, "compare NIXL's versions, and UCX_TLS on both sides") from e
-            peer = Peer(self, named, path)
-            peers.append(peer)
-            self._remotes[named.name] = connection, peers
-            return peer
-
-        return self._call(work)
+        return self._call(lambda nixl: self._transfers.connect(nixl, self, named, path))
 
     def fileno(self) -> int:
         """Readable when a write has ended since the last `wait`; for poll, select, or a ZeroMQ poller."""
@@ -336,7 +157,7 @@ class Agent:
         try:
             self._nixl = Nixl(self.name)
         except Exception as e:
-            started.set_exception(e if isinstance(e, KvprotoError) else _local("cannot start UCX", e))
+            started.set_exception(e if isinstance(e, KvprotoError) else failed("cannot start UCX", e))
             return
         started.set_result(None)
         soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
@@ -344,29 +165,29 @@ class Agent:
         while not self._closed:
             self._rests = True  # before the look at what is posted: who posts rings after it
             lively, self._lively = self._lively, False
-            timeout = pause if self._posted or lively else None
+            timeout = pause if self._transfers.posted or lively else None
             self._rests = timeout is None
             self._bell.wait(timeout)
             self._bell.clear()  # before the look at jobs: who adds one rings after it
             with self._turn:
-                pause = soon if self._move() else min(pause * 2, late)
+                pause = soon if self._move_all() else min(pause * 2, late)
         with self._turn:
-            self._move()
+            self._move_all()
             nixl, self._nixl = self._nixl, None
             assert nixl is not None
-            self._finish(nixl)
+            self._transfers.finish(nixl)
         for registered in self._open:
-            registered._made.clear()
+            registered.forget_slots()
         self._open.clear()
 
     # whoever has the turn
 
-    def _move(self) -> bool:
+    def _move_all(self) -> bool:
         """Do what was asked for, and look at what is under way; whether anything came of it."""
         if self._nixl is None:
             return False
         some = self._work(self._nixl)
-        ended = [self._look(self._nixl, write) for write in list(self._posted)]
+        ended = [self._transfers.look(self._nixl, write) for write in list(self._transfers.posted)]
         return some or any(ended)
 
     def _work(self, nixl: Nixl) -> bool:
@@ -376,101 +197,15 @@ class Agent:
             self._jobs.popleft()(nixl)
         return some
 
-    def _finish(self, nixl: Nixl) -> None:
-        for write in self._posted:
-            self._release(nixl, write)
-            write._end(_closed(), Proof.UNPROVABLE)
-        self._posted.clear()
-        self._let_go(nixl, lambda _: True)
-        for name in self._remotes:
-            nixl.forget(name)
-        for handle in self._stuck:
-            with contextlib.suppress(Exception):
-                nixl.release(handle)
-        nixl.close()
-
-    def _look(self, nixl: Nixl, write: Write) -> bool:
-        """Ask after a posted write; whether it ended."""
-        try:
-            for handle in write._handles:
-                if not nixl.ask(handle):
-                    return False
-        except Exception as e:
-            self._over(nixl, write, self._lost(nixl, write._peers, e))
-        else:
-            self._over(nixl, write)
-        return True
-
-    def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
-        """A write is complete, or has failed with an error."""
-        self._posted.pop(write, None)
-        if error is None and write._slots and write._slots.usable:
-            spare = self._kept.keep(write._slots, write._handles.pop())
-            write._handles += [] if spare is None else [spare]
-        self._release(nixl, write)
-        write._end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
-        self._tell()
-
-    def _release(self, nixl: Nixl, write: Write) -> None:
-        for handle in write._handles:
-            self._drop(nixl, handle)
-        write._handles.clear()
-
-    def _drop(self, nixl: Nixl, handle: int) -> None:
-        try:
-            nixl.release(handle)
-        except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
-            self._stuck.append(handle)
-
-    def _let_go(self, nixl: Nixl, which: Callable[[SlotPair], bool]) -> None:
-        for handle in self._kept.let_go(which):
-            self._drop(nixl, handle)
-
-    def _deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
-        begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
-        self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
-        nixl.deregister(registration)
-
-    def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
-        """The typed error of what NIXL raised; where it says that the peer is gone, all its memory is."""
-        if isinstance(cause, KvprotoError):
-            return cause
-        if "Disconnect" not in type(cause).__name__:
-            return _local("the write failed", cause)
-        names = {p.name for p in peers}
-        error = RemoteError(ErrorCode.PEER_LOST, "", "a connection", type(cause).__name__, "register again with it")
-        for name in names:
-            for peer in self._remotes.get(name, (b"", []))[1]:
-                peer.lost = error
-        self._let_go(nixl, lambda slots: slots.peer.name in names)
-        return error
-
     def _tell(self) -> None:
         with self._telling:
             if not self._told:
                 self._told = True
                 os.eventfd_write(self._wake, 1)
 
-    def _abandon(self, nixl: Nixl, write: Write) -> None:
-        if write in self._posted and not self._look(nixl, write):  # it may be complete
-            self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
-
-    def _disconnect(self, nixl: Nixl, peer: Peer) -> None:
-        _, peers = self._remotes.get(peer.name, (b"", []))
-        if peer not in peers:
-            return
-        for write in [w for w in self._posted if peer in w._peers]:
-            self._abandon(nixl, write)
-        self._let_go(nixl, lambda slots: slots.peer is peer)
-        peers.remove(peer)
-        peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
-        if not peers:
-            del self._remotes[peer.name]
-            nixl.forget(peer.name)
-
     # any thread
 
-    def move(self, write: Write | None = None) -> None:
+    def advance(self, write: Write | None = None) -> None:
         """Of an eager agent: do what was asked for, and look at one write, where its thread would look at all.
 
         It waits for its turn: a thread that has it needs the interpreter, which the wait leaves to it.
@@ -482,13 +217,13 @@ class Agent:
             if nixl is None:
                 return
             self._work(nixl)
-            if write in self._posted:
-                self._look(nixl, write)
+            if write in self._transfers.posted:
+                self._transfers.look(nixl, write)
 
-    def _bell_of(self, write: Write) -> threading.Event:
+    def bell_of(self, write: Write) -> threading.Event:
         with self._door:
-            write._bell = write._bell or threading.Event()
-            return write._bell
+            write.bell = write.bell or threading.Event()
+            return write.bell
 
     def patience(self, seconds: float) -> float:
         """How long a caller that waits leaves it to the thread."""
@@ -497,10 +232,10 @@ class Agent:
     def _enqueue(self, job: Callable[[Nixl], None]) -> None:
         with self._door:
             if self._closed:
-                raise _closed()
+                raise closed()
             self._jobs.append(job)
-        self.move()
-        if not self._eager or (self._posted and self._rests):
+        self.advance()
+        if not self._eager or (self._transfers.posted and self._rests):
             self._bell.set()
 
     def _call(self, work: Callable[[Nixl], T]) -> T:
@@ -513,7 +248,7 @@ class Agent:
             except KvprotoError as e:
                 answer.set_exception(e)
             except Exception as e:
-                answer.set_exception(_local("NIXL refuses", e))
+                answer.set_exception(failed("NIXL refuses", e))
 
         self._enqueue(job)
         return answer.result()
@@ -525,49 +260,27 @@ class Agent:
             for local, kind, remote, peer in postings:
                 yield nixl.make((local, kind), (remote, peer.memory.kind), peer.name)
 
-        return self._post(Write(self, bytes_, tuple(p for *_, p in postings)), make)
+        return self.begin(Write(self, bytes_, tuple(p for *_, p in postings)), make)
 
-    def _post(self, write: Write, make: Callable[[Nixl], Iterator[int]]) -> Write:
-        """Post transfers that are kept or made."""
+    def begin(self, write: Write, make: Make) -> Write:
+        """Post a write as soon as it is its turn."""
 
         def job(nixl: Nixl) -> None:
-            begun, ready = False, True
             self._lively = self._eager
-            try:
-                if write._cancelled:
-                    raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
-                for peer in write._peers:
-                    if peer.lost:
-                        raise peer.lost
-                if (kept := self._kept.take(write._slots)) is not None:
-                    write._handles.append(kept)
-                else:
-                    for made in make(nixl):
-                        write._handles.append(made)  # so that it is released if the next one is refused
-                for handle in write._handles:
-                    begun = True
-                    ready &= nixl.post(handle)
-            except Exception as e:
-                error = self._lost(nixl, write._peers, e)
-                self._over(nixl, write, error, Proof.UNPROVABLE if begun else Proof.PROVEN)
-                return
-            if ready:
-                self._over(nixl, write)
-            else:
-                self._posted[write] = None
+            self._transfers.begin(nixl, write, make)
 
         self._enqueue(job)
         return write
 
+    def abandon(self, write: Write) -> None:
+        """Give a write up; raises TRANSPORT_FAILED on a closed agent."""
+        self._enqueue(lambda nixl: self._transfers.abandon(nixl, write))
 
-def _local(what: str, cause: Exception) -> LocalError:
-    yours, advice = f"{type(cause).__name__}: {cause}", "look at what NIXL and UCX wrote to stderr"
-    return LocalError(ErrorCode.TRANSPORT_FAILED, "", what, yours, advice)
+    def deregister(self, registered: Registered, registration: Any) -> None:
+        """Let nobody write this memory any more."""
+        self._call(lambda nixl: self._transfers.deregister(nixl, registered.memory, registration))
+        self._open.discard(registered)
 
-
-def _closed() -> LocalError:
-    return LocalError(ErrorCode.TRANSPORT_FAILED, "", "the agent", "closed", "")
-
-
-def _unreachable(path: str, reason: str, advice: str) -> RemoteError:
-    return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot connect", reason, advice)
+    def disconnect(self, peer: Peer) -> None:
+        """Write this peer's memory no more; raises TRANSPORT_FAILED on a closed agent."""
+        self._call(lambda nixl: self._transfers.disconnect(nixl, peer))

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvproto.copying.program import CopyProgram, IntArray, Runs
 from kvproto.errors import LocalError, RemoteError
-from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
+from kvproto.transport.nixl.agent import Agent, Posting
+from kvproto.transport.nixl.regions import Peer, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = [

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 import attrs
 
 from kvproto.transport.base import Layer
-from kvproto.transport.nixl.agent import Write
 from kvproto.transport.nixl.direct import Direct
+from kvproto.transport.nixl.regions import Write
 from kvproto.transport.staging.staged import Piece, StagedSender
 from kvproto.wire.enums import Proof
 

@@ -26,9 +26,10 @@ from kvproto.transport.base import (
     StagedDelivery,
     connect_each,
 )
-from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.backend import backend_of
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, Direct, WriteMode, choose, probe, require_fast
+from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.nixl.streaming import Streaming, Writing
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind

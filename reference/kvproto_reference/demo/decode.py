@@ -76,7 +76,7 @@ class DecodeRank:
         party = Party(options.name, 0, tp.rank, incarnation())
         seed = rank_address(options.address, 0)
         self.node = node(
-            party, self._geometry, pool, self._dialer, seed, options.verify, options.movers(tp.rank), options.pull
+            party, self._geometry, pool, self._dialer, seed, options.verify, options.movers(pool.memories), options.pull
         )
         self._lockstep = Lockstep(tp.size, tp.group)
         self._ready: set[int] = set()

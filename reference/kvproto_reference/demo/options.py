@@ -7,15 +7,14 @@ from pathlib import Path
 
 import attrs
 
-from kvproto.calibration.measure.choice import long_runs, nixl_costs
-from kvproto.calibration.probe import Probe, load
+from kvproto.calibration.results import Probe
+from kvproto.calibration.results import load as load_costs
 from kvproto.errors import LocalError
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
-from kvproto.transport.base import Transport
-from kvproto.transport.nixl.direct import WriteMode
-from kvproto.transport.nixl.transport import NixlTransport
+from kvproto.transport import load
+from kvproto.transport.base import Memory, Transport
 from kvproto.wire.enums import ErrorCode
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
@@ -81,18 +80,9 @@ class EngineOptions:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
-    def movers(self, rank: int) -> tuple[Transport, ...]:
-        """For the node of a rank; none: what its memory takes."""
-        device, found = self.device(rank), self.costs
-        if self.transport == "nixl":
-            return (
-                NixlTransport((found and nixl_costs(found, device is not None)) or WriteMode.PACKED, device=device),
-            )
-        if device is None or not found:
-            return ()
-        from kvproto.transport.cuda.transport import CudaTransport
-
-        return (CudaTransport(device, long=long_runs(found)),)
+    def movers(self, memories: Mapping[int, Memory]) -> tuple[Transport, ...]:
+        """The transport for the node of a rank, by what was measured if anything was."""
+        return (load(self.transport).open(memories, self.costs.measured if self.costs else ()),)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -149,7 +139,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
-        costs=args.costs and load(args.costs),
+        costs=args.costs and load_costs(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

@@ -85,7 +85,7 @@ class PrefillRank:
             self._listener,
             endpoints,
             options.verify,
-            options.movers(tp.rank),
+            options.movers(pool.memories),
             options.part,
             options.pull,
         )

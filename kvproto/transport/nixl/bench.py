@@ -1,6 +1,6 @@
 """Transport `nixl` between two processes of this host: a descriptor a run, and packed into staging slots.
 
-`python -m kvproto.calibration.measure.nixl FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
+`python -m kvproto.transport.nixl.bench FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from kvproto.calibration.measure.line import HOST, Go, Job, Line, program
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
+from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Direct
 from kvproto.transport.nixl.handle import Memory
+from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.staging.packed import PackedStream, Packer
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
@@ -83,16 +84,16 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         pool.close()
 
 
-class _Direct(Line):
+class _Direct(BenchPath):
     transport, way = "nixl", "direct"
 
     def __init__(self, agent: Agent, own: Registered, peer: Peer, source: str, sink: str) -> None:
         self._agent, self._own, self._peer, self.source, self.sink = agent, own, peer, source, sink
 
-    def most(self, run: int) -> int:
+    def most_runs(self, run: int) -> int:
         return min(self._own.memory.length // run, _MOST_DESCRIPTORS)
 
-    def ready(self, run: int, runs: int) -> Go:
+    def runner(self, run: int, runs: int) -> RunOnce:
         made = program(run, runs, self._own.memory.length)
 
         def go() -> float:
@@ -107,17 +108,17 @@ class _Direct(Line):
         return go
 
 
-class _Packed(Line):
+class _Packed(BenchPath):
     transport, way = "nixl", "packed"
 
     def __init__(self, conn: Connection, agent: Agent, own: _Place, link: Link, source: str, sink: str) -> None:
         self._conn, self._agent, self._own, self._link, self.source, self.sink = conn, agent, own, link, source, sink
         self._sequence = 0
 
-    def most(self, run: int) -> int:
+    def most_runs(self, run: int) -> int:
         return min(self._own.pages.length // run, _MOST_RUNS)
 
-    def ready(self, run: int, runs: int) -> Go:
+    def runner(self, run: int, runs: int) -> RunOnce:
         made = program(run, runs, self._own.pages.length)
         self._conn.send((run, runs))
         return lambda: self._go(made)
@@ -151,13 +152,13 @@ class _Packed(Line):
         return self._conn.recv()
 
 
-def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
+def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
     """Direct and packed; both processes together stay below `memory` bytes."""
 
     @contextmanager
-    def opened() -> Iterator[Sequence[Line]]:
+    def opened() -> Iterator[Sequence[BenchPath]]:
         ours, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "kvproto.calibration.measure.nixl", str(theirs.fileno()), str(memory), sink]
+        command = [sys.executable, "-m", "kvproto.transport.nixl.bench", str(theirs.fileno()), str(memory), sink]
         null = subprocess.DEVNULL
         peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         theirs.close()
@@ -168,7 +169,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
                 if not ours.poll(_PATIENCE):
                     raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
                 pages, slots = (agent.connect(region, "regions") for region in ours.recv())
-                lines: list[Line] = [
+                lines: list[BenchPath] = [
                     _Direct(agent, own, pages, source, sink),
                     _Packed(ours, agent, place, Link(staging, slots), source, sink),
                 ]
@@ -186,7 +187,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> Job:
                 peer.kill()
                 peer.wait()
 
-    return Job("nixl" if source == HOST else f"nixl {source} to {sink}", 2, opened)
+    return BenchJob("nixl" if source == HOST else f"nixl {source} to {sink}", 2, opened)
 
 
 def _serve(conn: Connection, memory: int, place: str) -> None:

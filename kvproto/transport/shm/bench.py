@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kvproto.calibration.measure.line import HOST, Go, Job, Line, program
 from kvproto.copying.execute import execute
+from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
 from kvproto.transport.shm.memory import Mapping, SharedMemory, connect
 
 __all__ = ["job"]
@@ -15,17 +15,17 @@ __all__ = ["job"]
 _MOST_RUNS = 1 << 16
 
 
-class _Copy(Line):
+class _Copy(BenchPath):
     transport, way, source, sink = "shm", "copy", HOST, HOST
 
     def __init__(self, mapped: Mapping, own: SharedMemory) -> None:
         self._mapped, self._own = mapped, own
 
-    def most(self, run: int) -> int:
+    def most_runs(self, run: int) -> int:
         # the executor gathers before it scatters: what is moved is in memory three times
         return min(self._own.length * 3 // 4 // run, _MOST_RUNS)
 
-    def ready(self, run: int, runs: int) -> Go:
+    def runner(self, run: int, runs: int) -> RunOnce:
         made = program(run, runs, self._own.length)
 
         def go() -> float:
@@ -36,11 +36,11 @@ class _Copy(Line):
         return go
 
 
-def job(memory: int) -> Job:
+def job(memory: int) -> BenchJob:
     """Two regions of a third of `memory` bytes at most."""
 
     @contextmanager
-    def opened() -> Iterator[Sequence[Line]]:
+    def opened() -> Iterator[Sequence[BenchPath]]:
         with ExitStack() as closing:
             theirs, own = (SharedMemory(memory * 3 // 10) for _ in range(2))
             closing.callback(theirs.close)
@@ -49,4 +49,4 @@ def job(memory: int) -> Job:
             closing.callback(mapped.close)
             yield [_Copy(mapped, own)]
 
-    return Job("shm", 1, opened)
+    return BenchJob("shm", 1, opened)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from cuda.core import Device, EventOptions
 
-from kvproto.calibration.measure.line import Go, Job, Line, program
+from kvproto.transport.bench import BenchJob, BenchPath, RunOnce, program
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.copier import Job as Work
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
@@ -61,7 +61,7 @@ def _copier(device: int) -> Copier:
     return Copier(device, timed=True)
 
 
-class Kernel(Line):
+class Kernel(BenchPath):
     """The gather-scatter kernel on the sink's GPU (pull) or on the source's (push)."""
 
     transport = "cuda"
@@ -71,10 +71,10 @@ class Kernel(Line):
         self._copier = _copier((sink if way == "pull" else source).device)
         self.pools = source, sink
 
-    def most(self, run: int) -> int:
+    def most_runs(self, run: int) -> int:
         return self.pools[0].length // run
 
-    def ready(self, run: int, runs: int) -> Go:
+    def runner(self, run: int, runs: int) -> RunOnce:
         here, there = self.pools
         made = program(run, runs, here.length)
         prepared = self._copier.prepare(made, {0: here.address}, {0: there.address})
@@ -87,7 +87,7 @@ class Kernel(Line):
         return go
 
 
-class _Engine(Line):
+class _Engine(BenchPath):
     """One cuMemcpyDtoDAsync a run."""
 
     transport, way = "cuda", "engine"
@@ -97,10 +97,10 @@ class _Engine(Line):
         self._from, self._to = source, sink
         self._stream = current(sink.device).create_stream()
 
-    def most(self, run: int) -> int:
+    def most_runs(self, run: int) -> int:
         return min(self._from.length // run, _MOST_COPIES)
 
-    def ready(self, run: int, runs: int) -> Go:
+    def runner(self, run: int, runs: int) -> RunOnce:
         dice = np.random.default_rng(run)
         places = [(dice.permutation(self._from.length // run)[:runs] * run).tolist() for _ in range(2)]
         copies = [(self._to.address + b, self._from.address + a) for a, b in zip(*places, strict=True)]
@@ -118,11 +118,11 @@ class _Engine(Line):
         return go
 
 
-def job(memory: int, source: int, sink: int) -> Job:
+def job(memory: int, source: int, sink: int) -> BenchJob:
     """Pull, push and the engine from one GPU to another, or within one; `memory` bytes on both together."""
 
     @contextmanager
-    def opened() -> Iterator[Sequence[Line]]:
+    def opened() -> Iterator[Sequence[BenchPath]]:
         enable_peer(source, sink)
         enable_peer(sink, source)
         length = memory * 4 // 10 // 4096 * 4096
@@ -136,4 +136,4 @@ def job(memory: int, source: int, sink: int) -> Job:
             for pool in pools:
                 pool.close()
 
-    return Job(f"cuda gpu{source} to gpu{sink}", 3, opened)
+    return BenchJob(f"cuda gpu{source} to gpu{sink}", 3, opened)

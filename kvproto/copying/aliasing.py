@@ -1,0 +1,172 @@
+"""Where the columns of a rank may lie over each other, and whether the items of one transfer do (KVP-GRANT-ALIAS).
+
+Engines let columns share memory: a joint page interleaves layers and parts, and the groups of a unified pool take turns
+in the same bytes. What a transfer names must still be disjoint. The work is split so that a transfer costs nothing
+where the layout alone rules an overlap out:
+
+* Once, at registration, the columns are cut into clusters whose ranges of bytes overlap. A cluster is apart if its
+  columns lie at different places modulo one of its strides, as the layers of a joint page do modulo the page, or K and
+  V modulo a row. Clusters of the same shape (the same columns of another layer) are judged once.
+* For each transfer, the bytes of the named items are compared in the shapes that are not apart, by sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.errors import RemoteError
+from kvproto.planning.geometry import Geometry, IntArray
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Columns, Grants
+
+__all__ = ["Overlaps"]
+
+_MOST_SHAPES = 1024
+"""Shapes of clusters that a registration may have; real pools have one or two."""
+_MOST_SPANS = 1 << 24
+"""Spans of bytes that are compared for one transfer."""
+_MOST_STRIDES = 16
+"""Different strides of a cluster up to which they are tried."""
+
+_EXTENT = np.dtype(
+    [(n, np.int64) for n in ("group", "offset", "items", "item_stride", "rows", "row_stride", "lanes", "lane_stride")]
+    + [("lane_bytes", np.int64), ("item_bytes", np.int64), ("column", np.int64)]
+)
+"""A column: its place, extents and strides (0 for an axis of one element), and the bytes that an item spans."""
+_Extents = npt.NDArray[np.void]
+_AXES = (("items", "item_stride"), ("rows", "row_stride"), ("lanes", "lane_stride"))
+
+
+@attrs.frozen(eq=False)
+class Overlaps:
+    """The clusters of a rank's columns that may overlap, one of each shape; none for most layouts."""
+
+    clusters: tuple[_Extents, ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> Overlaps:
+        """Judge columns that passed `check_columns`, by group id; costs a sort of them. Raises BAD_COLUMNS."""
+        region, extents = _extents(geometry, rank, columns)
+        shapes: dict[bytes, _Extents] = {}
+        for cluster in _clusters(region, extents):
+            shape = cluster.copy()
+            shape["column"] = 0
+            shapes.setdefault(shape.tobytes(), cluster)
+            if len(shapes) > _MOST_SHAPES:
+                mine, yours = f"at most {_MOST_SHAPES} kinds of overlap between columns", "more"
+                raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, "lay columns out in regular pools")
+        return cls(tuple(c for c in shapes.values() if not _apart(c)))
+
+    def check(self, grants: tuple[Grants, ...]) -> None:
+        """Raise ITEM_ALIAS where items of the grants overlap; each column's own items are known to be disjoint."""
+        named = {g.group: (i, g.items.astype(np.int64)) for i, g in enumerate(grants) if g.items is not None}
+        left = _MOST_SPANS
+        for cluster in self.clusters:
+            some = cluster[np.isin(cluster["group"], [group for group, (_, items) in named.items() if items.size])]
+            if len(some) < 2:
+                continue
+            left -= sum(named[group][1].size for group in some["group"].tolist())
+            if left < 0:
+                at = f"grants[{named[int(some['group'][-1])][0]}].items"
+                yours = f"more than {_MOST_SPANS} spans to compare"
+                advice = "register pools that do not overlap"
+                raise RemoteError(ErrorCode.ITEM_ALIAS, at, "columns that lie apart", yours, advice)
+            _compare(some, named)
+
+
+def _extents(geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> tuple[IntArray, _Extents]:
+    """Region [columns] and extents [columns] of all columns of a rank."""
+    groups = {g.id: g for g in geometry.groups}
+    regions, made = [], []
+    for share in (o for r in geometry.ranks if r.rank == rank for o in r.owns if o.group in columns):
+        group, own = groups[share.group], columns[share.group]
+        table = np.zeros(own.region.size, _EXTENT)
+        part = np.arange(own.region.size) % len(group.parts)
+        lanes = [sum(s.hi - s.lo for s in share.lanes if s.part == p) for p in range(len(group.parts))]
+        table["group"], table["column"], table["offset"] = group.id, np.arange(own.region.size), own.offset
+        table["items"], table["rows"], table["lanes"] = own.items, group.rows, np.array(lanes)[part]
+        table["lane_bytes"] = np.array([p.lane_bytes for p in group.parts])[part]
+        for extent, stride in _AXES:
+            table[stride] = np.where(table[extent] > 1, getattr(own, stride), 0)
+        table["item_bytes"] = table["lane_bytes"]
+        for extent, stride in _AXES[1:]:
+            table["item_bytes"] += (table[extent] - 1) * table[stride]
+        regions.append(own.region.astype(np.int64))
+        made.append(table)
+    if not made:
+        return np.empty(0, np.int64), np.empty(0, _EXTENT)
+    return np.concatenate(regions), np.concatenate(made)
+
+
+def _clusters(region: IntArray, extents: _Extents) -> Iterator[_Extents]:
+    """Runs of columns of one region whose ranges overlap, two columns or more, with offsets from the first of them."""
+    order = np.lexsort((extents["offset"], region))
+    region, extents = region[order], extents[order]
+    ends = extents["offset"] + (extents["items"] - 1) * extents["item_stride"] + extents["item_bytes"]
+    # small numbers of the same order in place of offsets, region above region: one running maximum serves all
+    order = np.unique(np.concatenate([extents["offset"], ends]), return_inverse=True)[1].reshape(2, -1)
+    begin, end = order + np.unique(region, return_inverse=True)[1].reshape(-1) * (2 * len(region) + 1)
+    bounds = np.flatnonzero(begin[1:] >= np.maximum.accumulate(end)[:-1]) + 1
+    starts, stops = np.r_[0, bounds], np.r_[bounds, len(region)]
+    for a, b in zip(starts[stops - starts > 1].tolist(), stops[stops - starts > 1].tolist(), strict=True):
+        cluster = extents[a:b].copy()
+        cluster["offset"] -= cluster["offset"][0]
+        yield cluster
+
+
+def _apart(cluster: _Extents) -> bool:
+    """Whether no two items of the columns can overlap, whichever they are: the columns differ modulo a stride."""
+    strides = np.unique(np.concatenate([cluster[stride] for _, stride in _AXES]))
+    strides = strides[strides > 0]
+    return strides.size <= _MOST_STRIDES and any(_apart_modulo(cluster, int(m)) for m in strides[::-1])
+
+
+def _apart_modulo(cluster: _Extents, modulus: int) -> bool:
+    width = cluster["lane_bytes"].copy()
+    for extent, stride in _AXES:
+        # an axis keeps the place modulo the modulus, or else widens what is there
+        width += np.where(cluster[stride] % modulus == 0, 0, (cluster[extent] - 1) * cluster[stride])
+    order = np.argsort(cluster["offset"] % modulus, kind="stable")
+    begin = (cluster["offset"] % modulus)[order]
+    end = begin + width[order]
+    return bool((begin[1:] >= end[:-1]).all() and end[-1] - modulus <= begin[0])
+
+
+def _compare(cluster: _Extents, named: Mapping[int, tuple[int, IntArray]]) -> None:
+    """Raise ITEM_ALIAS where spans of two owners overlap: of two groups, or of two columns that are not apart."""
+    begins, ends, owners = [], [], []
+    names: list[tuple[int, str]] = []
+    for group in np.unique(cluster["group"]).tolist():
+        index, items = named[group]
+        columns = cluster[cluster["group"] == group]
+        together = len(columns) == 1 or _apart(columns)
+        for some in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:
+            begin, end = _spans(some, items)
+            begins.append(begin)
+            ends.append(end)
+            owners.append(np.full(begin.size, len(names)))
+            names.append((index, f"group {group}" if together else f"column {some['column'][0]} of group {group}"))
+    begin, end, owner = np.concatenate(begins), np.concatenate(ends), np.concatenate(owners)
+    order = np.argsort(begin, kind="stable")
+    # the spans of one owner are disjoint: if any two overlap, then two neighbours do
+    clash = np.flatnonzero(begin[order][1:] < end[order][:-1])
+    if clash.size:
+        both = sorted(names[int(owner[order[clash[0] + k]])] for k in (0, 1))
+        yours = f"items of {both[0][1]} and {both[1][1]} overlap"
+        advice = "name items that share no bytes; if none of them should, a stride or an offset of Register is wrong"
+        path = f"grants[{both[1][0]}].items"
+        raise RemoteError(ErrorCode.ITEM_ALIAS, path, "items of disjoint memory", yours, advice)
+
+
+def _spans(columns: _Extents, items: IntArray) -> tuple[IntArray, IntArray]:
+    """Bytes [begin, end) of the named items of columns that lie apart, merged where they touch or interleave."""
+    begin = (columns["offset"][:, None] + items * columns["item_stride"][:, None]).ravel()
+    end = begin + np.repeat(columns["item_bytes"], items.size)
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.r_[True, begin[1:] > end[:-1]])
+    return begin[first], end[np.r_[first[1:] - 1, end.size - 1]]

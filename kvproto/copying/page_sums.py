@@ -1,0 +1,64 @@
+"""Checksums of single layers and pages, to find what differs (feature VERIFY_PAGES)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import CopyProgram
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.messages import Group
+
+__all__ = ["PageSums", "page_sums"]
+
+
+@attrs.frozen(eq=False)
+class PageSums:
+    """Checksums of one group's part of a program, layer after layer."""
+
+    layers: tuple[int, ...]
+    pages: tuple[int, ...]
+    """Pages of the sink's, by number from the one that holds token 0; (0,) where rows cannot be told apart."""
+    values: npt.NDArray[np.uint64]
+    """[layers * pages]"""
+
+    def first_difference(self, others: npt.NDArray[np.uint64] | None) -> str:
+        """The first layer and page whose sum the other side does not have, in words; what is missing differs."""
+        if others is None or others.size != self.values.size:
+            return f"{self.values.size} sums of pages wanted, {0 if others is None else others.size} came"
+        wrong = np.flatnonzero(others != self.values)
+        if not wrong.size:
+            return "none of its pages differs"
+        layer, page = divmod(int(wrong[0]), len(self.pages))
+        return f"layer {self.layers[layer]}, page {self.pages[page]}; {wrong.size} of {self.values.size} differ"
+
+
+def page_sums(
+    program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
+) -> dict[int, PageSums]:
+    """The sums of each sink group of a program that moves a row; `groups` are the sink's, by id (KVP-VERIFY-PAGES).
+
+    `checksums` takes those of a program by group, as transports do. It is called once for each layer and page.
+    """
+    found = {}
+    for id in np.unique(program.ops["group"]).tolist():
+        ops = program.ops[program.ops["group"] == id]
+        maps = [program.maps[i] for i in np.unique(ops["map"]).tolist()]
+        rows = np.concatenate([m.global_rows for m in maps])
+        if not rows.size:
+            continue
+        group, layers = groups[id], tuple(np.unique(ops["layer"]).tolist())
+        apart = kind_of(group).paged and not any(m.whole for m in maps)
+        pages = tuple(np.unique(rows // group.rows).tolist()) if apart else (0,)
+        step = group.rows * group.tokens_per_row
+        values = []
+        for layer in layers:
+            some = CopyProgram(program.maps, ops[ops["layer"] == layer], program.tokens_per_row, program.state_after)
+            for page in pages:
+                part = some.select(tokens=(page * step, (page + 1) * step)) if apart else some
+                values.append(checksums(part).get(id, 0))
+        found[id] = PageSums(layers, pages, np.array(values, np.uint64))
+    return found

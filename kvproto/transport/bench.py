@@ -1,0 +1,197 @@
+"""What transports and the measuring of them have in common: results, and paths that can be timed.
+
+A transport says how to measure it in its own folder (`Provider.bench`); `kvproto.calibration` drives that. A path takes
+start + bytes / link + runs * run seconds. Also here: programs that are named by their run length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
+
+__all__ = [
+    "HOST", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWays", "Floor", "Measured", "RunOnce",
+    "Sample", "program", "same_path", "scattered",
+]  # fmt: skip
+
+RunOnce = Callable[[], float]
+"""Copies once; returns the seconds that it took."""
+HOST = "host"
+"""The place that is no GPU; those are `gpu0`, `gpu1`, ..."""
+CostKind = Literal["direct", "packed", "copy"]
+"""A descriptor a run; gathered and scattered; copied run by run by a side that maps the other's memory."""
+CostedWays = Mapping[str, tuple[str, CostKind]]
+"""By way: what people call it, and its kind."""
+LAYERS = 64
+"""Layers of a program for measuring, where its runs divide by them."""
+
+
+# results
+
+
+@attrs.frozen
+class Sample:
+    """Seconds of programs of one size, the median of several."""
+
+    run: int
+    """Bytes of a run."""
+    runs: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.run * self.runs / self.seconds
+
+
+@attrs.frozen
+class Constants:
+    """What fits the samples of one way; all are positive."""
+
+    link: float
+    """Bytes a second at long runs."""
+    run: float
+    """Seconds that each run costs more than its bytes."""
+    start: float
+    """Seconds before the first byte."""
+    error: float = 0.0
+    """Median of how far the samples are from the fit, as a share of each."""
+
+    def seconds(self, bytes_: float, runs: float) -> float:
+        """Of a program of so many bytes in so many runs."""
+        return self.start + bytes_ / self.link + runs * self.run
+
+
+@attrs.frozen
+class Measured:
+    """One transport's way from one place to another: `host`, or `gpu0`, `gpu1`, ..."""
+
+    transport: str
+    way: str
+    """As the transport calls it, such as `pull`."""
+    source: str
+    sink: str
+    samples: tuple[Sample, ...]
+    constants: Constants
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ends = f" {self.source} to {self.sink}" if self.gpus else ""
+        return f"{self.transport} {self.way}{ends}"
+
+    @property
+    def gpus(self) -> bool:
+        """Whether it goes between GPUs, or within one."""
+        return self.source != "host"
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of the best sample."""
+        return max(s.rate for s in self.samples)
+
+
+@attrs.frozen
+class Absent:
+    """What was not measured, and why."""
+
+    what: str
+    reason: str
+    advice: str = ""
+    slow: bool = False
+    """Whether it should have been there: what would take it takes a slower path."""
+
+
+@attrs.frozen
+class Floor:
+    """Bytes a second below which the best sample of a way tells that something is wrong."""
+
+    transport: str
+    ways: tuple[str, ...]
+    gpus: bool
+    """Between two GPUs; else on the host."""
+    floor: float
+    advice: str
+
+
+def same_path(this: Measured, measured: Iterable[Measured], way: str) -> list[Measured]:
+    """Another way of the same transport, from the same place to the same."""
+    wanted = attrs.evolve(this, way=way).name
+    return [m for m in measured if m.name == wanted]
+
+
+# paths
+
+
+class BenchPath(ABC):
+    """One transport's way of copying from one place to another."""
+
+    transport: str
+    way: str
+    source: str
+    sink: str
+
+    @abstractmethod
+    def most_runs(self, run: int) -> int:
+        """Runs of `run` bytes that a program may have; 0 where not one fits."""
+
+    @abstractmethod
+    def runner(self, run: int, runs: int) -> RunOnce:
+        """What copies a program of `runs` runs of `run` bytes, again and again."""
+
+
+@attrs.frozen
+class BenchJob:
+    """Paths that are set up and torn down together."""
+
+    name: str
+    paths: int
+    open: Callable[[], AbstractContextManager[Sequence[BenchPath]]]
+
+
+# programs
+
+
+def program(run: int, runs: int, pool: int) -> CopyProgram:
+    """`runs` scattered runs of `run` bytes in pools of `pool` bytes; as many layers as a model has, if they divide."""
+    width = min(run, 4096)
+    layers = LAYERS if not runs % LAYERS else 1
+    return scattered(width, runs // layers, layers, pool // layers // width, seed=run, run=run // width)
+
+
+def scattered(
+    width: int, number: int, layers: int = 1, pool: int | None = None, seed: int = 0, run: int = 1
+) -> CopyProgram:
+    """`number` runs of `run` rows of `width` bytes, of each layer, between places in no order of pools of `pool` rows.
+
+    A pool holds layer after layer without gaps, in region 0.
+    """
+    dice = np.random.default_rng(seed)
+    room = (pool or number * run) // run
+    places = [dice.permutation(room)[:number] if room < 1 << 24 else _some(dice, room, number) for _ in range(2)]
+    zero = np.zeros(number, np.int64)
+    ops = np.zeros(layers, OP)
+    size = room * run
+    ops["layer"], ops["lanes"], ops["lane_bytes"] = np.arange(layers), 1, width
+    for side in ("source", "sink"):
+        ops[f"{side}_offset"] = np.arange(layers) * size * width
+        ops[f"{side}_item_stride"] = size * width
+        ops[f"{side}_row_stride"] = ops[f"{side}_lane_stride"] = width
+        ops[f"{side}_items"], ops[f"{side}_rows"] = 1, size
+    first = np.array([0])
+    made = RowMap(zero, places[0] * run, zero, places[1] * run, np.full(number, run), first, np.array([number * run]))
+    return CopyProgram((made,), ops, (1,))
+
+
+def _some(dice: np.random.Generator, room: int, number: int) -> IntArray:
+    """Distinct random places of a room that is too large to permute."""
+    found: IntArray = np.unique(dice.integers(0, room, number + number // 8 + 64))
+    some: IntArray = dice.permutation(found)[:number]
+    return some

@@ -1,0 +1,262 @@
+"""Launches of the copy kernel: what a host writes for each, after the table of operations has been uploaded.
+
+A launch of many works is uploaded as an image of maps, classes and runs; a small one fits into the kernel's parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import ge
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import RowMap
+from kvproto.errors import LocalError
+from kvproto.transport.cuda import table as tables
+from kvproto.transport.cuda.table import (
+    CLASS,
+    CLASS_FIELDS,
+    FEW_CLASSES,
+    FEW_RUNS,
+    FEW_WORDS,
+    LONG,
+    MAP,
+    MAP_FIELDS,
+    OP,
+    RUN_BYTES,
+    RUN_WORDS,
+    WORDS,
+    Shape,
+    Table,
+    write_runs,
+)
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["INLINE_BYTES", "InlineLaunch", "Launch", "Work", "check", "inline_launch", "launch", "parts", "sizes"]
+
+
+@attrs.frozen
+class Launch:
+    """One upload and its launches."""
+
+    size: int
+    """Bytes of the image: maps, then classes, then runs."""
+    n_maps: int
+    most_rows: int
+    """Rows of the longest map."""
+    classes: tuple[tuple[int, int, int, int], ...]
+    """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
+    bytes: int
+    long: tuple[tuple[int, int, int], ...] = ()
+    """(source, sink, length) of runs that the copy engine takes."""
+
+
+@attrs.frozen
+class Work:
+    """A prepared table, where it lies on the device, and one request's maps."""
+
+    table: Table
+    address: int
+    maps: Sequence[RowMap]
+    layers: tuple[int, int] | None = None
+    """Only layers [lo, hi)."""
+
+
+_FIRST_RUNS, _GROWTH = 8192, 3
+"""A host writes 8,192 runs in some 100 us; a part more costs the GPU 40. A part is copied while the next is written."""
+
+
+def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
+    """The same works, cut between runs: those of many runs become several launches, at most so many."""
+    runs = sum(len(m.rows) for w in works for m in w.maps)
+    cuts, size = [0], _FIRST_RUNS
+    while len(cuts) < most and runs - cuts[-1] > 2 * size:
+        cuts.append(cuts[-1] + size)
+        size *= _GROWTH
+    if len(cuts) == 1:
+        return [works]
+    bounds = pairwise([*cuts, runs])
+    return [[attrs.evolve(w, maps=[_share(m, a, b, runs) for m in w.maps]) for w in works] for a, b in bounds]
+
+
+def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
+    """Runs of a map, as many as [a, b) are of all."""
+    some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
+    # a launch does not ask for global rows
+    return attrs.evolve(
+        m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
+        sink_row=m.sink_row[some], rows=m.rows[some],
+    )  # fmt: skip
+
+
+def check(works: Sequence[Work]) -> None:
+    """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
+    for work in works:
+        for m, extents in zip(work.maps, work.table.bounds, strict=True):
+            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+            high = here + there
+            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
+                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                    least = int(place.min())
+                    if least < 0 or most >= extent:
+                        came, pool = str(most if most >= extent else least), f"0 to {extent - 1}"
+                        raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
+
+
+_PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
+
+
+def sizes(works: Sequence[Work]) -> tuple[int, int]:
+    """Bytes of image and of rows that `launch` needs at most."""
+    runs = sum(len(m.rows) for w in works for m in w.maps)
+    maps = sum(len(w.maps) for w in works)
+    cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
+    rows = sum(m.size for w in works for m in w.maps)
+    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * RUN_BYTES + 16), rows * 16 + 16
+
+
+def _cuts(work: Work) -> int:
+    most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
+    return most // tables.MOST
+
+
+def _up(n: int) -> int:
+    return -(-n // 256) * 256
+
+
+def launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG
+) -> Launch:
+    """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
+
+    `image` has room for `sizes`; the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
+    """
+    maps: list[tuple[int, int, int, int]] = []
+    classes: dict[int, list[tuple[int, ...]]] = {}
+    chunks_of: dict[int, int] = {}
+    engine: list[tuple[int, int, int]] = []
+    row, n_runs, most_rows, total = rows_at, 0, 0, 0
+    for work in works:
+        begins = []
+        for m in work.maps:
+            maps.append((n_runs, row, len(m.rows), m.size))
+            begins.append(row)
+            n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
+        for shape, lo, hi in _wanted(work):
+            rows_of, width = work.maps[shape.map], shape.words * shape.units
+            total += rows_of.size * shape.word * width * (hi - lo)
+            if _is_long(work, shape, lo, hi, long):
+                engine += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
+                continue
+            ops = work.address + lo * OP.itemsize
+            for skip in range(0, rows_of.size, tables.MOST // width):
+                rows = min(tables.MOST // width, rows_of.size - skip)
+                chunks = -(-rows * width // (tables.THREADS * tables.DEPTH))
+                first, begin = chunks_of.get(shape.word, 0), begins[shape.map] + 16 * skip
+                made = ops, begin, rows, shape.words, shape.units, chunks, first
+                classes.setdefault(shape.word, []).append(made)
+                chunks_of[shape.word] = first + chunks * (hi - lo)
+    classes_at = _up(len(maps) * MAP.itemsize)
+    runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
+    end = runs_at + RUN_BYTES * n_runs
+    runs = image[runs_at:end].view(np.uint32)
+    for k, m in enumerate(m for w in works for m in w.maps):
+        at, begin, n, size = maps[k]
+        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
+        write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
+    kernels = []
+    at = classes_at
+    for word, some in classes.items():
+        kernels.append((word, at, len(some), chunks_of[word]))
+        for numbers in some:
+            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
+            at += CLASS.itemsize
+    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(engine))
+
+
+_HEAD = struct.Struct("<II8x")
+_FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
+INLINE_BYTES = _FEW_RUNS_AT + 4 * FEW_WORDS
+"""Bytes of a launch that fits into a kernel's parameters."""
+
+
+@attrs.frozen
+class InlineLaunch:
+    """A launch that fits into the parameters of `copy_few`."""
+
+    word: int
+    chunks: int
+    bytes: int
+
+
+def inline_launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG
+) -> InlineLaunch | None:
+    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, INLINE_BYTES; None where it is larger.
+
+    The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
+    costs; the rest is the number of calls of numpy, so there are few.
+    """
+    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
+        return None
+    word, number, first, total = 0, 0, 0, 0
+    begins = {}
+    at = 0
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            begins[k, i] = at
+            at += RUN_WORDS * len(m.rows)
+        for shape, lo, hi in _wanted(work):
+            rows, width = work.maps[shape.map], shape.words * shape.units
+            chunks = -(-rows.size * width // (tables.THREADS * tables.DEPTH))
+            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
+            big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
+            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > tables.MOST:
+                return None
+            numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
+            CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
+            word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
+            total += rows.size * word * width * (hi - lo)
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            place, n = _FEW_RUNS_AT + 4 * begins[k, i], len(m.rows)
+            if m.numbers is not None:
+                *places, lengths = m.numbers
+                firsts = accumulate(lengths[:-1], initial=0) if n else ()
+                struct.pack_into(f"<{RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
+            else:
+                write_runs(m, image[place : place + RUN_BYTES * n].view(np.uint32).reshape(RUN_WORDS, n))
+    _HEAD.pack_into(image.data, 0, number, first)
+    return InlineLaunch(word or WORDS[0], first, total)
+
+
+def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
+    """Whether the copy engine takes the runs, which starts each by itself."""
+    m, width = work.maps[shape.map], shape.word * shape.words
+    if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
+        return False
+    return int(m.rows.min()) * width >= long
+
+
+def _long(ops: npt.NDArray[np.void], m: RowMap, width: int) -> Iterator[tuple[int, int, int]]:
+    for op in ops:
+        for source_item, source_row, sink_item, sink_row, rows in zip(
+            *(c.tolist() for c in (m.source_item, m.source_row, m.sink_item, m.sink_row, m.rows)), strict=True
+        ):
+            source = int(op["source"]) + source_item * int(op["source_item"]) + source_row * width
+            sink = int(op["sink"]) + sink_item * int(op["sink_item"]) + sink_row * width
+            yield source, sink, rows * width
+
+
+def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
+    """Shapes that have something to do, and the operations of the layers that are wanted."""
+    for shape in work.table.shapes:
+        lo, hi = shape.start, shape.stop
+        if work.layers is not None:
+            lo, hi = (shape.start + int(np.searchsorted(work.table.layers[lo:hi], x)) for x in work.layers)
+        if hi > lo and work.maps[shape.map].size:
+            yield shape, lo, hi
