@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -30,8 +30,12 @@ class Options:
 
     transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=tuple)
     """Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the pool's memory."""
-    verify: bool = True
-    """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY)."""
+    verify: bool | Literal["pages"] = True
+    """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY).
+
+    "pages" finds faults: where a checksum differs, the error names the first layer and page that do, if the peer says
+    "pages" too. It costs both sides a pass over their memory for each page.
+    """
     pull: bool = False
     """Whether the sink reads instead of the source writing, if both sides say so (feature PULL)."""
     insecure: bool = False

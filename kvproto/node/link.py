@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvproto.copying.program import windows
+from kvproto.copying.page_sums import page_sums
+from kvproto.copying.program import CopyProgram, windows
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.expected import Expected
 from kvproto.node.pool import RankPool
@@ -224,16 +225,28 @@ class SourceLink:
         """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
         assert self._expected is not None
         program = self._expected.program(done.writer, grants)
-        here = self._here.transports[0].checksums(program, self._here.pool.memories, sink=True)
-        sent = {c.group: c.value for c in done.checksums or ()}
+
+        def take(some: CopyProgram) -> Mapping[int, int]:
+            return self._here.transports[0].checksums(some, self._here.pool.memories, sink=True)
+
+        here, sent = take(program), {c.group: c for c in done.checksums or ()}
         for group, value in here.items():
-            if sent.get(group) != value:
-                name = self._here.pool.side.group(group).name
-                theirs = "none" if group not in sent else f"{sent[group]:016x}"
-                raise RemoteError(
-                    ErrorCode.VERIFY_FAILED, f"checksums[{name}]", f"{value:016x}", theirs,
-                    f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it",
-                )  # fmt: skip
+            if group in sent and sent[group].value == value:
+                continue
+            spec = self._here.pool.side.group(group)
+            path = f"checksums[{spec.name}]"
+            theirs = f"{sent[group].value:016x}" if group in sent else "none"
+            advice = f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it"
+            if group in sent and Feature.VERIFY_PAGES in self.endpoint.features():
+                some = CopyProgram(
+                    program.maps,
+                    program.ops[program.ops["group"] == group],
+                    program.tokens_per_row,
+                    program.state_after,
+                )
+                sums = page_sums(some, {group: spec}, take)[group]
+                advice = f"{sums.first_difference(sent[group].pages)}; {advice}"
+            raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
         return {(done.writer, group): value for group, value in here.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import attrs
 
@@ -18,10 +19,11 @@ from kvproto.wire.messages import Handle, Region
 __all__ = ["PeerMapping", "Registration", "features_of", "map_peer", "register"]
 
 
-def features_of(transports: Sequence[Transport], verify: bool, pull: bool) -> tuple[Feature, ...]:
+def features_of(transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool) -> tuple[Feature, ...]:
     """Features that a side offers: those of its transports, and what its engine chose."""
     found = {feature for transport in transports for feature in transport.capabilities.features}
-    return (*((Feature.VERIFY,) * verify), *sorted(found), *((Feature.PULL,) * pull))
+    chosen = {Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull}
+    return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 
 
 @attrs.frozen

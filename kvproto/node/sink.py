@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer
@@ -35,7 +35,7 @@ class SinkNode:
     """Everything that a decode rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
 
     def __init__(
-        self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool = True,
+        self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvproto.copying.lowering import Pair
+from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
@@ -40,7 +41,7 @@ class SourceNode:
     """Everything that a prefill rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
 
     def __init__(
-        self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *, verify: bool = True,
+        self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, part_bytes: int = PART_BYTES, lease: float = LEASE,
         first_part_ratio: float | None = None,
     ) -> None:  # fmt: skip
@@ -292,10 +293,7 @@ class SourceNode:
         if error is not None or session is None or finished is None or program is None or last is None:
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
-        sums = None
-        if Feature.VERIFY in session.features:
-            found = attempt.peer.transport.checksums(program, self.pool.memories, sink=False)
-            sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
+        sums = self._checksums(attempt, program) if Feature.VERIFY in session.features else None
         if attempt.reads:
             grants = offered(attempt.peer.pair.routes, self.pool.side, asked.transfer.grants, finished.items)
             self.endpoint.offer(asked, now, self._lease, grants, finished.outcome, last.handoff, sums)
@@ -305,6 +303,20 @@ class SourceNode:
         self.endpoint.done(asked, now, program.bytes, finished.outcome, last.handoff, sums)
         self._flush()
         return [Copied(asked.key, attempt.peer.pair.sink.rank, last.bytes, now - last.began, last.left)]
+
+    def _checksums(self, attempt: Attempt, program: CopyProgram) -> tuple[Checksum, ...]:
+        """What Done or Offer says of the bytes (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
+
+        def take(some: CopyProgram) -> Mapping[int, int]:
+            return attempt.peer.transport.checksums(some, self.pool.memories, sink=False)
+
+        pages: dict[int, PageSums] = {}
+        if Feature.VERIFY_PAGES in self.endpoint.sessions[attempt.asked.session].features:
+            pages = page_sums(program, {g.id: g for g in attempt.peer.pair.sink.geometry.groups}, take)
+        return tuple(
+            Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
+            for group, value in sorted(take(program).items())
+        )
 
     def _fetched(self, event: Fetched) -> list[Any]:
         """A sink rank has read what it was offered."""
