@@ -73,7 +73,7 @@ class SinkNode:
         self._retire(replica, reason)
 
     def fetch(self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants]) -> None:
-        """Ask for a request; Received or TransferLost will carry the number. A source that was lost is greeted again."""
+        """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again."""
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))

@@ -41,8 +41,8 @@ class SourceNode:
     """Everything that a prefill rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
 
     def __init__(
-        self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *, verify: bool | Literal["pages"] = True,
-        transports: Sequence[Transport] = (), pull: bool = False, part_bytes: int = PART_BYTES, lease: float = LEASE,
+        self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *,
+        verify: bool | Literal["pages"] = True, transports: Sequence[Transport] = (), pull: bool = False, part_bytes: int = PART_BYTES, lease: float = LEASE,
         first_part_ratio: float | None = None,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; `endpoints` are the addresses of all ranks of this replica, for Welcome."""

@@ -56,6 +56,9 @@ class Memory(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and number."""
 
+    def close(self) -> None:
+        """Free it, if it was allocated here; raises BufferError while views of it live."""
+
 
 class Mapped(Protocol):
     """A peer's region as this process reaches it."""
