@@ -42,8 +42,8 @@ class SourceNode:
 
     def __init__(
         self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *,
-        verify: bool | Literal["pages"] = True, transports: Sequence[Transport] = (), pull: bool = False, part_bytes: int = PART_BYTES, lease: float = LEASE,
-        first_part_ratio: float | None = None,
+        verify: bool | Literal["pages"] = True, transports: Sequence[Transport] = (), pull: bool = False,
+        part_bytes: int = PART_BYTES, lease: float = LEASE, first_part_ratio: float | None = None,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; `endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, lease
