@@ -19,7 +19,7 @@ from kvproto.node.request import Computed, Finished, Request, asked, check
 from kvproto.node.ways import Way, reach
 from kvproto.planning.geometry import Geometry
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
+from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, TransferRequested
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import default
@@ -54,7 +54,7 @@ class Sent:
 class _Attempt:
     """One attempt of a transfer, from its first part to its answer."""
 
-    serve: Serve
+    serve: TransferRequested
     way: Way
     program: CopyProgram | None = None
     handed: Handed | None = None
@@ -119,7 +119,7 @@ class SourceNode:
         features += tuple({f for m in movers for f in m.capabilities.features})
         features += (Feature.PULL,) if pull else ()
         self._lease = lease
-        self._offers: list[tuple[Serve, CopyProgram, float]] = []
+        self._offers: list[tuple[TransferRequested, CopyProgram, float]] = []
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1, this_process())
@@ -146,7 +146,7 @@ class SourceNode:
         self._requests.setdefault(key, Request()).add(computed)
 
     def finish(self, key: bytes, finished: Finished) -> None:
-        """Serve whoever asks for this request; its items stay as they are until Released or Expired."""
+        """TransferRequested whoever asks for this request; its items stay as they are until Released or Expired."""
         self._requests.setdefault(key, Request()).finished = finished
         self.endpoint.finish(key)
 
@@ -165,7 +165,7 @@ class SourceNode:
             for event in self.endpoint.take_events():
                 if isinstance(event, RegisterAsked):
                     self._map(event)
-                elif isinstance(event, Serve):
+                elif isinstance(event, TransferRequested):
                     self._join(event)
                 elif isinstance(event, Expired | Released):
                     self._held_back[event.key] = event
@@ -239,10 +239,10 @@ class SourceNode:
         sink = Side(session.sink, session.peer.rank, {c.group: c for c in event.register.columns})
         return Pair(session.plan.between(self.pool.side.rank, session.peer.rank), self.pool.side, sink)
 
-    def _wanted(self, serve: Serve) -> bool:
+    def _wanted(self, serve: TransferRequested) -> bool:
         return self.endpoint.active(serve) and serve.key not in self._held_back
 
-    def _join(self, serve: Serve) -> None:
+    def _join(self, serve: TransferRequested) -> None:
         """Somebody asks."""
         key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
         if key not in self._attempts:

@@ -117,8 +117,8 @@ class World:
         return self.sinks[name].transfer(bytes(made.key), content, grants(self.pools[name], tokens), self.now)
 
     def serve(self, address: str = "s0") -> None:
-        """Answer every Serve told so far as if the bytes were there."""
-        for event in self.events(address, "Serve"):
+        """Answer every TransferRequested told so far as if the bytes were there."""
+        for event in self.events(address, "TransferRequested"):
             if self.sources[address].active(event):
                 self.sources[address].done(event, self.now, 1, Outcome.CONTINUE, (), None)
         self.run()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvproto.errors import RemoteError
 from kvproto.node.pool import Pool, allocate
-from kvproto.session.events import Offered, RegisterAsked, Serve
+from kvproto.session.events import Offered, RegisterAsked, TransferRequested
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
@@ -56,12 +56,12 @@ class PullWorld(World):
 
     def serve(self, address: str = "s0", **changes: Any) -> None:
         """Offer whatever was asked for."""
-        for event in self.events(address, "Serve"):
+        for event in self.events(address, "TransferRequested"):
             if self.sources[address].active(event):
                 self.offer(address, event, **changes)
         self.run()
 
-    def offer(self, address: str, serve: Serve, lease: float = LEASE, items: Any = None) -> None:
+    def offer(self, address: str, serve: TransferRequested, lease: float = LEASE, items: Any = None) -> None:
         made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
         assert session.plan is not None
         assert session.peer is not None
@@ -106,7 +106,7 @@ def offered(world: PullWorld, **changes: Any) -> Offered:
 def serves_another(world: PullWorld) -> None:
     before = len(world.events("d0", "Arrived"))
     for name in world.told:
-        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | Serve)]
+        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | TransferRequested)]
     asked(world)
     for address in world.sources:
         world.serve(address)
@@ -196,7 +196,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     (session,) = world.sources["s0"].sessions.values()
     session.expose((pool.memory.region,), tuple(pool.side.columns.values()), 0.0)
     world.run()
-    assert world.events("d0", "Troubled")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
+    assert world.events("d0", "ProtocolError")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
 
 
@@ -258,7 +258,7 @@ def test_an_offer_of_other_groups_is_refused() -> None:
 def test_done_in_place_of_an_offer_is_refused() -> None:
     world = ready(1)
     asked(world)
-    (event,) = world.events("s0", "Serve")
+    (event,) = world.events("s0", "TransferRequested")
     world.sources["s0"].done(event, 0.0, 1, Outcome.CONTINUE, (), None)
     world.run()
     nothing_was_read(world, ErrorCode.UNEXPECTED_MESSAGE)
@@ -360,7 +360,7 @@ def test_the_failure_of_one_rank_ends_the_offer_of_another() -> None:
     world = ready(2)
     asked(world)
     world.serve("s0")
-    (serve,) = world.events("s1", "Serve")
+    (serve,) = world.events("s1", "TransferRequested")
     world.sources["s1"].failed(serve, RemoteError(ErrorCode.INTERNAL, "", "", ""), 0.0)
     world.run()
     (lost,) = world.events("d0", "Lost")
@@ -434,7 +434,7 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
 def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
     world = ready(1)
     number = asked(world)
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
     world.run()
@@ -453,7 +453,7 @@ def test_renew_of_what_was_never_offered() -> None:
         "d0", encode(Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
     )
     world.run()
-    assert world.events("s0", "Troubled")[0].error.code == ErrorCode.DEADLINE
+    assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
     (session,) = world.sources["s0"].sessions.values()
     assert session.attempts[1, 1].state == TransferState.ACCEPTED
 
@@ -478,7 +478,7 @@ def test_lost_and_doubled_frames_change_nothing(random: Any, rate: float) -> Non
             world.transfer("d0", made, CONTENT)
             world.run()
         for address in world.sources:
-            for event in world.events(address, "Serve"):
+            for event in world.events(address, "TransferRequested"):
                 if world.sources[address].active(event):
                     world.offer(address, event, lease=100.0)
         world.run()

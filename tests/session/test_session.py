@@ -71,7 +71,7 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
     world.run()
     (event,) = world.events("d0", "Lost")
     assert event.error.code == ErrorCode.CONTENT_MISMATCH
-    assert not world.events("s0", "Serve")
+    assert not world.events("s0", "TransferRequested")
 
 
 def test_ticket_is_bound_to_its_first_sink() -> None:
@@ -135,7 +135,7 @@ def test_abort_is_drained_and_proven() -> None:
     for source in world.sources.values():
         source.finish(bytes(made.key))
     world.run()
-    assert not [e for a in world.sources for e in world.events(a, "Serve") if world.sources[a].active(e)]
+    assert not [e for a in world.sources for e in world.events(a, "TransferRequested") if world.sources[a].active(e)]
 
 
 MISFITS = {

@@ -69,14 +69,14 @@ class Staged(World):
 
     def chunk(self, slot: int, offset: int, bytes_: int, last: bool = False, address: str = "s0") -> None:
         """The source says that bytes of the last transfer asked of it are in a slot."""
-        serve = self.events(address, "Serve")[-1]
+        serve = self.events(address, "TransferRequested")[-1]
         self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last))
         self.run()
 
     def stream(self, address: str = "s0") -> None:
         """All chunks of a transfer, unless it is aborted."""
         for k in range(0, LENGTH, SLOT):
-            if self.sources[address].active(self.events(address, "Serve")[-1]):
+            if self.sources[address].active(self.events(address, "TransferRequested")[-1]):
                 self.chunk(k // SLOT, k, min(SLOT, LENGTH - k), k + SLOT >= LENGTH, address)
 
     def happen(self) -> None:
@@ -205,7 +205,7 @@ def test_a_refused_chunk_costs_its_transfer_alone(
     assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
     assert len(world.events("s0", "Released")) == 1
     still_serves(world, "d1")
-    assert not world.events("d1", "Troubled")
+    assert not world.events("d1", "ProtocolError")
 
 
 def test_a_chunk_that_crosses_an_abort_returns_its_slot() -> None:
@@ -223,7 +223,7 @@ def test_pages_are_free_when_our_own_unpacking_is_over_whatever_the_source_can_p
     world = Staged()
     number = world.ask()
     source = world.sources["s0"]
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     source.copying(serve)
     world.chunk(0, 0, SLOT)
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
@@ -243,7 +243,7 @@ def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again
     world.sources["s0"].finish(bytes(made.key))
     world.transfer("d0", made, CONTENT)
     world.run()
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     world.sources["s0"].copying(serve)
     world.sources["s0"].failed(serve, LocalError(ErrorCode.TRANSPORT_FAILED, "", "", ""), 0.0, Proof.UNPROVABLE)
     world.run()  # Failed, then Abort, then Drained
