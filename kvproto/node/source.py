@@ -224,7 +224,8 @@ class SourceNode:
             session.refuse_register(error)
             return
         self._ways[event.session] = way
-        session.accept_register(way.mover.capabilities.code, way.connection.link)
+        process = self.endpoint.process if way.mover.capabilities.death_is_proof else None
+        session.accept_register(way.mover.capabilities.code, way.connection.link, process)
 
     def _readable(self, mover: Transport, pair: Pair) -> tuple[Region, ...]:
         """This rank's regions for a sink that reads."""
@@ -233,9 +234,6 @@ class SourceNode:
         return (*(attrs.evolve(r, id=i, handles=exposed.handles[i]) for i, r in regions.items()), *exposed.regions)
 
     def _pair(self, session: SourceSession, event: RegisterAsked) -> Pair:
-        assert session.plan is not None
-        assert session.sink is not None
-        assert session.peer is not None
         sink = Side(session.sink, session.peer.rank, {c.group: c for c in event.register.columns})
         return Pair(session.plan.between(self.pool.side.rank, session.peer.rank), self.pool.side, sink)
 
@@ -421,7 +419,7 @@ class SourceNode:
         error = attempt.error
         if error is None and not (attempt.last and self._wanted(serve)):
             error = _LATE if serve.key in self._held_back else _GONE
-        if error is not None or session is None or session.peer is None or finished is None or program is None:
+        if error is not None or session is None or finished is None or program is None:
             self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []
         sums = None
@@ -429,7 +427,6 @@ class SourceNode:
             found = attempt.way.mover.checksums(program, self.pool.memories, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
-            assert session.plan is not None
             routes = session.plan.between(self.pool.side.rank, session.peer.rank)
             grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)
             self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, attempt.handoff, sums)
@@ -449,7 +446,7 @@ class SourceNode:
             key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
             if key == (event.session, event.sequence, event.attempt):
                 self._offers.remove(each)
-                if session is not None and session.peer is not None and event.bytes == program.bytes:
+                if session is not None and event.bytes == program.bytes:
                     seconds = time.monotonic() - since
                     found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds, program.bytes))
         return found

@@ -4,8 +4,8 @@
 all sessions of one rank.
 """
 
-from kvproto.session.phases import Exposure, Party, new_incarnation
+from kvproto.session.phases import Party, Registration, new_incarnation
 from kvproto.session.sink_endpoint import SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
 
-__all__ = ["Exposure", "Party", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]
+__all__ = ["Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

@@ -106,24 +106,28 @@ class Claims:
             return
         transfers = session.part(SourceTransfers)
         try:
-            self._check_user(claim, session, transfer)
-            if session.session not in claim.users:
-                session.claims += 1
-            claim.users[session.session] = session, attempt
-            claim.bound = session.peer.engine, session.peer.replica
-            _check_prompt(claim, session, transfer)
+            self._check(claim, session, transfer)
         except KvprotoError as error:
             transfers.fail(attempt, error, now)
             return
+        if session.session not in claim.users:
+            session.claims += 1
+        claim.users[session.session] = session, attempt
+        claim.bound = session.peer.engine, session.peer.replica
         if attempt.state == TransferState.ASKED:
             transfers.accept(attempt, claim.progress)
         claim.waiting.append((session, attempt))
         self._serve(claim)
 
-    def _check_user(self, claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
-        """Raise where this session may not use the ticket for this sequence."""
+    def _check(self, claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
+        """Raise where this Transfer may not use the ticket, in the order that transfers.md gives."""
         if claim.error is not None:
             raise claim.error
+        if claim.content is not None and claim.content != transfer.content:
+            raise RemoteError(
+                ErrorCode.CONTENT_MISMATCH, "content", claim.content.hex(), bytes(transfer.content).hex(),
+                "route the same prompt to both",
+            )  # fmt: skip
         sink = session.peer.engine, session.peer.replica
         if claim.bound not in (None, sink):
             yours = f"{sink[0]} replica {sink[1]}"
@@ -131,6 +135,7 @@ class Claims:
         user = claim.users.get(session.session)
         if user is not None and user[1].sequence != transfer.sequence:
             raise _used(f"sequence {user[1].sequence} uses it", transfer)
+        _check_tokens(claim, session, transfer)
 
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
@@ -201,7 +206,9 @@ class Claims:
             advice = "the prompt never came to this source: route it here too, under a new ticket"
             error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", mine, yours, advice)
         else:
-            error = RemoteError(ErrorCode.DEADLINE, "ticket", "not finished in time", "its deadline", "make a new ticket")
+            error = RemoteError(
+                ErrorCode.DEADLINE, "ticket", "not finished in time", "its deadline", "make a new ticket"
+            )
         for session, attempt in claim.take_waiting():
             session.part(SourceTransfers).fail(attempt, error, now)
         if claim.content is not None and claim.error is None:
@@ -226,13 +233,8 @@ def _used(mine: str, transfer: Transfer) -> RemoteError:
     return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
 
 
-def _check_prompt(claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
-    """Raise where a Transfer is for another prompt, or for more tokens than it has (KVP-TKT-CONTENT, KVP-GRANT-REAL)."""
-    if claim.content is not None and claim.content != transfer.content:
-        raise RemoteError(
-            ErrorCode.CONTENT_MISMATCH, "content", claim.content.hex(), bytes(transfer.content).hex(),
-            "route the same prompt to both",
-        )  # fmt: skip
+def _check_tokens(claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
+    """Raise where a Transfer is for more tokens than its prompt has (KVP-GRANT-REAL)."""
     if claim.tokens is None:
         return
     kinds = {g.id: g.kind for g in session.sink.groups}
@@ -240,6 +242,5 @@ def _check_prompt(claim: _Claim, session: SourceSession, transfer: Transfer) -> 
         end, tokens = grant.first + grant.count, claim.tokens
         if kinds[grant.group] == ItemKind.HANDOFF or max(grant.valid, end) <= tokens:
             continue
-        field, given = ("valid", grant.valid) if grant.valid > tokens else ("count", end)
-        mine, yours = f"a prompt of {tokens} tokens", f"tokens up to {given}"
-        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].{field}", mine, yours, "ask for tokens of the prompt only")
+        mine, yours = f"a prompt of {tokens} tokens", f"tokens up to {max(grant.valid, end)}"
+        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, "ask for tokens of the prompt only")

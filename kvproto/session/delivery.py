@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto.session.core import Part, Session
-from kvproto.session.phases import Exposure
+from kvproto.session.phases import Registration
 from kvproto.session.transfers import SinkAttempt, SourceAttempt
 from kvproto.wire.messages import Process, Registered
 
@@ -31,7 +31,7 @@ class Delivery(Part):
     prover: int | None = None
     """The session whose writer's death proves what is missing; None: only our own copies write, and none proves those."""
 
-    def expose(self, exposure: Callable[[], Exposure]) -> Exposure:
+    def expose(self, exposure: Callable[[], Registration]) -> Registration:
         """What is registered with the source."""
         return exposure()
 

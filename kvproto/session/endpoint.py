@@ -82,4 +82,3 @@ class Endpoint:
             self._out.append((conn, encode(answer)))
         self._events.append(ProtocolError(session.name if session else "(unknown peer)", error))
         return head
-

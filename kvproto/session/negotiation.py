@@ -44,13 +44,19 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
     found = next(((major, high) for major, low, high in common if low <= high), None)
     if found is None:
         raise RemoteError(
-            ErrorCode.NO_VERSION, "versions", _ranges(source.versions), _ranges(sink.versions), "upgrade the older of the two"
+            ErrorCode.NO_VERSION,
+            "versions",
+            _ranges(source.versions),
+            _ranges(sink.versions),
+            "upgrade the older of the two",
         )
     for path, needed, offered in (("needed", sink.needed, source.offered), ("offered", source.needed, sink.offered)):
         missing = sorted(set(needed) - set(offered))
         if missing:
             mine, yours = (offered, missing) if path == "needed" else (missing, offered)
-            raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do not need it")
+            raise RemoteError(
+                ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do not need it"
+            )
     return Chosen(*found, tuple(sorted(set(sink.offered) & set(source.offered))))
 
 
@@ -60,7 +66,9 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
     spoken = any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions)
     if not spoken:
         chosen = f"{version.major}.{version.minor}"
-        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "this is a bug of the source")
+        raise RemoteError(
+            ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "this is a bug of the source"
+        )
     strange = set(welcome.features) - set(terms.offered)
     lost = set(terms.needed) - set(welcome.features)
     if strange or lost:

@@ -9,7 +9,7 @@ from kvproto.planning.plan import Plan, Route
 from kvproto.session.staging import SlotReader
 from kvproto.wire.messages import Columns, Region, RouteRef
 
-__all__ = ["Described", "Epoch", "Exposure", "Party", "new_incarnation"]
+__all__ = ["Described", "Epoch", "Party", "Registration", "new_incarnation"]
 
 _RANDOM_BITS = 20
 
@@ -95,7 +95,7 @@ class Epoch:
 
 
 @attrs.frozen
-class Exposure:
+class Registration:
     """What a sink registers with one source rank."""
 
     regions: tuple[Region, ...] = attrs.field(repr=False)

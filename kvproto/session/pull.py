@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -13,8 +14,8 @@ from kvproto.session.core import Handler, Session, refused
 from kvproto.session.delivery import Delivery, SourceDelivery
 from kvproto.session.events import Fetched, RegisterAsked, SessionRefused
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.limits import PATIENCE
-from kvproto.session.phases import Epoch, Exposure
+from kvproto.session.limits import MAX_TRANSFERS, PATIENCE
+from kvproto.session.phases import Epoch, Registration
 from kvproto.session.registering import agrees, check_register
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
@@ -123,9 +124,7 @@ class SourcePull(SourceDelivery):
         if self._session.answered(message.request):
             attempt.loan, attempt.fetched = None, True
             self._session.move(attempt, "Pulled")
-            self._session.tell(
-                Fetched(self._session.session, attempt.sequence, attempt.attempt, message.bytes)
-            )
+            self._session.tell(Fetched(self._session.session, attempt.sequence, attempt.attempt, message.bytes))
 
     def _renew(self, message: Renew, now: float) -> None:
         attempt = self._find(message)
@@ -156,14 +155,16 @@ class SinkPull(Delivery):
         self._session = session
         self._asked: Register | None = None
         self._epoch: Epoch | None = None
+        self._pulled: OrderedDict[tuple[int, int], int] = OrderedDict()
+        """Bytes read of as many attempts as a source may still ask about again."""
 
     def handlers(self) -> Mapping[type, Handler]:
         return {Register: self._register, Offer: self._offer, Renewed: self._renewed, Released: self._released}
 
-    def expose(self, exposure: Callable[[], Exposure]) -> Exposure:
+    def expose(self, exposure: Callable[[], Registration]) -> Registration:
         """The source has no use for handles, and gets none."""
         regions = exposure().regions
-        return Exposure(
+        return Registration(
             tuple(attrs.evolve(r, handles=tuple(attrs.evolve(h, data=b"") for h in r.handles)) for r in regions)
         )
 
@@ -173,12 +174,12 @@ class SinkPull(Delivery):
 
     def _register(self, message: Register, now: float) -> None:
         session = self._session
-        if message == self._asked:
-            return
+        if message == self._asked or session.state == SessionState.REGISTERING:
+            return  # it is being mapped, or has overtaken Registered and comes again
         if self._epoch is not None and self._epoch.request == message.request:
             self._say_registered(self._epoch)
             return
-        session.step("Register")  # one that overtook Registered comes again
+        session.step("Register")
         described = session.described
         try:
             if self._asked is not None or self._epoch is not None:
@@ -220,7 +221,7 @@ class SinkPull(Delivery):
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
-            self._say_pulled(message, attempt.pulled if attempt is not None else 0)
+            self._say_pulled(message, self._pulled.get((message.sequence, message.attempt), 0))
             return
         if attempt.lease is not None and attempt.lease.offer == message:
             return
@@ -255,7 +256,9 @@ class SinkPull(Delivery):
         if attempt.lease is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "an offer that is leased", "pulled", "ask may_read")
         offer, attempt.lease = attempt.lease.offer, None
-        attempt.pulled = count
+        self._pulled[attempt.sequence, attempt.attempt] = count
+        if len(self._pulled) > MAX_TRANSFERS:
+            self._pulled.popitem(last=False)
         self._say_pulled(offer, count)
         attempt.done = Done(
             session=self._session.session, request=offer.request, sequence=offer.sequence, attempt=offer.attempt,

@@ -13,7 +13,7 @@ from kvproto.session.delivery import Delivery
 from kvproto.session.describing import read_geometry
 from kvproto.session.events import Planned, SessionRefused
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
-from kvproto.session.phases import Described, Exposure, Party
+from kvproto.session.phases import Described, Party, Registration
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush
@@ -57,7 +57,7 @@ class SinkSession(Session):
         self.delivery: Delivery = Delivery()
         self._geometry, self._encoded, self._digest = geometry, encoded, digest(encoded)
         self._columns, self._terms, self._proving = columns, Terms(offered), proving
-        self._exposure = Exposure(())
+        self._exposure = Registration(())
         self.hear({
             Welcome: self._welcome, Description: self._description, Registered: self._registered,
             Refused: self._refused,
@@ -125,7 +125,7 @@ class SinkSession(Session):
         self.tell(SessionRefused(self.name, error, by_us=True))
         self.goodbye(str(error))
 
-    def register(self, exposure: Callable[[], Exposure], now: float) -> None:
+    def register(self, exposure: Callable[[], Registration], now: float) -> None:
         """Grant the source access to this rank's memory."""
         described = self.described
         self._exposure = self.delivery.expose(exposure)

@@ -23,7 +23,7 @@ from kvproto.session.events import (
     SessionClosed,
     SessionRefused,
 )
-from kvproto.session.phases import Exposure, Party
+from kvproto.session.phases import Party, Registration
 from kvproto.session.pull import SinkPull, stray
 from kvproto.session.push import SinkPush
 from kvproto.session.sink import SinkSession
@@ -53,7 +53,7 @@ class SinkEndpoint(Endpoint):
 
     def __init__(
         self, me: Party, geometry: Geometry, regions: tuple[Region, ...], columns: tuple[Columns, ...],
-        features: tuple[Feature, ...], seed: str, staging: Callable[[int], Exposure] | None = None,
+        features: tuple[Feature, ...], seed: str, staging: Callable[[int], Registration] | None = None,
         proving: Collection[int] = (),
     ) -> None:  # fmt: skip
         """`seed`: address of any source rank; the others follow from its Welcome and the plan.
@@ -133,10 +133,10 @@ class SinkEndpoint(Endpoint):
 
     def _prove_late(self, session: SinkSession, message: Message) -> None:
         """Done, or Drained as PROVEN, is proof however late it comes."""
-        if self._unproven and isinstance(message, Done | Drained):
-            if isinstance(message, Done) or message.proof == Proof.PROVEN:
-                if message.session == session.session:
-                    self._prove({(session.session, message.sequence)})
+        if not self._unproven or not isinstance(message, Done | Drained) or message.session != session.session:
+            return
+        if isinstance(message, Done) or message.proof == Proof.PROVEN:
+            self._prove({(session.session, message.sequence)})
 
     def _prove(self, proven: Collection[tuple[int, int]]) -> None:
         for transfer, missing in list(self._unproven.items()):
@@ -269,9 +269,7 @@ class SinkEndpoint(Endpoint):
     def writers(self) -> dict[int, Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
         deliveries = {s.session: s.delivery for s in self._sessions.values()}
-        return {
-            n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead
-        }
+        return {n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead}
 
     def died(self, number: int, now: float) -> None:
         """The writer of this session has ended: nothing of it is awaited, and no write of it can arrive any more."""
@@ -323,7 +321,7 @@ class SinkEndpoint(Endpoint):
         self.plan, self.source = described.plan, described.source
         required = described.writers
         if rank in required:
-            session.register(lambda: self._staging(rank) if self._staging else Exposure(self._regions), now)
+            session.register(lambda: self._staging(rank) if self._staging else Registration(self._regions), now)
         for other in required:
             if other not in session.endpoints:
                 self.refused = RemoteError(
@@ -353,11 +351,11 @@ class SinkEndpoint(Endpoint):
         if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
-            if want.error is None and not all([s.delivery.finish(a) for s, a in parts]):
+            if want.error is None and not all(s.delivery.finish(a) for s, a in parts):
                 return
         except KvprotoError as error:
             want.error = error
-        if not all([s.delivery.stop(a) for s, a in parts]):
+        if not all(s.delivery.stop(a) for s, a in parts):
             return
         del self._wants[number]
         self._report_end(number, want, parts, now)
@@ -369,8 +367,9 @@ class SinkEndpoint(Endpoint):
         self, number: int, want: _Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float
     ) -> None:  # fmt: skip
         if want.error is None:
-            done = tuple(a.done for _, (_, a) in sorted(zip(want.parts, parts, strict=True), key=lambda p: p[0]) if a.done)
-            self._events.append(Arrived(number, done, now - want.started))
+            done = [a.done for _, a in parts if a.done is not None]
+            done.sort(key=lambda each: each.writer)
+            self._events.append(Arrived(number, tuple(done), now - want.started))
             return
         missing = {(s.delivery.prover or _OURS, a.sequence) for s, a in parts if not s.delivery.free(a)}
         if missing:

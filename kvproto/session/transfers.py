@@ -141,11 +141,12 @@ class SourceTransfers(Part):
     def _check(self, message: Transfer) -> None:
         """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*)."""
         session, epoch = self._session, self._epoch()
-        if self._draining():
-            raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
-        if session.state != SessionState.READY or epoch is None:
+        state = session.state if session.open else session.closed_in
+        if state != SessionState.READY or epoch is None or not (session.open or self._draining()):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
+        if self._draining():
+            raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
         described = session.described
         for field, ours, theirs, advice in (
             ("source_version", described.versions[0], message.source_version, "describe again"),
@@ -197,9 +198,10 @@ class SourceTransfers(Part):
     def _done_ack(self, message: DoneAck, now: float) -> None:
         self._session.answered(message.request)
         attempt = self._session.attempts.get(message.sequence)
-        if attempt is not None and attempt.attempt == message.attempt:
-            if attempt.state in (TransferState.DONE, TransferState.FAILED):
-                self._session.move(attempt, "DoneAck")
+        if attempt is None or attempt.attempt != message.attempt:
+            return
+        if attempt.state in (TransferState.DONE, TransferState.FAILED):
+            self._session.move(attempt, "DoneAck")
 
     def _abort(self, message: Abort, now: float) -> None:
         attempt = self._aborted(message)
@@ -276,8 +278,6 @@ class SinkAttempt(Attempt):
     proof: Proof | None = None
     """What Drained said."""
     lease: Lease | None = None
-    pulled: int = 0
-    """Bytes that were read."""
     stray: bool = False
     """Whether writes of a copy of our own may still arrive."""
     settled: bool = False

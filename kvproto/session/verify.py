@@ -16,8 +16,9 @@ __all__ = ["check_outcome"]
 def check_outcome(described: Described, features: Collection[int], message: Done | Offer) -> None:
     """Raise where Done or Offer is not what the routes of the pair promise.
 
-    WRONG_PEER for another writer or groups that are not routed (KVP-TRN-WRITER), MISSING_FIELD and OUT_OF_RANGE for a
-    routed hand-off group without its bytes, MISSING_FIELD for a session with VERIFY and no checksums.
+    WRONG_PEER for another writer or other groups (KVP-TRN-WRITER) and for other hand-off groups than the routed ones
+    (KVP-HND-GROUPS), OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES), MISSING_FIELD in a session with
+    VERIFY for no checksums.
     """
     if message.writer != described.ranks[0]:
         raise RemoteError(
@@ -34,16 +35,11 @@ def check_outcome(described: Described, features: Collection[int], message: Done
 def _check_handoff(described: Described, message: Done | Offer) -> None:
     sizes = _handoff_bytes(described)
     came = {h.group: len(h.data) for h in message.handoff}
-    if not came.keys() <= sizes.keys() or len(came) < len(message.handoff):
-        yours = f"groups {[h.group for h in message.handoff]}"
-        raise RemoteError(
-            ErrorCode.WRONG_PEER, "handoff", f"each of groups {sorted(sizes)} once", yours, "state routed hand-off groups"
-        )
+    groups = [h.group for h in message.handoff]
+    if groups != sorted(sizes):
+        advice = "state each routed hand-off group once, in ascending order"
+        raise RemoteError(ErrorCode.WRONG_PEER, "handoff", f"groups {sorted(sizes)}", f"groups {groups}", advice)
     for group, size in sizes.items():
-        if group not in came:
-            raise RemoteError(
-                ErrorCode.MISSING_FIELD, "handoff", f"{size} bytes of group {group}", "none", "state every routed group"
-            )
         if came[group] != size:
             raise RemoteError(
                 ErrorCode.OUT_OF_RANGE, "handoff.data", f"{size} bytes of group {group}", f"{came[group]} bytes",

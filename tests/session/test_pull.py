@@ -44,7 +44,8 @@ class PullWorld(World):
     def accept(self, address: str, session: int) -> None:
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
-        made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
+        if made.pulls:
+            made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()
@@ -68,7 +69,9 @@ class PullWorld(World):
         routes = session.plan.between(self.sources[address].me.rank, session.peer.rank)
         drawn = sorted({box.source_group for route in routes for box in route.boxes})
         offered = tuple(made[g] if items is None else attrs.evolve(made[g], **items(g)) for g in drawn)
-        self.sources[address].offer(serve, self.now, lease, offered, Outcome.CONTINUE, (), None)
+        self.sources[address].offer(
+            serve, self.now, lease, offered, Outcome.CONTINUE, self.handoff(address, serve.session), ()
+        )
 
     def read(self, name: str, begin: bool = True) -> None:
         """Read every offer that may be read."""
@@ -192,9 +195,13 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     world = World(geometry(1))
     world.sink("d0", geometry(1))
     world.run()
-    pool = allocate(geometry(1), 0, {g.id: PAGES for g in geometry(1).groups})
     (session,) = world.sources["s0"].sessions.values()
-    session.expose((pool.memory.region,), tuple(pool.side.columns.values()), 0.0)
+    pool, described = world.pools["d0"], session.described
+    session.request(
+        Register, 0.0, source=described.digests[0], sink=described.digests[1], epoch=1, access=Access.READ,
+        regions=(pool.memory.region,), columns=tuple(pool.side.columns.values()), plan=described.plan.digest,
+        routes=described.refs,
+    )  # fmt: skip
     world.run()
     assert world.events("d0", "ProtocolError")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
@@ -259,7 +266,11 @@ def test_done_in_place_of_an_offer_is_refused() -> None:
     world = ready(1)
     asked(world)
     (event,) = world.events("s0", "TransferRequested")
-    world.sources["s0"].done(event, 0.0, 1, Outcome.CONTINUE, (), None)
+    done = Done(
+        session=event.session, request=99, sequence=1, attempt=1, writer=0, groups=event.transfer.writers, bytes=1,
+        outcome=Outcome.CONTINUE, handoff=(),
+    )  # fmt: skip
+    world.sinks["d0"].receive("s0", encode(done), 0.0)
     world.run()
     nothing_was_read(world, ErrorCode.UNEXPECTED_MESSAGE)
 
@@ -291,7 +302,8 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
     assert len(world.of(Renew)) == 2
-    lease = next(iter(world.sinks["d0"]._session(0).leases.values()))
+    ((session, *_),) = [world.sinks["d0"]._peers()]
+    lease = session.attempts[1].lease
     assert lease.end == 8.0 + LEASE  # from when the Renew was sent first
     assert lease.offer == event.offer
 
@@ -407,9 +419,9 @@ def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     world.run()
     world.serve(lease=200.0)
     world.keep = lambda to, frame: 0
-    (session,) = source.sessions.values()
-    session.state = type(session.state).CLOSED  # given up
-    source.on_time(199.0)
+    for now in (10.0, 40.0, 199.0):  # Ping, then no Pong: given up
+        source.on_time(now)
+    assert [e for e in source.take_events() if type(e).__name__ == "SessionClosed"]
     assert not [e for e in source.take_events() if type(e).__name__ == "Released"]
     source.on_time(200.0)
     assert [e for e in source.take_events() if type(e).__name__ == "Released"]
@@ -455,7 +467,7 @@ def test_renew_of_what_was_never_offered() -> None:
     world.run()
     assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
     (session,) = world.sources["s0"].sessions.values()
-    assert session.attempts[1, 1].state == TransferState.ACCEPTED
+    assert session.attempts[1].state == TransferState.ACCEPTED
 
 
 @settings(max_examples=60, deadline=None)
@@ -503,9 +515,9 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         for name in world.sinks:
             world.read(name)
     source = world.sources["s0"]
-    assert not source._claims
+    assert not len(source._claims)
     for session in source.sessions.values():
-        assert (session.attempts, session._offers, session._read, session._pending) == ({}, {}, set(), {})
+        assert (session.attempts, session._pending) == ({}, {})
     for sink in world.sinks.values():
         for peer in sink._peers():
-            assert [peer.attempts, peer.done, peer.leases, peer._asked_at, peer._pending] == [{}] * 5
+            assert [peer.attempts, peer._pending] == [{}] * 2

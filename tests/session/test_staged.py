@@ -10,6 +10,7 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError, WireError
 from kvproto.node.pool import Pool
+from kvproto.session import Registration
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
@@ -46,7 +47,7 @@ class Staged(World):
             slots = Slots(SLOTS, SLOT, self.events_)
             self.slots.setdefault(name, []).append(slots)
             region = attrs.evolve(pool.memory.region, handles=(Handle(transport=Transport.NIXL, data=b""),))
-            return (region,), StagedReceiver(slots)
+            return Registration((region,), StagedReceiver(slots), Transport.NIXL)
 
         return registration
 
@@ -290,8 +291,10 @@ class Unstaged(Staged):
 
     def staging(self, name: str, pool: Pool) -> Any:
         def registration(source: int) -> Any:
-            (region,), receiver = super(Unstaged, self).staging(name, pool)(source)
-            return (attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles)),), receiver
+            made = super(Unstaged, self).staging(name, pool)(source)
+            (region,) = made.regions
+            both = attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles))
+            return attrs.evolve(made, regions=(both,))
 
         return registration
 
@@ -300,7 +303,10 @@ def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
     world = Unstaged()
     assert world.sinks["d0"].staged() == []
     world.ask()
-    world.chunk(0, 0, SLOT)
+    (session,) = world.sources["s0"].sessions
+    chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=SLOT, last=False)
+    world.sinks["d0"].receive("s0", encode(chunk), world.now)
+    world.run()
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     world.ask()
