@@ -15,7 +15,7 @@ from kvproto.node.driver import Driver, Node
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
-from kvproto.session import Party
+from kvproto.session import Party, new_incarnation
 from kvproto.transport import load
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
@@ -31,8 +31,7 @@ _KEPT = 1 << 16
 
 def party_of(name: str, pool: Pool) -> Party:
     """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
-    incarnation = int(time.time() * 1000) << 20 | secrets.randbits(20)
-    return Party(name, pool.geometry.replica, pool.rank, incarnation)
+    return Party(name, pool.geometry.replica, pool.rank, new_incarnation(time.time(), secrets.randbits(20)))
 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:

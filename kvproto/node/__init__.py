@@ -1,6 +1,5 @@
 """One rank's whole stack: registration, scheduling, copies and sessions put together; `kvproto` is the door to it."""
 
-import kvproto.node.compat  # noqa: F401  temporary
 from kvproto.node.request import Computed, Finished
 from kvproto.node.sink import SinkNode
 from kvproto.node.source import SourceNode

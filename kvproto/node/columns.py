@@ -46,7 +46,7 @@ def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> t
         if sorted(given) != sorted(names):
             raise _bad(path, f"tensors of the parts {names}", f"of {sorted(map(str, given))}")
         by_part = [_by_layer(share, given[name], axes, f'{path}["{name}"]') for name in names]
-        wanted = [(p,) for p in range(len(names))]
+        wanted: list[tuple[int, ...]] = [(p,) for p in range(len(names))]
     else:
         by_part = [_by_layer(share, given, axes, path)] * len(names)
         wanted = [tuple(range(len(names)))] * len(names)

@@ -17,12 +17,11 @@ from kvproto.node.pulling import Puller
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import register
 from kvproto.node.told import Received, TransferLost, TransferProven
-from kvproto.session import Party, SinkEndpoint
+from kvproto.session import Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.transport.base import StagedDelivery, Transport
-from kvproto.transport.staging.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
-from kvproto.wire.messages import Done, Grants, Region
+from kvproto.wire.messages import Done, Grants
 
 __all__ = ["Here", "SourceLink"]
 
@@ -58,8 +57,9 @@ class SourceLink:
         columns = tuple(here.pool.side.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(
-            here.party, here.pool.side.geometry, regions, columns, here.features, seed, self._registration
-        )
+            here.party, here.pool.side.geometry, regions, columns, here.features, seed, self._registration,
+            proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
+        )  # fmt: skip
         self._puller = Puller(self.endpoint, here.pool, here.readers, time.monotonic)
         self._expected: Expected | None = None
         self._deliveries: dict[int, StagedDelivery] = {}
@@ -98,7 +98,7 @@ class SourceLink:
     @property
     def over(self) -> bool:
         """Whether it was refused or closed, so that only another link leads to the source."""
-        return self.endpoint.refused is not None or self.endpoint.closed
+        return self.endpoint.refused is not None or self.endpoint.over
 
     @property
     def idle(self) -> bool:
@@ -191,16 +191,16 @@ class SourceLink:
         if self._expected is None and described[0] is not None and described[1] is not None:
             self._expected = Expected(described[0], described[1], self._here.pool.side)
 
-    def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
+    def _registration(self, source: int) -> Registration:
         """What one source rank may write: the pages, or staging slots in their place."""
         self._planned()
         assert self._expected is not None
         expected = self._expected
         nothing = expected.pair(source).nothing
-        made = register(self._here.transports, self._here.pool.memories, nothing, lambda: expected.runs(source))
-        if made.staged is not None:
-            self._deliveries[source] = made.staged
-        return made.regions, made.staged.receiver if made.staged is not None else None
+        made, staged = register(self._here.transports, self._here.pool.memories, nothing, lambda: expected.runs(source))
+        if staged is not None:
+            self._deliveries[source] = staged
+        return made
 
     def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)

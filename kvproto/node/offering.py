@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvproto.copying.grants import items_needed, rows_of
-from kvproto.copying.program import OP, CopyProgram, Side
+from kvproto.copying.program import Side
 from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
 from kvproto.wire.messages import Grants
 
-__all__ = ["LEASE", "NOTHING", "offered"]
+__all__ = ["LEASE", "offered"]
 
 LEASE = 10.0
 """Seconds that a sink may read before it must ask for more."""
-NOTHING = CopyProgram((), np.empty(0, OP), (), ())
-"""A launch of it waits for the rows and moves none."""
+_NO_ITEMS = np.empty(0, np.int64)
 
 
 def offered(
-    routes: Sequence[Route], side: Side, asked: Sequence[Grants], items: Mapping[int, Sequence[int]]
+    routes: Sequence[Route], side: Side, asked: Sequence[Grants], items: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[Grants, ...]:
     """A rank's items of the tokens that a sink rank asks for, by the source's groups that their routes draw from.
 
@@ -33,10 +33,12 @@ def offered(
     for route in routes:
         for id in {box.source_group for box in route.boxes}:
             drawn.setdefault(id, []).append(by_group[route.group])
-    return tuple(_window(side.group(id), side.owns(id).cp_rank, drawn[id], items.get(id, [])) for id in sorted(drawn))
+    return tuple(
+        _window(side.group(id), side.owns(id).cp_rank, drawn[id], items.get(id, _NO_ITEMS)) for id in sorted(drawn)
+    )
 
 
-def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence[int]) -> Grants:
+def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: npt.NDArray[np.int64]) -> Grants:
     """One window over all that is asked of a group."""
     first = min(g.first for g in asked)
     end = max(g.first + g.count for g in asked)
@@ -48,4 +50,4 @@ def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: Sequence
     if kind_of(group).paged:
         skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
     held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
-    return Grants(group=group.id, first=first, count=end - first, valid=end, items=np.array(held, np.uint32))
+    return Grants(group=group.id, first=first, count=end - first, valid=end, items=held.astype(np.uint32))

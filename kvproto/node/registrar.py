@@ -10,13 +10,14 @@ import attrs
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session import Registration
 from kvproto.session.events import RegisterAsked
 from kvproto.transport.base import Connection, Mapped, Memory, Move, StagedDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["PeerMapping", "Registration", "features_of", "map_peer", "register"]
+__all__ = ["PeerMapping", "features_of", "map_peer", "register"]
 
 
 def features_of(transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool) -> tuple[Feature, ...]:
@@ -26,33 +27,27 @@ def features_of(transports: Sequence[Transport], verify: bool | Literal["pages"]
     return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 
 
-@attrs.frozen
-class Registration:
-    """What Register tells one peer of this rank's memory."""
-
-    regions: tuple[Region, ...]
-    staged: StagedDelivery | None = None
-    """Set where the peer writes staging slots in place of the pages."""
-
-
 def register(
     transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
-) -> Registration:
-    """Expose every region by each transport, in order of preference; raises NO_TRANSPORT.
+) -> tuple[Registration, StagedDelivery | None]:
+    """Expose every region to one peer by each transport, in order of preference; raises NO_TRANSPORT.
 
-    `program` is any of the rank pair's; `runs` estimates the runs of a typical request.
+    `program` is any of the rank pair's; `runs` estimates the runs of a typical request. The delivery is set where the
+    peer writes staging slots in place of the pages.
     """
     handles: dict[int, list[Handle]] = {id: [] for id in memories}
     more: list[Region] = []
-    staged = None
+    staged: StagedDelivery | None = None
+    staged_by: TransportCode | None = None
     for transport in transports:
         exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(more), program, runs)
         for id, some in exposed.handles.items():
             handles[id] += some
         more += exposed.regions
-        staged = exposed.staged or staged
+        if exposed.staged is not None:
+            staged, staged_by = exposed.staged, transport.capabilities.code
     regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
-    return Registration((*regions, *more), staged)
+    return Registration((*regions, *more), staged.receiver if staged is not None else None, staged_by), staged
 
 
 @attrs.define(eq=False)

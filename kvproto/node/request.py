@@ -127,7 +127,10 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     """Positions [first, end) that a sink asked for, by model."""
     found: dict[int, tuple[int, int]] = {}
     for grant in grants:
-        model = pair.sink.group(grant.group).model
+        group = pair.sink.group(grant.group)
+        if not kind_of(group).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+            continue
+        model = group.model
         first, end = found.get(model, (grant.first, grant.valid))
         found[model] = min(first, grant.first), max(end, grant.valid)
     return found

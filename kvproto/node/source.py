@@ -22,6 +22,8 @@ from kvproto.node.scheduler import Attempt, LastPart, Scheduler
 from kvproto.node.told import Copied, RequestOver
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Expired, Fetched, RegisterAsked, Released, TransferRequested
+from kvproto.session.source import SourceSession
+from kvproto.session.table import SessionState
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.transport.process import this_process
@@ -67,7 +69,7 @@ class SourceNode:
 
     def expect(self, ticket: Ticket, content: bytes, tokens: int) -> None:
         """The request of this ticket is here; its prompt has so many tokens."""
-        self.endpoint.expect(ticket, content, tokens, time.monotonic())
+        self.endpoint.expect(ticket, content, time.monotonic(), tokens)
 
     def computed(self, key: bytes, computed: Computed) -> None:
         """Some rows are there: they are copied to whoever asks, in parts, each once.
@@ -172,12 +174,13 @@ class SourceNode:
 
     def _map(self, event: RegisterAsked) -> None:
         """Map a sink's memory by the first of its transports that works here, or let it read ours."""
-        session = self.endpoint.registering(event.session)
-        if session is None:  # it has said Goodbye meanwhile
+        session = self.endpoint.sessions.get(event.session)
+        if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
             return
-        sink = Side(session.described.sink, session.described.ranks[1], {c.group: c for c in event.register.columns})
+        described = session.described
+        sink = Side(described.sink, described.ranks[1], {c.group: c for c in event.register.columns})
         try:
-            pair = Pair(session.described.routes, self.pool.side, sink)
+            pair = Pair(described.routes, self.pool.side, sink)
             if Feature.PULL in session.features:
                 self._expose(session, event, pair)
                 return
@@ -188,13 +191,14 @@ class SourceNode:
             return
         self._peers[event.session] = peer
         capabilities = peer.transport.capabilities
-        session.accept_register(capabilities.code, capabilities.death_is_proof, peer.connection.link)
+        process = self.endpoint.process if capabilities.death_is_proof else None
+        session.accept_register(capabilities.code, peer.connection.link, process)
 
-    def _expose(self, session: Any, event: RegisterAsked, pair: Pair) -> None:
+    def _expose(self, session: SourceSession, event: RegisterAsked, pair: Pair) -> None:
         """The sink reads: nothing of it is mapped, and a copy of nothing waits for the rows."""
         transport = next((t for t in self.transports if t.capabilities.reads), None) or default(self.pool.memories)
-        made = register((transport,), self.pool.memories, pair.nothing, pair.nothing.runs)
-        session.accept_register(transport.capabilities.code, False)
+        made, _ = register((transport,), self.pool.memories, pair.nothing, pair.nothing.runs)
+        session.accept_register(transport.capabilities.code)
         session.expose(made.regions, tuple(self.pool.side.columns.values()), time.monotonic())
         self._peers[event.session] = PeerMapping(event, transport, pair)
 
@@ -222,10 +226,12 @@ class SourceNode:
         for attempt in self._attempts.values():
             if attempt.last is not None or attempt.failure is not None or self._unwanted(attempt) is not None:
                 continue
-            request = self._requests.get(attempt.asked.key)
-            if request is None:
+            known = self._requests.get(attempt.asked.key)
+            if known is None:
                 attempt.failure = _OVER
-            elif attempt.stream is not None:
+                continue
+            request = known
+            if attempt.stream is not None:
                 self._feed(attempt, request)
             elif parts := self._scheduler.parts(attempt, request):
                 transport = attempt.peer.transport

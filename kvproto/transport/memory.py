@@ -38,9 +38,13 @@ def adopt(address: int, length: int, id: int = 0) -> Memory:
 class Placed(Protocol):
     """Bytes of a tensor, by DLPack's names of devices."""
 
-    address: int
-    device: tuple[int, int]
-    """Device type and number."""
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+
+    @property
+    def device(self) -> tuple[int, int]:
+        """Device type and number."""
 
     @property
     def length(self) -> int:

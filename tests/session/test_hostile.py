@@ -98,7 +98,7 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) 
         if isinstance(world, PullWorld):
             world.read("bad")
         world.pass_time(3.0)
-    world.sink("good", geometry(1))
+    world.sink("good", geometry(1), engine="good")  # who may claim an engine id is for the allow-list to say
     world.run()
     assert world.sinks["good"].ready
     fresh = ticket()
