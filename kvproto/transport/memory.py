@@ -6,25 +6,88 @@ bytes to a framework without a copy: `torch.from_dlpack(memory)`, `jax.dlpack.fr
 
 from __future__ import annotations
 
-from kvproto.transport.base import Memory
-from kvproto.transport.shm.memory import SharedMemory
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
-__all__ = ["adopt", "allocate"]
+from kvproto.errors import LocalError
+from kvproto.transport.base import Allocation, Memory
+from kvproto.transport.loading import find, load, names, usable
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["adopt", "adopt_all", "allocate"]
 
 
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
-    """`length` zeroed bytes of a GPU, or of shared memory of the host; raises LocalError(TRANSPORT_FAILED)."""
-    if device is None:
-        return SharedMemory(length, id)
-    from kvproto.transport.cuda.memory import DeviceMemory
+    """`length` zeroed bytes of a GPU, or by default of host memory that other processes can map.
 
-    made = DeviceMemory(length, device, id)
-    made.zero()
-    return made
+    Raises LocalError: TRANSPORT_FAILED where memory is short, NO_TRANSPORT where no installed transport knows GPUs.
+    """
+    for provider in usable():
+        made = provider.allocate(length, device, id)
+        if made is not None:
+            return made
+    absent = [provider.install for provider in map(find, names()) if provider.missing() is not None]
+    raise LocalError(
+        ErrorCode.NO_TRANSPORT, "device", "a transport for memory of a GPU", f"none for GPU {device}",
+        " or ".join(absent) or "leave the device out",
+    )  # fmt: skip
 
 
 def adopt(address: int, length: int, id: int = 0) -> Memory:
-    """An engine's own device memory, which stays its own; raises LocalError, NO_TRANSPORT or OUT_OF_REGION."""
+    """An engine's own CUDA memory, which stays its own; raises LocalError, NO_TRANSPORT or OUT_OF_REGION."""
+    load("cuda")
     from kvproto.transport.cuda.memory import DeviceMemory
 
     return DeviceMemory.adopt(address, length, id)
+
+
+class Placed(Protocol):
+    """The bytes of a tensor."""
+
+    address: int
+    device: tuple[int, int]
+    """Device type and number, as DLPack states them."""
+
+    @property
+    def length(self) -> int:
+        """Bytes from the first to the last."""
+
+
+Key = TypeVar("Key")
+
+
+def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
+    """The regions that hold all of these tensors, one an allocation; and for each tensor (region id, its address).
+
+    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError(NO_TRANSPORT) for memory that cannot
+    be shared, with a way out.
+    """
+    members: dict[Allocation, list[Key]] = {}
+    for key, tensor in tensors.items():
+        members.setdefault(_allocation_of(tensor), []).append(key)
+    memories: dict[int, Memory] = {}
+    homes: dict[Key, tuple[int, int]] = {}
+    for region, (allocation, keys) in enumerate(members.items()):
+        begin = min(tensors[key].address for key in keys)
+        end = max(tensors[key].address + tensors[key].length for key in keys)
+        memories[region], base = allocation.adopt(begin, end)
+        homes |= dict.fromkeys(keys, (region, base))
+    return memories, homes
+
+
+def _allocation_of(tensor: Placed) -> Allocation:
+    for provider in usable():
+        found = provider.allocation_of(tensor.device, tensor.address, tensor.length)
+        if found is not None:
+            return found
+    kind, number = tensor.device
+    what = _KINDS.get(kind, f"DLPack device type {kind}")
+    raise LocalError(
+        ErrorCode.NO_TRANSPORT, "tensors", "memory of a GPU, or host memory that kvproto.allocate gave",
+        f"{what}, device {number}" if kind != _CPU else what,
+        "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
+    )  # fmt: skip
+
+
+_CPU = 1
+_KINDS = {_CPU: "host memory that no other process can map", 2: "CUDA memory without the transport for it"}

@@ -82,6 +82,10 @@ class Watch:
         # gone between the two calls; another start may be another process, or another time namespace: no proof
         return cls(None) if found is None and ended else None
 
+    def fileno(self) -> int | None:
+        """A descriptor that is readable once the process has ended; None: that is known already."""
+        return self._fd
+
     @property
     def ended(self) -> bool:
         """Whether it has ended: nothing of it runs any more."""

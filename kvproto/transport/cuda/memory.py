@@ -77,6 +77,12 @@ def facts(address: int) -> dict[str, int]:
     return found | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
+def allocation_at(address: int) -> int | None:
+    """The address where the device allocation begins that holds `address`; None where there is none."""
+    known = facts(address)
+    return known["start"] if known["type"] == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value else None
+
+
 class DeviceMemory:
     """A region of device memory that this process owns.
 
