@@ -25,10 +25,10 @@ from transfer_gpu import WARM_UP, compare, random_bytes, shape
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.device import DeviceBackend
 from kvproto.transport.nixl.direct import Direct, probe, require_fast
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire import decode, encode

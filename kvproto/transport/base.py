@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -23,7 +23,7 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
 __all__ = [
-    "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory", "Move", "Provider",
+    "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory", "Move", "Provider",
     "StagedDelivery", "Stream", "Transport", "connect_each", "no_handle",
 ]  # fmt: skip
 
@@ -236,6 +236,16 @@ def connect_each(
     return made
 
 
+@attrs.frozen
+class Allocation:
+    """An allocation of this process, of which one region may hold many tensors."""
+
+    key: Hashable
+    """Equal for all bytes of it."""
+    adopt: Callable[[int, int], tuple[Memory, int]] = attrs.field(eq=False)
+    """Memory that holds the addresses [begin, end) of it, and where that memory begins."""
+
+
 class Provider(ABC):
     """What an entry point of `kvproto.transports` names: a transport before any library of it has been imported."""
 
@@ -248,6 +258,20 @@ class Provider(ABC):
     def missing(self) -> str | None:
         """The first library that is not installed, or None."""
         return next((name for name in self.requires if importlib.util.find_spec(name) is None), None)
+
+    def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
+        """Zeroed memory of a GPU, or of the host where `device` is None; None where this transport allocates no such.
+
+        Raises LocalError(TRANSPORT_FAILED) where memory is short.
+        """
+        return None
+
+    def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
+        """The allocation of this process that holds these bytes, where this transport can share it.
+
+        `device`: type and number, as DLPack states them.
+        """
+        return None
 
     @abstractmethod
     def preference(self, memory: Memory) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -10,7 +10,7 @@ from kvproto.errors import LocalError
 from kvproto.transport.base import Memory, Provider, Transport
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["GROUP", "default", "find", "load", "names"]
+__all__ = ["GROUP", "default", "find", "load", "names", "usable"]
 
 GROUP = "kvproto.transports"
 
@@ -56,16 +56,18 @@ def load(name: str) -> Provider:
     return provider
 
 
+def usable() -> Iterator[Provider]:
+    """The transports whose libraries are installed."""
+    return (provider for provider in map(find, names()) if provider.missing() is None)
+
+
 def default(memory: Mapping[int, Memory]) -> Transport:
     """A transport for a pool where nobody has chosen one: the one that suits its memory best.
 
     Raises LocalError(NO_TRANSPORT) where none suits all regions.
     """
     best: tuple[int, Provider] | None = None
-    for name in names():
-        provider = find(name)
-        if provider.missing() is not None:
-            continue
+    for provider in usable():
         rank = min((provider.preference(m) for m in memory.values()), default=0)
         if rank and (best is None or rank > best[0]):
             best = rank, provider

@@ -10,33 +10,39 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Memory
-from kvproto.transport.shm.memory import SharedMemory, owner_of
+from kvproto.transport.base import Allocation, Memory
+from kvproto.transport.loading import find, load, names, usable
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["adopt", "adopt_all", "allocate"]
 
 
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
-    """`length` zeroed bytes of a GPU, or of shared memory of the host; raises LocalError(TRANSPORT_FAILED)."""
-    if device is None:
-        return SharedMemory(length, id)
-    from kvproto.transport.cuda.memory import DeviceMemory
+    """`length` zeroed bytes of a GPU, or by default of host memory that other processes can map.
 
-    made = DeviceMemory(length, device, id)
-    made.zero()
-    return made
+    Raises LocalError: TRANSPORT_FAILED where memory is short, NO_TRANSPORT where no installed transport knows GPUs.
+    """
+    for provider in usable():
+        made = provider.allocate(length, device, id)
+        if made is not None:
+            return made
+    absent = [provider.install for provider in map(find, names()) if provider.missing() is not None]
+    raise LocalError(
+        ErrorCode.NO_TRANSPORT, "device", "a transport for memory of a GPU", f"none for GPU {device}",
+        " or ".join(absent) or "leave the device out",
+    )  # fmt: skip
 
 
 def adopt(address: int, length: int, id: int = 0) -> Memory:
-    """An engine's own device memory, which stays its own; raises LocalError, NO_TRANSPORT or OUT_OF_REGION."""
+    """An engine's own CUDA memory, which stays its own; raises LocalError, NO_TRANSPORT or OUT_OF_REGION."""
+    load("cuda")
     from kvproto.transport.cuda.memory import DeviceMemory
 
     return DeviceMemory.adopt(address, length, id)
 
 
 class Placed(Protocol):
-    """Bytes of a tensor, by DLPack's names of devices."""
+    """The bytes of a tensor."""
 
     @property
     def address(self) -> int:
@@ -44,58 +50,48 @@ class Placed(Protocol):
 
     @property
     def device(self) -> tuple[int, int]:
-        """Device type and number."""
+        """Device type and number, as DLPack states them."""
 
     @property
     def length(self) -> int:
         """Bytes from the first to the last."""
 
 
-_CPU, _CUDA = 1, 2
 Key = TypeVar("Key")
 
 
 def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
-    """Regions that hold all of these tensors, as few as allocations allow; and of each tensor its region and that's
-    address.
+    """The regions that hold all of these tensors, one an allocation; and for each tensor (region id, its address).
 
-    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError: NO_TRANSPORT for memory that cannot
+    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError(NO_TRANSPORT) for memory that cannot
     be shared, with a way out.
     """
+    members: dict[Allocation, list[Key]] = {}
+    for key, tensor in tensors.items():
+        members.setdefault(_allocation_of(tensor), []).append(key)
     memories: dict[int, Memory] = {}
     homes: dict[Key, tuple[int, int]] = {}
-    known: dict[object, int] = {}
-    for allocation, members in _by_allocation(tensors).items():
-        if isinstance(allocation, SharedMemory):
-            region, base = known.setdefault(allocation, len(memories)), allocation.address
-            memories[region] = allocation
-        else:
-            begin = min(tensors[key].address for key in members)
-            end = max(tensors[key].address + tensors[key].length for key in members)
-            region, base = len(memories), begin
-            memories[region] = adopt(begin, end - begin, region)
-        homes |= dict.fromkeys(members, (region, base))
+    for region, (allocation, keys) in enumerate(members.items()):
+        begin = min(tensors[key].address for key in keys)
+        end = max(tensors[key].address + tensors[key].length for key in keys)
+        memories[region], base = allocation.adopt(begin, end)
+        homes |= dict.fromkeys(keys, (region, base))
     return memories, homes
 
 
-def _by_allocation(tensors: Mapping[Key, Placed]) -> dict[object, list[Key]]:
-    found: dict[object, list[Key]] = {}
-    for key, tensor in tensors.items():
-        kind = tensor.device[0]
-        allocation: object = None
-        if kind == _CPU:
-            allocation = owner_of(tensor.address, tensor.length)
-        elif kind == _CUDA:
-            from kvproto.transport.cuda.memory import allocation_at
+def _allocation_of(tensor: Placed) -> Allocation:
+    for provider in usable():
+        found = provider.allocation_of(tensor.device, tensor.address, tensor.length)
+        if found is not None:
+            return found
+    kind, number = tensor.device
+    what = _KINDS.get(kind, f"DLPack device type {kind}")
+    raise LocalError(
+        ErrorCode.NO_TRANSPORT, "tensors", "memory of a GPU, or host memory that kvproto.allocate gave",
+        f"{what}, device {number}" if kind != _CPU else what,
+        "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
+    )  # fmt: skip
 
-            allocation = allocation_at(tensor.address)
-        if allocation is None:
-            what = {_CPU: "private memory of this process", _CUDA: "no allocation of this process"}.get(
-                kind, f"DLPack device type {kind}"
-            )
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, "tensors", "memory of a GPU, or host memory that kvproto.allocate gave", what,
-                "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
-            )  # fmt: skip
-        found.setdefault(allocation, []).append(key)
-    return found
+
+_CPU = 1
+_KINDS = {_CPU: "host memory that no other process can map", 2: "CUDA memory without the transport for it"}

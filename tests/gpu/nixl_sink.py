@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.device import DeviceBackend
 from kvproto.transport.staging.staged import StagedReceiver
 from tests.gpu.memory import get, put
 

@@ -22,9 +22,9 @@ from kvproto.node.pool import allocate
 from kvproto.node.sink import Received
 from kvproto.session import Party
 from kvproto.session.events import Lost, Ready, SessionRefused
-from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.device import DeviceBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, WriteMode, probe, require_fast
 from kvproto.transport.nixl.handle import Named
 from kvproto.transport.nixl.transport import NixlTransport

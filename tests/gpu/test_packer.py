@@ -8,9 +8,9 @@ import pytest
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.backend import DeviceBackend
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto.transport.nixl.device import DeviceBackend
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.memory import get, put

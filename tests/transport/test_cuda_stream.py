@@ -133,7 +133,7 @@ def test_a_sender_ends_chunks_with_records_where_they_fit(seed: int, most: int) 
             ends |= set(range(start, end + 1, width))
         at = 0
         while at < order.length:
-            size = made.cut(at, min(most, order.length - at))
+            size = made.chunk_size(at, min(most, order.length - at))
             assert 0 < size <= most
             assert at + size in ends or not any(at < e <= at + size for e in ends)
             if at in ends:

@@ -264,4 +264,4 @@ def test_a_stream_is_there_as_far_as_its_layers_are(seed: int) -> None:
                 break
             before += size
         stream = PackedStream(program, "source", {i: memoryview(bytearray(n)) for i, n in lengths.items()})
-        assert stream.until(there) == before
+        assert stream.prefix_bytes(there) == before

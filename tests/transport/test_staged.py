@@ -66,7 +66,7 @@ class Bytes:
     def __init__(self, memory: bytearray, events: list[Event]) -> None:
         self.memory, self._events, self.length = memory, events, len(memory)
 
-    def cut(self, offset: int, most: int) -> int:
+    def chunk_size(self, offset: int, most: int) -> int:
         return most
 
     def pack(self, offset: int, out: memoryview) -> Event:

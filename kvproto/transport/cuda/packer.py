@@ -76,13 +76,13 @@ class DeviceStream:
         """Bytes of the stream."""
         return self._table.order.length
 
-    def cut(self, offset: int, most: int) -> int:
+    def chunk_size(self, offset: int, most: int) -> int:
         """To the end of a record, so that the kernel alone copies."""
-        return self._table.cut(offset, most)
+        return self._table.chunk_size(offset, most)
 
-    def until(self, layers: Collection[Layer]) -> int:
+    def prefix_bytes(self, layers: Collection[Layer]) -> int:
         """As of the order."""
-        return self._table.order.until(layers)
+        return self._table.order.prefix_bytes(layers)
 
     def pack(self, offset: int, out: Any) -> Copy:
         """Begin to write stream bytes [offset, offset + out.length) to `out`; raises OUT_OF_RANGE beyond the end."""

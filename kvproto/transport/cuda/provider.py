@@ -6,17 +6,38 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Memory, Provider, Transport
+from kvproto.transport.base import Allocation, Memory, Provider, Transport
 from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["PROVIDER"]
+
+_DLPACK_CUDA = 2
 
 
 class _Cuda(Provider):
     name = "cuda"
     requires = "cuda", "cuda.core"
     install = "pip install 'kvproto[cuda]'"
+
+    def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
+        if device is None:
+            return None
+        from kvproto.transport.cuda.memory import DeviceMemory
+
+        made = DeviceMemory(length, device, id)
+        made.zero()
+        return made
+
+    def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
+        if device[0] != _DLPACK_CUDA:
+            return None
+        from kvproto.transport.cuda.memory import DeviceMemory, allocation_at
+
+        start = allocation_at(address)
+        if start is None:
+            return None
+        return Allocation(("cuda", start), lambda begin, end: (DeviceMemory.adopt(begin, end - begin), begin))
 
     def preference(self, memory: Memory) -> int:
         return 2 if memory.kind == MemoryKind.CUDA else 0

@@ -156,7 +156,7 @@ class StreamTable:
             at, row = at + tables.RUN_BYTES * n, row + 16 * m.size
         return at
 
-    def cut(self, offset: int, most: int) -> int:
+    def chunk_size(self, offset: int, most: int) -> int:
         """Bytes of a chunk at `offset`, at most `most`, that ends with a record, if it reaches the end of one."""
         order = self.order
         if offset + most >= order.length:

@@ -1,4 +1,4 @@
-"""Memory of one kind for transport `nixl`: the host's here, a GPU's in `kvproto.transport.cuda.backend`."""
+"""Memory of one kind for transport `nixl`: the host's here, a GPU's in `kvproto.transport.nixl.device`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def backend_of(device: int | None) -> MemoryBackend:
     """A GPU, or the host; raises NO_TRANSPORT where there is no such GPU."""
     if device is None:
         return HostBackend()
-    from kvproto.transport.cuda.backend import DeviceBackend
+    from kvproto.transport.nixl.device import DeviceBackend
 
     return DeviceBackend(device)
 

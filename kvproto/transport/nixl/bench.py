@@ -69,9 +69,9 @@ def _open(place: str, memory: int) -> Iterator[_Place]:
         regions = {0: pages.buffer}
         yield _Place(pages, staging, None, HostBackend.eager, lambda made, side: PackedStream(made, side, regions))
         return
-    from kvproto.transport.cuda.backend import DeviceBackend
     from kvproto.transport.cuda.driver import uuid
     from kvproto.transport.cuda.memory import DeviceMemory
+    from kvproto.transport.nixl.device import DeviceBackend
 
     number = int(place.removeprefix("gpu"))
     on, pool = DeviceBackend(number), DeviceMemory(length, number)

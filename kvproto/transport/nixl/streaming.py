@@ -64,7 +64,7 @@ class Streaming:
         """Advance it: whether every byte is in a slot of the sink; raises PEER_LOST, TRANSPORT_FAILED."""
         # asked here, not awaited by the device, where chunks of other streams would queue behind the wait
         while self._coming and self._happened(self._coming[0][1]):
-            self._sender.allow(self._coming.popleft()[0])
+            self._sender.mark_ready(self._coming.popleft()[0])
         while True:
             before = self._sender.under_way
             found = self._sender.step()

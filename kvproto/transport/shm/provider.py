@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from kvproto.transport.base import Memory, Provider
+from kvproto.transport.base import Allocation, Memory, Provider
 from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
-from kvproto.transport.shm.memory import SharedMemory
+from kvproto.transport.shm.memory import SharedMemory, owner_of
 from kvproto.transport.shm.transport import ShmTransport
 
 __all__ = ["PROVIDER"]
 
+_DLPACK_CPU = 1
+
 
 class _Shm(Provider):
     name = "shm"
+
+    def allocate(self, length: int, device: int | None, id: int) -> SharedMemory | None:
+        return SharedMemory(length, id) if device is None else None
+
+    def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
+        owner = owner_of(address, length) if device[0] == _DLPACK_CPU else None
+        return None if owner is None else Allocation(owner, lambda begin, end: (owner, owner.address))
 
     def preference(self, memory: Memory) -> int:
         return 2 if isinstance(memory, SharedMemory) else 0

@@ -56,10 +56,10 @@ class Packer(Protocol):
     def length(self) -> int:
         """Bytes of the stream."""
 
-    def cut(self, offset: int, most: int) -> int:
+    def chunk_size(self, offset: int, most: int) -> int:
         """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is better."""
 
-    def until(self, layers: Collection[Layer]) -> int:
+    def prefix_bytes(self, layers: Collection[Layer]) -> int:
         """Bytes of the stream before the first that is of another layer than these."""
 
     def pack(self, offset: int, out: Any) -> Ready:
@@ -142,7 +142,7 @@ class Order:
         self.start = self.end - bytes_
         self.length = int(bytes_.sum())
 
-    def until(self, layers: Collection[Layer]) -> int:
+    def prefix_bytes(self, layers: Collection[Layer]) -> int:
         """Bytes of the stream before the first that is of another layer than these."""
         other = (c for c, layer in enumerate(self.columns.layers) if layer not in layers)
         return next((int(self.start[c]) for c in other if self.start[c] < self.end[c]), self.length)
@@ -175,13 +175,13 @@ class PackedStream:
         """Bytes of the stream."""
         return self._order.length
 
-    def cut(self, offset: int, most: int) -> int:
+    def chunk_size(self, offset: int, most: int) -> int:
         """A record that is cut costs nothing here."""
         return most
 
-    def until(self, layers: Collection[Layer]) -> int:
+    def prefix_bytes(self, layers: Collection[Layer]) -> int:
         """As of the order."""
-        return self._order.until(layers)
+        return self._order.prefix_bytes(layers)
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""

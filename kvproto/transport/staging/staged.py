@@ -144,7 +144,7 @@ class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
     def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
-        """`grows`: nothing is there to be packed before `allow` says so."""
+        """`grows`: nothing is there to be packed before `mark_ready` says so."""
         self._link, self._packer = link, packer
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_Part] = deque()
@@ -163,9 +163,9 @@ class StagedSender:
         """Bytes that were not begun."""
         return self._packer.length - self._at
 
-    def allow(self, there: Collection[Layer] | None) -> None:
+    def mark_ready(self, there: Collection[Layer] | None) -> None:
         """Rows of these layers are there, or of all."""
-        self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.until(there))
+        self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.prefix_bytes(there))
 
     @property
     def under_way(self) -> int:
@@ -191,7 +191,7 @@ class StagedSender:
         left, allowed = self.left, self._allowed - self._at
         # a slot that is not full waits for more, but for the last
         if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
-            size = packer.cut(self._at, min(link.slot_bytes, left))
+            size = packer.chunk_size(self._at, min(link.slot_bytes, left))
             own, slot = link.free[0], link.granted[0]
             piece = Piece(slot, self._at, size, size == left)
             self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
