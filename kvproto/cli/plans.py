@@ -20,9 +20,10 @@ from kvproto.errors import KvprotoError, LocalError
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Config, Parallel, describe, draft_of
 from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire import from_json, to_json
-from kvproto.wire.enums import DType, ErrorCode, Feature, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, Feature
 
 __all__ = ["add", "read_geometry", "run"]
 
@@ -234,7 +235,7 @@ def _side(geometry: Geometry, rank: int, first: int, tokens: int, heads_first: b
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group = groups[share.group]
         count = tokens
-        if group.kind == ItemKind.RING:
+        if kind_of(group).wraps:
             count = min(tokens, group.rows * group.tokens_per_row)
         need = items_needed(group, share.cp_rank, first + tokens - count, count)
         counts[group.id] = max(2 * need, 1)

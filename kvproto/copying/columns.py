@@ -10,7 +10,8 @@ import numpy.typing as npt
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, Owns
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Region
 
 __all__ = ["check_columns"]
@@ -26,7 +27,7 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
     Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first that is wrong.
     """
     groups = {g.id: g for g in geometry.groups}
-    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if groups[o.group].kind != ItemKind.HANDOFF]
+    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if kind_of(groups[o.group]).has_memory]
     if [o.group for o in shares] != [c.group for c in columns]:
         ours, theirs = (f"groups {[x.group for x in found]}" for found in (shares, columns))
         raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", ours, theirs, _ORDER)

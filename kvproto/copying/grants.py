@@ -9,6 +9,7 @@ import numpy as np
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, owned_before
+from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
@@ -17,8 +18,8 @@ __all__ = ["check_grants", "items_needed", "rows_of"]
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""
-    if group.kind != ItemKind.PAGE:
-        return 0 if group.kind == ItemKind.HANDOFF else 1
+    if not kind_of(group).paged:
+        return 0 if not kind_of(group).has_memory else 1
     lo, hi = (owned_before(group, cp_rank, row) for row in rows_of(group, first, count))
     return (hi - 1) // group.rows - lo // group.rows + 1 if hi > lo else 0
 
@@ -58,7 +59,7 @@ def check_grants(
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", yours, advice)
     for i, grant in enumerate(grants):
         group = groups[grant.group]
-        if group.kind != ItemKind.HANDOFF:
+        if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
         _check_items(f"grants[{i}].items", group, grant, need, columns)
@@ -66,7 +67,7 @@ def check_grants(
 
 
 def _check_window(at: str, group: Group, grant: Grants) -> None:
-    if group.kind == ItemKind.RING:
+    if kind_of(group).wraps:
         lo, hi = rows_of(group, grant.first, grant.count)
         if hi - lo > group.rows:
             mine, yours = f"at most {group.rows} rows", f"{hi - lo} rows"
@@ -81,7 +82,7 @@ def _check_items(at: str, group: Group, grant: Grants, need: int, columns: Mappi
     came = 0 if items is None else items.size
     if came != need:
         tokens = f"tokens {grant.first}..{grant.first + grant.count} in items of {group.rows} rows"
-        what = f"for {tokens}" if group.kind == ItemKind.PAGE else f"of a {ItemKind(group.kind).name}"
+        what = f"for {tokens}" if kind_of(group).paged else f"of a {ItemKind(group.kind).name}"
         advice = "trim the list to the window" if came > need else "name every item of the window"
         raise RemoteError(
             ErrorCode.BAD_GRANT, at, f"{need} items {what}", f"{came} items" if came else "no items", advice

@@ -17,8 +17,9 @@ from kvproto.copying.grants import rows_of
 from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RowMap, Side, Window
 from kvproto.errors import PlanError, RemoteError
 from kvproto.planning.geometry import Group, local_row, owned_before
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
-from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
 __all__ = ["Pair", "lower"]
@@ -53,7 +54,7 @@ class Pair:
         tables = []
         for route in routes:
             dst = sink.group(route.group)
-            if dst.kind == ItemKind.HANDOFF:
+            if not kind_of(dst).has_memory:
                 continue
             for box in route.boxes:
                 src = source.group(box.source_group)
@@ -73,7 +74,7 @@ class Pair:
     def nothing(self) -> CopyProgram:
         """The program of a request without rows."""
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
-        ends = tuple(0 if m.sink.kind == ItemKind.SLOT else None for m in self._maps)
+        ends = tuple(0 if kind_of(m.sink).is_state else None for m in self._maps)
         return CopyProgram(maps, self._ops, self._steps, ends)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
@@ -99,11 +100,11 @@ def _check_alike(source: Group, sink: Group) -> None:
 
 
 def _state_after(group: Group, window: Window) -> int | None:
-    return window.first + window.count if group.kind == ItemKind.SLOT else None
+    return window.first + window.count if kind_of(group).is_state else None
 
 
 def _flat(columns: Columns, group: Group) -> bool:
-    if group.kind != ItemKind.PAGE:
+    if not kind_of(group).paged:
         return False
     rows = columns.row_stride.astype(np.int64) * group.rows
     return bool((columns.item_stride == rows).all())
@@ -115,7 +116,7 @@ def _flat(columns: Columns, group: Group) -> bool:
 def _row_map(m: _Map, source: Window, sink: Window) -> RowMap:
     if m.whole:
         return _whole_items(m, source, sink)
-    if m.sink.kind == ItemKind.SLOT:
+    if kind_of(m.sink).is_state:
         lo, hi = 0, m.sink.live_rows or m.sink.rows
     else:
         lo, hi = rows_of(m.sink, sink.first, sink.count)
@@ -156,10 +157,10 @@ def _row_map(m: _Map, source: Window, sink: Window) -> RowMap:
 def _whole_items(m: _Map, source: Window, sink: Window) -> RowMap:
     """Opaque parts: items as they are, whole; both sides deal and page alike. A window begins where an item does."""
     group = m.sink
-    if group.kind != ItemKind.PAGE:
+    if not kind_of(group).paged:
         ours, theirs = source.items[:1], sink.items[:1]
         lo, forgotten = rows_of(group, sink.first, 0)[0], rows_of(m.source, source.first, source.count)[1] - group.rows
-        if group.kind == ItemKind.RING and lo < forgotten:
+        if kind_of(group).wraps and lo < forgotten:
             raise _short(group, ours.size, f"rows from {lo}")
         first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
@@ -254,8 +255,8 @@ def _segments(
     if not first.size:
         return starts, starts, starts
     items = window.items.astype(np.int64, copy=False)
-    if group.kind != ItemKind.PAGE:
-        ring = group.kind == ItemKind.RING
+    if not kind_of(group).paged:
+        ring = kind_of(group).wraps
         total = int(length.sum())
         forgotten = rows_of(group, window.first, window.count)[1] - group.rows
         if not items.size or (ring and (total > group.rows or int(first[0]) < forgotten)):
@@ -268,10 +269,10 @@ def _segments(
         base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows
     head, row = np.divmod(local, group.rows)
     low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base
-    if group.kind == ItemKind.PAGE and (low < 0 or high >= items.size):
+    if kind_of(group).paged and (low < 0 or high >= items.size):
         raise _short(group, items.size, f"items {low} to {high} of the window")
     if group.rows == 1 and first.size == 1:  # every row its own item
-        at, picked = axis, items[low : high + 1] if group.kind == ItemKind.PAGE else None
+        at, picked = axis, items[low : high + 1] if kind_of(group).paged else None
         row = np.broadcast_to(_ZERO, axis.shape)
     else:
         many = (row + length - 1) // group.rows + 1
@@ -288,8 +289,8 @@ def _segments(
             nth = np.arange(which.size) - np.repeat(np.cumsum(many) - many, many)
             at = starts[which] + np.maximum(nth * group.rows - row[which], 0)
             row = np.where(nth, 0, row[which])
-            picked = items[head[which] - base + nth] if group.kind == ItemKind.PAGE else None
-    if group.kind == ItemKind.RING:  # one item, whose rows begin again
+            picked = items[head[which] - base + nth] if kind_of(group).paged else None
+    if kind_of(group).wraps:  # one item, whose rows begin again
         return at, np.full(at.size, items[0]), row
     if flat and picked is not None:
         return at, None, picked * group.rows + row if group.rows > 1 else picked

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import PlanError
+from kvproto.planning.kinds import kind_of
 from kvproto.wire import check_fields, decode_struct, encode_struct
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
@@ -169,7 +170,7 @@ _LARGEST_CLAIM = 1 << 18
 
 def _check_group(group: Group, path: str) -> None:
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
-    if group.cp_size > 1 and (group.kind != ItemKind.PAGE or cut):
+    if group.cp_size > 1 and (not kind_of(group).paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
     if group.cp_size > 1 and group.cp_size * group.interleave > _LARGEST_DEAL:
         raise _bad(

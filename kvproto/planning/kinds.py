@@ -24,7 +24,7 @@ class Kind:
     """Whether a request's one item is the state after one position, which exists when that is computed."""
 
 
-KINDS = {
+KINDS: dict[int, Kind] = {
     ItemKind.PAGE: Kind(paged=True),
     ItemKind.SLOT: Kind(is_state=True),
     ItemKind.RING: Kind(wraps=True),
@@ -34,4 +34,4 @@ KINDS = {
 
 def kind_of(group: Group) -> Kind:
     """The properties of a group's items."""
-    return KINDS[ItemKind(group.kind)]
+    return KINDS[group.kind]

@@ -14,6 +14,7 @@ import attrs
 from kvproto.errors import LocalError
 from kvproto.planning import geometry as g
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
+from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact
 
@@ -268,7 +269,7 @@ def lay_out(
     for id, spec in enumerate(specs):
         _check(spec, id, depth)
         group = attrs.evolve(spec.group, id=id)
-        if dealt > 1 and group.kind == ItemKind.PAGE:
+        if dealt > 1 and kind_of(group).paged:
             group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave)
         made.append(attrs.evolve(spec, group=group))
     bounds = sizes.bounds(depth or max((max(s.layers) + 1 for s in specs if _deep(s)), default=sizes.pp))
@@ -297,7 +298,7 @@ def _check(spec: Cache, id: int, depth: int | None) -> None:
 
 def _deep(spec: Cache) -> bool:
     """Whether pipeline stages divide its layers: those of a draft, and hand-off data, are on the last."""
-    return spec.group.model == 0 and spec.group.kind != ItemKind.HANDOFF
+    return spec.group.model == 0 and kind_of(spec.group).has_memory
 
 
 def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
@@ -305,7 +306,7 @@ def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, si
     layers = [i for i in spec.layers if (stage[0] <= i < stage[1] if _deep(spec) else last)]
     if not layers:
         return None
-    paged = spec.group.kind == ItemKind.PAGE
+    paged = kind_of(spec.group).paged
     ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if paged else (sizes.tp, tp)
     spans = []
     for p, blocks in enumerate(spec.blocks):

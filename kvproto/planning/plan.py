@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import Geometry, Group
+from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import RouteRef
 
@@ -299,7 +300,7 @@ def _extent(lanes: int, size: int) -> str:
 
 
 def _live(group: Group) -> str:
-    return str((group.live_rows or group.rows) if group.kind == ItemKind.SLOT else None)
+    return str((group.live_rows or group.rows) if kind_of(group).is_state else None)
 
 
 def _elect(

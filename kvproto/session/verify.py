@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.session.phases import Described
-from kvproto.wire.enums import ErrorCode, Feature, ItemKind
+from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Offer
 
 __all__ = ["check_outcome"]
@@ -53,7 +54,7 @@ def _handoff_bytes(described: Described) -> dict[int, int]:
     groups = {g.id: g for g in described.sink.groups}
     for route in described.routes:
         group = groups[route.group]
-        if group.kind == ItemKind.HANDOFF:
+        if not kind_of(group).has_memory:
             found[group.id] = sum(group.parts[p].lane_bytes for p in {box.part for box in route.boxes})
     return found
 
@@ -68,4 +69,4 @@ def _check_checksums(described: Described, message: Done | Offer) -> None:
 
 
 def _handoffs(geometry: Geometry) -> set[int]:
-    return {g.id for g in geometry.groups if g.kind == ItemKind.HANDOFF}
+    return {g.id for g in geometry.groups if not kind_of(g).has_memory}
