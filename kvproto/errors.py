@@ -27,7 +27,12 @@ class RemoteError(KvprotoError):
 
 
 class LocalError(KvprotoError):
-    """Our own caller asked for something that cannot be."""
+    """The caller passed something that cannot be; `path` names the argument."""
+
+    def __str__(self) -> str:
+        where = f" at {self.path}" if self.path else ""
+        sides = f": expected {self.mine}, got {self.yours}" if self.mine or self.yours else ""
+        return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
 
 
 class DeviceFault(RuntimeError):

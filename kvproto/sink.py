@@ -36,7 +36,7 @@ class Fetch(Handle[Arrived]):
         """
         sink = self._door
         if not self.done and isinstance(sink, Sink):
-            error = RemoteError(ErrorCode.ABORTED, "", reason, "")
+            error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
             self._post(lambda: sink._node.abort(self.number, error))
 
 
@@ -44,7 +44,7 @@ class Sink(Door):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
-        self, name: str, pool: Pool, sources: Mapping[str | tuple[str, int], str] | None = None,
+        self, name: str, pool: Pool, sources: Mapping[str, str] | Mapping[tuple[str, int], str] | None = None,
         options: Options | None = None,
     ) -> None:  # fmt: skip
         """Connect to sources.

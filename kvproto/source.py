@@ -65,7 +65,7 @@ class Request(Handle[Freed | Expired]):
 
     def fail(self, reason: str | KvprotoError) -> None:
         """Say that this request cannot be produced: whoever waits for it is told why."""
-        error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", reason, "")
+        error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=reason)
         self._post(lambda: self._source._node.refuse(self._key, error))
 
     def _checked(self, tokens: int) -> int:

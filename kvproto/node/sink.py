@@ -156,7 +156,7 @@ class SinkNode:
             return
         if not link.over:
             link.endpoint.goodbye(reason)
-            link.fail(RemoteError(ErrorCode.ABORTED, "", reason, ""))
+            link.fail(RemoteError(ErrorCode.ABORTED, "", advice=reason))
         self._former.append(link)
 
     def _forget(self) -> None:

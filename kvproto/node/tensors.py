@@ -52,6 +52,8 @@ class TensorView:
     device: tuple[int, int]
     """DLPack device type, and number."""
     tensor: Any = attrs.field(repr=False, eq=False)
+    path: str = "tensor"
+    """What the caller calls it."""
 
     @property
     def length(self) -> int:
@@ -82,7 +84,7 @@ def view_of(tensor: Any, path: str) -> TensorView:
     if min(strides, default=0) < 0:
         raise _bad(path, "strides of 0 or more", str(strides))
     address = (found.data or 0) + found.byte_offset
-    return TensorView(address, shape, strides, size, (found.device_type, found.device_id), tensor)
+    return TensorView(address, shape, strides, size, (found.device_type, found.device_id), tensor, path)
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

@@ -53,6 +53,10 @@ class Placed(Protocol):
         """Device type and number, as DLPack states them."""
 
     @property
+    def path(self) -> str:
+        """What the caller calls the tensor."""
+
+    @property
     def length(self) -> int:
         """Bytes from the first to the last."""
 
@@ -87,7 +91,7 @@ def _allocation_of(tensor: Placed) -> Allocation:
     kind, number = tensor.device
     what = _KINDS.get(kind, f"DLPack device type {kind}")
     raise LocalError(
-        ErrorCode.NO_TRANSPORT, "tensors", "memory of a GPU, or host memory that kvproto.allocate gave",
+        ErrorCode.NO_TRANSPORT, tensor.path, "memory of a GPU, or host memory that kvproto.allocate gave",
         f"{what}, device {number}" if kind != _CPU else what,
         "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
     )  # fmt: skip

@@ -71,6 +71,18 @@ def _unmap(address: int, length: int, process: int) -> None:
 
 
 _owned: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_CPU = 1, 0
+"""DLPack's device."""
+
+
+class _Exported:
+    """Bytes of a region for DLPack: a tensor made of them keeps the region too, so that peers can map it."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory, self._bytes = memory, memoryview(memory.buffer)
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (memory.length,), "data": (memory.address, False)
+        }  # fmt: skip
 
 
 class SharedMemory:
@@ -102,10 +114,10 @@ class SharedMemory:
         return self._bytes.buffer
 
     def __dlpack__(self, **options: Any) -> Any:
-        return np.frombuffer(self.buffer, np.uint8).__dlpack__(**options)
+        return np.asarray(_Exported(self)).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return np.frombuffer(self.buffer, np.uint8).__dlpack_device__()
+        return _CPU
 
     @property
     def region(self) -> Region:

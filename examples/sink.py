@@ -1,0 +1,22 @@
+"""A decode engine that fetches a request: `python examples/source.py | python examples/sink.py`.
+
+The lines that are marked are the engine's own, or the router's that would carry ticket and prompt between the two.
+"""
+
+import json  # own
+import sys  # own
+
+from engine import BYTES, Engine  # own
+
+from kvproto import Cache, DType, Pool, Prompt, Sink, allocate, lay_out, read_ticket
+
+order = json.loads(sys.stdin.readline())  # own
+geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)])
+engine = Engine(allocate(BYTES))
+pool = Pool(geometry, {"kv": engine.layers}, axes="part page token head dim")
+with Sink("decode", pool, {"prefill": order["source"]}) as sink:
+    pages = engine.take(len(order["tokens"]))  # own
+    fetch = sink.fetch(read_ticket(order["ticket"]), Prompt(order["tokens"]), {"kv": pages})
+    arrived = fetch.wait(60)
+    print(f"{sum(arrived.bytes.values())} bytes in {arrived.seconds * 1e3:.1f} ms")  # own
+    assert engine.holds(order["tokens"], pages)  # own

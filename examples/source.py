@@ -1,0 +1,25 @@
+"""A prefill engine that hands its requests over: `python examples/source.py | python examples/sink.py`.
+
+The lines that are marked are the engine's own, or the router's that would carry ticket and prompt between the two.
+"""
+
+import json  # own
+import tempfile  # own
+
+from engine import BYTES, Engine  # own
+
+from kvproto import Cache, DType, Pool, Prompt, Source, allocate, lay_out, new_ticket, write_ticket
+
+address = f"ipc://{tempfile.mkdtemp()}/prefill"  # own
+tokens = list(range(100, 150))  # own
+geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)])
+engine = Engine(allocate(BYTES))
+pool = Pool(geometry, {"kv": engine.layers}, axes="part page token head dim")
+with Source("prefill", pool, address) as source:
+    ticket = new_ticket("prefill")
+    request = source.request(ticket, Prompt(tokens))
+    print(json.dumps({"ticket": write_ticket(ticket), "tokens": tokens, "source": address}), flush=True)  # own
+    pages = engine.prefill(tokens)  # own
+    request.finish({"kv": pages})
+    request.wait(60)  # until the sink has everything
+    engine.release(pages)  # own
