@@ -162,9 +162,8 @@ def main() -> int:
             for side, geometry in (("source", case.source), ("sink", case.sink)):
                 print(f" {side}", *picture(geometry, case.tokens), sep="\n")
         found = run(case)
-        print(
-            f"  {found['bytes']:.0f} bytes moved, {found['compared']:.0f} compared, all right; {found['seconds']:.3f} s\n"
-        )
+        moved, compared = int(found["bytes"]), int(found["compared"])
+        print(f"  {moved} bytes moved, {compared} compared, all right; {found['seconds']:.3f} s\n")
     return 0
 
 
