@@ -1,0 +1,85 @@
+"""Sources and sinks for the tests of the door: one small cache, pools whose bytes say which page they are, and ways to drive."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
+
+PAGE, PAGES = 4, 16
+GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=PAGE, dtype=DType.U8)])
+PROMPT = Prompt(range(10))
+"""Three pages, the last one half full."""
+STEPPED = Options(thread=False)
+
+
+def filled(pages: int = PAGES) -> Pool:
+    """A pool each byte of which is different, near enough."""
+    pool = Pool.allocate(GEOMETRY, pages)
+    for n, place in enumerate(places()):
+        array = pool.array(*place)
+        array[:] = np.random.default_rng(n).integers(1, 256, array.shape, np.uint8)
+    return pool
+
+
+def places() -> list[tuple[str, int, str]]:
+    return [("kv", layer, part) for layer in range(2) for part in ("k", "v")]
+
+
+def rows(pool: Pool, table: list[int], first: int = 0, tokens: int = len(PROMPT)) -> np.ndarray[Any, Any]:
+    """What the pages of a request hold, [layer and part, token, head, byte]."""
+    at = np.arange(first, tokens)
+    return np.stack([pool.array(*place)[np.array(table)[at // PAGE], at % PAGE] for place in places()])
+
+
+class Two:
+    """A source and a sink, and the pools of each."""
+
+    def __init__(self, source: Source, sink: Sink) -> None:
+        self.source, self.sink = source, sink
+        self.ticket: Ticket = new_ticket(source.name)
+
+    def turn(self) -> None:
+        """A turn of those that have no thread."""
+        for door in (self.source, self.sink):
+            if not door.options.thread:
+                door.step(0.005)
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Turns until it is true; what it returned."""
+        pause = threading.Event()
+        for _ in range(4000):
+            self.turn()
+            if found := condition():
+                return found
+            if self.source.options.thread:
+                pause.wait(0.005)
+        raise AssertionError("it never came")
+
+
+@contextmanager
+def two(folder: Path, options: Options | None = None, theirs: Options | None = None) -> Iterator[Two]:
+    """Both in this process."""
+    address = address_in(folder)
+    with (
+        Source("prefill", filled(), address, options) as source,
+        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, theirs or options) as sink,
+    ):
+        yield Two(source, sink)
+
+
+def address_in(folder: Path, name: str = "prefill") -> str:
+    folder.chmod(0o700)
+    return f"ipc://{folder}/{name}"
+
+
+def left_over() -> tuple[set[str], set[str], int, int]:
+    """Threads, files in /dev/shm, descriptors, and mappings of kvproto's memory in this process."""
+    threads = {t.name for t in threading.enumerate() if t.name.startswith("kvproto")}
+    maps = Path("/proc/self/maps").read_text().count("memfd:kvproto")
+    return threads, set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), maps
