@@ -101,8 +101,8 @@ def handing(layers: Sequence[int] = (0,), **changes: Any) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, layers),)),))
 
 
-# KVP-GEO-ORDER, -PARTS, -LIVE and -SPAN are rules of the codec too; KVP-GEO-DEAL, -GROUP, -CP, -LANES, -DISJOINT, -SIZE and
-# KVP-HND-SHAPE are of this layer alone.
+# KVP-GEO-ORDER, KVP-GEO-PARTS, KVP-GEO-LIVE and KVP-GEO-SPAN are rules of the codec too. Of this layer alone are KVP-GEO-DEAL,
+# KVP-GEO-GROUP, KVP-GEO-CP, KVP-GEO-LANES, KVP-GEO-DISJOINT, KVP-GEO-SIZE and KVP-HND-SHAPE.
 BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups[1].id"),
     "ranks": (lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks[1].rank"),

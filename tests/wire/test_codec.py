@@ -116,6 +116,11 @@ def test_field_that_may_be_ignored(value: str) -> None:
     assert decode(extended(value)) == decode(GOLDEN)
 
 
+def test_an_unknown_field_is_not_sent_on() -> None:
+    """KVP-BODY-IGNORE-LOST: what was read and not understood is not written again."""
+    assert encode(decode(extended("a161"))) == GOLDEN
+
+
 def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     assert decode(GOLDEN[:5] + b"\x07" + GOLDEN[6:8] + b"\x00\xff\xff\xff" + GOLDEN[12:]) == decode(GOLDEN)
 
