@@ -13,7 +13,7 @@ from kvproto.errors import LocalError
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
-from kvproto.transport import load
+from kvproto.transport import load, names
 from kvproto.transport.base import Memory, Transport
 from kvproto.wire.enums import ErrorCode
 
@@ -22,7 +22,7 @@ from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
-TRANSPORTS = ("shm", "nixl", "cuda")
+TRANSPORTS = names()
 POOLS = ("own", "jax")
 
 
