@@ -121,7 +121,10 @@ def asked(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
     """Positions [first, end) that a sink asked for, by model."""
     found: dict[int, tuple[int, int]] = {}
     for grant in grants:
-        model = pair.sink.group(grant.group).model
+        group = pair.sink.group(grant.group)
+        if group.kind == ItemKind.HANDOFF:  # its window says nothing (KVP-HND-WINDOW)
+            continue
+        model = group.model
         first, end = found.get(model, (grant.first, grant.valid))
         found[model] = min(first, grant.first), max(end, grant.valid)
     return found

@@ -17,12 +17,11 @@ from kvproto.node.pool import Pool, pack
 from kvproto.node.pulling import Puller
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
-from kvproto.session import Party, SinkEndpoint
+from kvproto.session import Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Event, Lost, Offered, Proven, RegisterAsked, SessionRefused
 from kvproto.transport import default
 from kvproto.transport.base import StagedDelivery, Transport
 from kvproto.transport.process import Watch
-from kvproto.transport.staging.staged import StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, ItemKind, Outcome, Proof
 from kvproto.wire.messages import Done, Grants, Handle, Region, Ticket
 
@@ -75,7 +74,10 @@ class SinkNode:
         self.pool, self._dialer = pool, dialer
         columns = tuple(pool.side.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in pool.memories.items())
-        self.endpoint = SinkEndpoint(party, geometry, regions, columns, features, seed, self._registration)
+        self.endpoint = SinkEndpoint(
+            party, geometry, regions, columns, features, seed, self._registration,
+            proving=[m.capabilities.code for m in self.movers if m.capabilities.death_is_proof],
+        )  # fmt: skip
         self._grants: dict[int, dict[int, Grants]] = {}
         self._unproven: dict[int, dict[int, int]] = {}
         """Items in quarantine, by transfer and group."""
@@ -95,12 +97,13 @@ class SinkNode:
         self._puller = Puller(self.endpoint, pool, readers, lambda: time.monotonic())
         self.endpoint.dial(time.monotonic())
 
-    def _registration(self, source: int) -> tuple[tuple[Region, ...], StagedReceiver | None]:
+    def _registration(self, source: int) -> Registration:
         """What one source rank may write: the pages by some transports, staging memory by others."""
         memories = self.pool.memories
         handles: dict[int, list[Handle]] = {id: [] for id in memories}
         more: list[Region] = []
         self._deliveries.pop(source, None)
+        staged_by = None
         nothing = self._stand_in(source).nothing
         for mover in self.movers:
             next_id = max(memories, default=-1) + 1 + len(more)
@@ -110,9 +113,10 @@ class SinkNode:
             more += exposed.regions
             if exposed.staged is not None:
                 self._deliveries[source] = exposed.staged
+                staged_by = mover.capabilities.code
         regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
         delivery = self._deliveries.get(source)
-        return (*regions, *more), None if delivery is None else delivery.receiver
+        return Registration((*regions, *more), None if delivery is None else delivery.receiver, staged_by)
 
     def _runs(self, source: int) -> Runs:
         """Those of a source rank's part of two items, apart in memory, in each group of pages; none: not known."""
@@ -139,8 +143,9 @@ class SinkNode:
         grants = {}
         for group in self.endpoint.geometry.groups:
             real = group.kind != ItemKind.HANDOFF
+            window = (first, tokens - first, tokens) if real else (0, 0, 0)
             grants[group.id] = Grants(
-                group=group.id, first=first, count=tokens - first, valid=tokens,
+                group=group.id, first=window[0], count=window[1], valid=window[2],
                 items=np.array(items[group.id] if real else [], np.uint32),
             )  # fmt: skip
         packers = {

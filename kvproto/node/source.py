@@ -19,7 +19,7 @@ from kvproto.node.request import Computed, Finished, Request, asked, check
 from kvproto.node.ways import Way, reach
 from kvproto.planning.geometry import Geometry
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, Serve
+from kvproto.session.events import Event, Expired, Fetched, RegisterAsked, Released, TransferRequested
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import default
@@ -54,7 +54,7 @@ class Sent:
 class _Attempt:
     """One attempt of a transfer, from its first part to its answer."""
 
-    serve: Serve
+    serve: TransferRequested
     way: Way
     program: CopyProgram | None = None
     handed: Handed | None = None
@@ -119,7 +119,7 @@ class SourceNode:
         features += tuple({f for m in movers for f in m.capabilities.features})
         features += (Feature.PULL,) if pull else ()
         self._lease = lease
-        self._offers: list[tuple[Serve, CopyProgram, float]] = []
+        self._offers: list[tuple[TransferRequested, CopyProgram, float]] = []
         """What sinks may read, and since when."""
         self.pool, self._listener = pool, listener
         self.endpoint = SourceEndpoint(party, geometry, endpoints, features, secrets.randbits(62) | 1, this_process())
@@ -146,7 +146,7 @@ class SourceNode:
         self._requests.setdefault(key, Request()).add(computed)
 
     def finish(self, key: bytes, finished: Finished) -> None:
-        """Serve whoever asks for this request; its items stay as they are until Released or Expired."""
+        """TransferRequested whoever asks for this request; its items stay as they are until Released or Expired."""
         self._requests.setdefault(key, Request()).finished = finished
         self.endpoint.finish(key)
 
@@ -165,7 +165,7 @@ class SourceNode:
             for event in self.endpoint.take_events():
                 if isinstance(event, RegisterAsked):
                     self._map(event)
-                elif isinstance(event, Serve):
+                elif isinstance(event, TransferRequested):
                     self._join(event)
                 elif isinstance(event, Expired | Released):
                     self._held_back[event.key] = event
@@ -224,7 +224,8 @@ class SourceNode:
             session.refuse_register(error)
             return
         self._ways[event.session] = way
-        session.accept_register(way.mover.capabilities.code, way.connection.link)
+        process = self.endpoint.process if way.mover.capabilities.death_is_proof else None
+        session.accept_register(way.mover.capabilities.code, way.connection.link, process)
 
     def _readable(self, mover: Transport, pair: Pair) -> tuple[Region, ...]:
         """This rank's regions for a sink that reads."""
@@ -233,16 +234,13 @@ class SourceNode:
         return (*(attrs.evolve(r, id=i, handles=exposed.handles[i]) for i, r in regions.items()), *exposed.regions)
 
     def _pair(self, session: SourceSession, event: RegisterAsked) -> Pair:
-        assert session.plan is not None
-        assert session.sink is not None
-        assert session.peer is not None
         sink = Side(session.sink, session.peer.rank, {c.group: c for c in event.register.columns})
         return Pair(session.plan.between(self.pool.side.rank, session.peer.rank), self.pool.side, sink)
 
-    def _wanted(self, serve: Serve) -> bool:
+    def _wanted(self, serve: TransferRequested) -> bool:
         return self.endpoint.active(serve) and serve.key not in self._held_back
 
-    def _join(self, serve: Serve) -> None:
+    def _join(self, serve: TransferRequested) -> None:
         """Somebody asks."""
         key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
         if key not in self._attempts:
@@ -421,7 +419,7 @@ class SourceNode:
         error = attempt.error
         if error is None and not (attempt.last and self._wanted(serve)):
             error = _LATE if serve.key in self._held_back else _GONE
-        if error is not None or session is None or session.peer is None or finished is None or program is None:
+        if error is not None or session is None or finished is None or program is None:
             self.endpoint.failed(serve, error or _GONE, now, attempt.proof)
             return []
         sums = None
@@ -429,7 +427,6 @@ class SourceNode:
             found = attempt.way.mover.checksums(program, self.pool.memories, sink=False)
             sums = tuple(Checksum(group=g, value=v) for g, v in sorted(found.items()))
         if session.pulls:
-            assert session.plan is not None
             routes = session.plan.between(self.pool.side.rank, session.peer.rank)
             grants = offered(routes, self.pool.side, serve.transfer.grants, finished.items)
             self.endpoint.offer(serve, now, self._lease, grants, finished.outcome, attempt.handoff, sums)
@@ -449,7 +446,7 @@ class SourceNode:
             key = (serve.session, serve.transfer.sequence, serve.transfer.attempt)
             if key == (event.session, event.sequence, event.attempt):
                 self._offers.remove(each)
-                if session is not None and session.peer is not None and event.bytes == program.bytes:
+                if session is not None and event.bytes == program.bytes:
                     seconds = time.monotonic() - since
                     found.append(Sent(serve.key, session.peer.rank, program.bytes_by_group(), seconds, program.bytes))
         return found

@@ -1,7 +1,11 @@
-"""The lifecycle of a rank pair as a table, without sockets, threads or clocks."""
+"""The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-from kvproto.session.peer import Party
+`core` knows Hello to Goodbye; `push`, `pull`, `staged`, `verify` and `ping` each add one feature to it; an endpoint
+holds all sessions of one rank.
+"""
+
+from kvproto.session.phases import Party, Registration, new_incarnation
 from kvproto.session.sink_endpoint import SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
 
-__all__ = ["Party", "SinkEndpoint", "SourceEndpoint"]
+__all__ = ["Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

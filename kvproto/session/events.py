@@ -17,14 +17,14 @@ __all__ = [
     "Lost",
     "Offered",
     "Planned",
+    "ProtocolError",
     "Proven",
     "Ready",
     "RegisterAsked",
     "Released",
-    "Serve",
     "SessionClosed",
     "SessionRefused",
-    "Troubled",
+    "TransferRequested",
 ]
 
 
@@ -40,7 +40,10 @@ class Planned:
 
 @attrs.frozen
 class RegisterAsked:
-    """Map the memory, then `accept_register` or `refuse_register`; at the sink it is a source's, to be read."""
+    """The peer has registered memory: map it, then call `accept_register` or `refuse_register`.
+
+    At the source it is a sink's, to be written; at the sink a source's, to be read.
+    """
 
     session: int
     register: Register = attrs.field(repr=False)
@@ -54,8 +57,8 @@ class Ready:
 
 
 @attrs.frozen
-class Serve:
-    """Source: the request is finished and this sink rank asks for it: copy, then `done` or `failed`."""
+class TransferRequested:
+    """Source: a sink rank asks for a request: copy its bytes, then call `done` or `failed`."""
 
     key: bytes = attrs.field(repr=False)
     session: int
@@ -64,7 +67,7 @@ class Serve:
 
 @attrs.frozen
 class Fetched:
-    """Source: a sink rank has read an offer, or reads nothing of it any more."""
+    """Source: a sink rank has read `bytes` bytes of an offer; 0: it reads nothing of it any more."""
 
     session: int
     sequence: int
@@ -78,19 +81,19 @@ class Released:
 
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...]
-    """Source ranks with a route; the others follow their verdict."""
+    """Source ranks with a route; a rank without one frees the request when these have (KVP-TRN-DUMMY)."""
 
 
 @attrs.frozen
 class Expired:
-    """Source: the deadline of the ticket passed unclaimed or unfinished."""
+    """Source: the deadline of the ticket has passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
     key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
 class Offered:
-    """Sink: a source rank's items may be read once `may_read` says so, then `read` or `unread`."""
+    """Sink: a source rank offers its items; once `may_read` is true, copy them and call `read` or `unread`."""
 
     transfer: int
     offer: Offer
@@ -98,7 +101,7 @@ class Offered:
 
 @attrs.frozen
 class Arrived:
-    """Sink: every required rank is Done, or read; then `done` is what its Offer said."""
+    """Sink: every required rank is Done, or what it offered is read; `done` then says what the Offer said."""
 
     transfer: int
     done: tuple[Done, ...]
@@ -108,7 +111,7 @@ class Arrived:
 
 @attrs.frozen
 class Lost:
-    """Sink: the transfer failed; items are free only if `proof` is PROVEN, else once Proven tells of the transfer."""
+    """Sink: the transfer failed. Its items are free if `proof` is PROVEN, or else when Proven follows."""
 
     transfer: int
     error: KvprotoError
@@ -117,14 +120,14 @@ class Lost:
 
 @attrs.frozen
 class Proven:
-    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: its writers are dead."""
+    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead, or has said so late."""
 
     transfer: int
 
 
 @attrs.frozen
 class SessionRefused:
-    """The peer refused us, or we it."""
+    """A Hello, Describe or Register was refused, by the peer or `by_us`."""
 
     peer: str
     error: KvprotoError
@@ -133,7 +136,7 @@ class SessionRefused:
 
 @attrs.frozen
 class SessionClosed:
-    """Goodbye, or no answer in time."""
+    """The session is over: Goodbye, no answer in time, or a newer incarnation of the peer."""
 
     session: int
     peer: str
@@ -141,8 +144,8 @@ class SessionClosed:
 
 
 @attrs.frozen
-class Troubled:
-    """A malformed or unexpected frame, answered and forgotten."""
+class ProtocolError:
+    """A malformed or unexpected frame; it was answered where it needs an answer, and had no other effect."""
 
     peer: str
     error: KvprotoError
@@ -152,7 +155,7 @@ Event = (
     Planned
     | RegisterAsked
     | Ready
-    | Serve
+    | TransferRequested
     | Fetched
     | Released
     | Expired
@@ -162,5 +165,5 @@ Event = (
     | Proven
     | SessionRefused
     | SessionClosed
-    | Troubled
+    | ProtocolError
 )

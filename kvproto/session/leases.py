@@ -1,8 +1,8 @@
-"""What a sink holds of an offer that it may read (feature PULL).
+"""The two ends of a lease (feature PULL).
 
-Theory. A lease is a duration, and a frame may wait anywhere on its way. So the sink counts it from when it sent the
-request that it answers, the Transfer or the Renew: the source cannot have begun to count before that, and the lease
-never ends later here than there.
+Theory. A lease is a duration, and a frame may wait anywhere on its way. The source counts it from when it sends its
+answer. The sink counts it from when it first sent the request that was answered, the Transfer or the Renew: the source
+cannot have begun to count before that, so the lease never ends later at the sink than at the source.
 """
 
 from __future__ import annotations
@@ -11,15 +11,29 @@ import attrs
 
 from kvproto.wire.messages import Offer
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "Loan"]
 
 _RENEW, _START = 0.5, 0.25
-"""Shares of a lease: with less left it is renewed, or no copy begins."""
+"""Shares of a lease: with less than `_RENEW` left it is renewed, with less than `_START` no copy begins."""
+
+
+@attrs.define(eq=False)
+class Loan:
+    """At the source: what a sink may read."""
+
+    request: int
+    """Of the Offer."""
+    end: float
+    """Of the lease."""
+    latest: float
+    """The ticket's deadline: no lease goes beyond it."""
+    renewed: tuple[int, int] = (0, 0)
+    """The last Renew that was granted, and its lease in ms."""
 
 
 @attrs.define(eq=False)
 class Lease:
-    """An offer, and until when it holds."""
+    """At the sink: an offer, and until when it may be read."""
 
     offer: Offer
     end: float
@@ -28,14 +42,15 @@ class Lease:
     renewal: int | None = None
     """Request id of a Renew under way."""
     sent: float = 0.0
-    """When it was sent first."""
+    """When that Renew was sent first."""
     told: bool = False
-    """Whether the node knows."""
+    """Whether the engine has been told of the offer."""
     reading: bool = False
+    """Whether a copy is under way."""
 
     @classmethod
     def of(cls, offer: Offer, asked: float) -> Lease:
-        """From when the Transfer was sent."""
+        """The lease of an Offer whose Transfer was first sent at `asked`."""
         return cls(offer, asked + offer.lease / 1000, offer.lease / 1000)
 
     def over(self, now: float) -> bool:
@@ -46,11 +61,12 @@ class Lease:
         """Whether a copy may begin."""
         return self.end - now >= _START * self.length
 
-    def due(self, now: float) -> bool:
-        """Whether to ask for more time."""
-        return self.renewal is None and self.end - now < _RENEW * self.length
+    @property
+    def renew_at(self) -> float:
+        """When to ask for more time."""
+        return self.end - _RENEW * self.length
 
     def renewed(self, lease: int) -> None:
-        """Take a longer lease of `lease` ms, or a shorter one."""
+        """Take a lease of `lease` ms from when the Renew was sent, and no longer than the Offer's."""
         self.length = min(lease, self.offer.lease) / 1000
         self.end, self.renewal = max(self.end, self.sent + self.length), None

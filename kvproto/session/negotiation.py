@@ -1,23 +1,26 @@
-"""What two sides agree on: a pure function of what each says of itself (spec/v1/negotiation.md)."""
+"""What two sides agree on, as a pure function of what each says of itself (spec/v1/negotiation.md)."""
 
 from __future__ import annotations
 
 import attrs
 
 from kvproto.errors import RemoteError
+from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode, Feature
-from kvproto.wire.messages import VersionRange, Welcome
+from kvproto.wire.messages import Limits, VersionRange, Welcome
 
-__all__ = ["Chosen", "Terms", "check_welcome", "greased", "negotiate"]
+__all__ = ["LIMITS", "Chosen", "Terms", "check_welcome", "greased", "negotiate"]
 
 SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
-"""Versions of this package."""
+"""Versions that this package speaks."""
+LIMITS = Limits(max_body=tables.MAX_BODY, max_transfers=MAX_TRANSFERS)
+"""What this package takes as a reader: Hello and Welcome say so."""
 
 
 @attrs.frozen
 class Terms:
-    """What one side says of itself: versions, best first; features that it can use, and those that it needs."""
+    """What one side says of itself: versions, best first; features that it can use; features that it needs."""
 
     offered: tuple[int, ...] = ()
     needed: tuple[int, ...] = ()
@@ -41,13 +44,19 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
     found = next(((major, high) for major, low, high in common if low <= high), None)
     if found is None:
         raise RemoteError(
-            ErrorCode.NO_VERSION, "versions", _ranges(source.versions), _ranges(sink.versions), "upgrade one"
+            ErrorCode.NO_VERSION,
+            "versions",
+            _ranges(source.versions),
+            _ranges(sink.versions),
+            "upgrade the older of the two",
         )
     for path, needed, offered in (("needed", sink.needed, source.offered), ("offered", source.needed, sink.offered)):
         missing = sorted(set(needed) - set(offered))
         if missing:
             mine, yours = (offered, missing) if path == "needed" else (missing, offered)
-            raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do without")
+            raise RemoteError(
+                ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do not need it"
+            )
     return Chosen(*found, tuple(sorted(set(sink.offered) & set(source.offered))))
 
 
@@ -57,7 +66,9 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
     spoken = any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions)
     if not spoken:
         chosen = f"{version.major}.{version.minor}"
-        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "its source has a bug")
+        raise RemoteError(
+            ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "this is a bug of the source"
+        )
     strange = set(welcome.features) - set(terms.offered)
     lost = set(terms.needed) - set(welcome.features)
     if strange or lost:
@@ -66,12 +77,12 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
             "features",
             _names(terms.offered),
             _names(welcome.features),
-            "its source has a bug",
+            "this is a bug of the source",
         )
 
 
 def greased(terms: Terms, seed: int) -> Terms:
-    """The same with a version and a feature that nobody knows: the room for them stays open (KVP-GREASE-SEND)."""
+    """The same terms with a version and a feature that nobody knows: peers stay able to skip them (KVP-GREASE-SEND)."""
     feature = tables.GREASE_FEATURES[seed % len(tables.GREASE_FEATURES)]
     version = VersionRange(major=tables.GREASE_MAJOR, min_minor=seed % 256, max_minor=255)
     return Terms(tuple(sorted({*terms.offered, feature})), terms.needed, (*terms.versions, version))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import attrs
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError, WireError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, encode_geometry, validate
 from kvproto.planning.plan import Plan
+from kvproto.session.core import Attempt, Session
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import (
     Arrived,
+    Event,
     Lost,
     Offered,
     Planned,
@@ -20,62 +22,64 @@ from kvproto.session.events import (
     Ready,
     SessionClosed,
     SessionRefused,
-    Troubled,
 )
-from kvproto.session.peer import PATIENCE, Party, refusal
+from kvproto.session.phases import Party, Registration
+from kvproto.session.pull import SinkPull, stray
+from kvproto.session.push import SinkPush
 from kvproto.session.sink import SinkSession
-from kvproto.session.staging import Slots
-from kvproto.session.table import SessionState
+from kvproto.session.table import SessionState, TransferState
+from kvproto.session.transfers import SinkAttempt, SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Chunk, Columns, Done, Error, Grants, Offer, Process, Region, Released
+from kvproto.wire.messages import Columns, Done, Drained, Grants, Message, Process, Region
 
 __all__ = ["SinkEndpoint"]
 
-
-_PARTS = (Chunk, Offer, Released, Done)
-"""What a transfer does not survive where it is refused; Done where the sink should have been offered something."""
-
-
 _OURS = 0
-"""No session has that number."""
+"""Stands for our own copies, which no death of a peer proves; no session has that number."""
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Want:
-    """A transfer at the sink: one attempt in the session of each required rank."""
+    """A transfer: one attempt in the session of each required rank."""
 
-    parts: dict[int, tuple[int, int]]
+    parts: dict[int, SinkAttempt]
     started: float
     error: KvprotoError | None = None
 
 
 class SinkEndpoint(Endpoint):
-    """All sessions of one sink rank with one source replica; connections are the source's addresses."""
+    """All sessions of one sink rank with one source replica."""
 
     def __init__(
         self, me: Party, geometry: Geometry, regions: tuple[Region, ...], columns: tuple[Columns, ...],
-        features: tuple[Feature, ...], seed: str,
-        staging: Callable[[int], tuple[tuple[Region, ...], Slots | None]] | None = None,
+        features: tuple[Feature, ...], seed: str, staging: Callable[[int], Registration] | None = None,
+        proving: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """`staging` gives what is registered with one source rank, where that is not `regions`."""
+        """`seed`: address of any source rank; the others follow from its Welcome and the plan.
+
+        `staging` gives what is registered with one source rank, where that is not `regions`. `proving`: transports by
+        which the end of the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
+        """
         super().__init__()
         validate(geometry)
         self.me, self.geometry, self.columns = me, geometry, {c.group: c for c in columns}
-        self._parts = (me, geometry, encode_geometry(geometry), regions, columns, features)
-        self._seed, self._staging = seed, staging
+        self._parts = (geometry, encode_geometry(geometry), columns, features, proving)
+        self._seed, self._regions, self._staging = seed, regions, staging
         self.plan: Plan | None = None
         self.source: Geometry | None = None
         self.ready = False
         self.refused: KvprotoError | None = None
         self._sessions: dict[str, SinkSession] = {}
-        self._ranks: dict[int, str] = {}
+        self._ranks: dict[int, SinkSession] = {}
+        """Sessions whose plan is known, by source rank."""
         self._wants: dict[int, _Want] = {}
-        self._unproven: dict[int, set[int]] = {}
-        """Transfers that were Lost as UNPROVABLE, and the sessions that no proof has come from.
-
-        _OURS: copies of this side, which no death of a peer proves.
-        """
+        self._changed: set[int] = set()
+        """Transfers that something has happened to."""
+        self._unproven: dict[int, set[tuple[int, int]]] = {}
+        """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
+        self._told: list[tuple[SinkSession, Event]] = []
+        """Events of sessions from which no conclusions are drawn yet."""
         self._next = 1
 
     def dial(self, now: float) -> None:
@@ -84,8 +88,23 @@ class SinkEndpoint(Endpoint):
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self._sessions:
-            self._sessions[address] = SinkSession(*self._parts)
+            self._sessions[address] = SinkSession(self.me, self, address, *self._parts)
             self._sessions[address].hello(now)
+
+    def tell(self, session: Session, event: Event) -> None:
+        """Queue an event of a session, for the endpoint's own conclusions and for the engine."""
+        if isinstance(session, SinkSession):
+            self._told.append((session, event))
+
+    def ended(self, session: Session, attempt: Attempt) -> None:
+        """Something of an attempt has changed."""
+        if isinstance(attempt, SinkAttempt):
+            self._changed.add(attempt.transfer)
+
+    def closed(self, session: Session) -> None:
+        """A session is over: what is awaited of it is lost."""
+        self.ready = False
+        self._changed.update(self._wants)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame from the source rank at this address."""
@@ -94,22 +113,37 @@ class SinkEndpoint(Endpoint):
         try:
             message = decode(frame)
             if session is not None:
-                session.receive(message, now)
-        except (WireError, RemoteError) as error:
-            self._events.append(Troubled(session.name if session else str(conn), error))
-            if session is not None and isinstance(message, _PARTS) and (session.pulls or isinstance(message, Chunk)):
-                self._refuse_part(session, message, error, now)
+                self._prove_late(session, message)
+                if session.open:
+                    session.receive(message, now)
+        except RemoteError as error:
+            head = self._report(conn, session, frame, message, error)
+            if session is not None and head.delivery != "reply":
+                self._spoil(session, head.sequence, head.attempt, error, now)
         self._after(now)
 
-    def _refuse_part(
-        self, session: SinkSession, message: Chunk | Offer | Released | Done, error: KvprotoError, now: float
-    ) -> None:
-        """Say so, and stop the transfer: what it lacks now does not come again."""
-        session.notice(Error(session=session.session, about=message.TYPE, **refusal(error)))
-        key = (message.sequence, message.attempt)
-        for want in self._wants.values():
-            if want.error is None and any(self._session(r) is session and k == key for r, k in want.parts.items()):
-                self._fail(want, error, now)
+    def _spoil(
+        self, session: SinkSession, sequence: int | None, attempt: int | None, error: KvprotoError, now: float
+    ) -> None:  # fmt: skip
+        """A refused message costs its transfer: what that lacks now does not come again."""
+        found = session.attempts.get(sequence or 0)
+        want = self._wants.get(found.transfer) if found is not None and found.attempt == attempt else None
+        if want is not None and want.error is None:
+            self._fail(want, error, now)
+
+    def _prove_late(self, session: SinkSession, message: Message) -> None:
+        """Done, or Drained as PROVEN, is proof however late it comes."""
+        if not self._unproven or not isinstance(message, Done | Drained) or message.session != session.session:
+            return
+        if isinstance(message, Done) or message.proof == Proof.PROVEN:
+            self._prove({(session.session, message.sequence)})
+
+    def _prove(self, proven: Collection[tuple[int, int]]) -> None:
+        for transfer, missing in list(self._unproven.items()):
+            missing.difference_update(proven)
+            if not missing:
+                del self._unproven[transfer]
+                self._events.append(Proven(transfer))
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
@@ -117,7 +151,7 @@ class SinkEndpoint(Endpoint):
 
     def staged(self) -> list[int]:
         """Source ranks whose bytes come through staging slots."""
-        return [rank for rank, address in self._ranks.items() if self._sessions[address].staging is not None]
+        return [rank for rank, session in self._ranks.items() if session.delivery.polled]
 
     def transfer(
         self,
@@ -129,16 +163,18 @@ class SinkEndpoint(Endpoint):
     ) -> int:
         """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
 
-        `packers` unpack the streams of the ranks that are `staged`.
+        `grants` by group id; `packers` unpack the streams of the ranks that are `staged`. Raises LocalError before
+        Ready, and BUSY or TOO_LARGE beyond a source's limits; then nothing was asked.
         """
         if not self.ready or self.plan is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
-        number, self._next = self._next, self._next + 1
-        parts = {
-            rank: self._sessions[self._ranks[rank]].transfer(now, key, content, grants, (packers or {}).get(rank))
-            for rank in self.plan.required(self.me.rank)
+        number = self._next
+        asks = {
+            rank: self._ranks[rank].ask(now, number, key, content, grants) for rank in self.plan.required(self.me.rank)
         }
-        self._wants[number] = _Want(parts, now)
+        self._next += 1
+        self._wants[number] = _Want({rank: ask((packers or {}).get(rank)) for rank, ask in asks.items()}, now)
+        self._changed.add(number)
         self._after(now)
         return number
 
@@ -150,216 +186,195 @@ class SinkEndpoint(Endpoint):
             self._after(now)
 
     def _fail(self, want: _Want, error: KvprotoError, now: float) -> None:
+        """Abort the parts that are not here, but for those that are being read: Abort says that nothing is."""
         want.error = error
-        for rank, key in want.parts.items():
-            session = self._session(rank)
-            # an Abort says that nothing is read any more
-            if key not in session.done and session.state != SessionState.CLOSED and not session.reading(key):
-                session.abort(key, now, str(error))
+        for rank, attempt in want.parts.items():
+            self._changed.add(attempt.transfer)
+            if attempt.done is None and self._ranks[rank].open and not attempt.reading:
+                self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(error))
 
     def accept_register(self, number: int, transport: Transport) -> None:
         """The memory of a RegisterAsked is mapped."""
-        self._numbered(number).accept_register(transport)
-        self._touched = True
+        self._numbered(number).part(SinkPull).accept_register(transport)
 
     def refuse_register(self, number: int, error: KvprotoError) -> None:
         """The memory of a RegisterAsked cannot be mapped."""
-        self._numbered(number).refuse_register(error)
-        self._touched = True
+        self._numbered(number).part(SinkPull).refuse_register(error)
 
     def _numbered(self, number: int) -> SinkSession:
         return next(s for s in self._sessions.values() if s.session == number)
 
     def rank_of(self, number: int) -> int | None:
         """The source rank of a session; None: it is not there, or over."""
-        found = (s for s in self._sessions.values() if s.session == number and s.state != SessionState.CLOSED)
-        return next((s.peer.rank for s in found if s.peer is not None), None)
+        return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
 
-    def _part(self, offered: Offered) -> tuple[_Want | None, SinkSession, tuple[int, int]]:
-        offer = offered.offer
-        return self._wants.get(offered.transfer), self._session(offer.writer), (offer.sequence, offer.attempt)
+    def _part(self, offered: Offered) -> tuple[_Want | None, SinkSession, SinkAttempt | None]:
+        rank, want = offered.offer.writer, self._wants.get(offered.transfer)
+        return want, self._ranks[rank], want.parts.get(rank) if want is not None else None
 
     def wanted(self, offered: Offered) -> bool:
         """Whether an offer is still of use; if not, a copy of it should stop."""
-        want, session, key = self._part(offered)
-        return want is not None and want.error is None and key in session.leases
+        want, _, attempt = self._part(offered)
+        return want is not None and want.error is None and attempt is not None and attempt.lease is not None
 
     def may_read(self, offered: Offered, now: float) -> bool:
         """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
-        _, session, key = self._part(offered)
-        begins = self.wanted(offered) and session.leases[key].fresh(now)
-        if begins:
-            session.leases[key].reading = True
-        return begins
+        want, _, attempt = self._part(offered)
+        if want is None or want.error is not None or attempt is None or attempt.lease is None:
+            return False
+        if not attempt.lease.fresh(now):
+            return False
+        attempt.lease.reading = True
+        self._watch(want, attempt)
+        return True
+
+    def _watch(self, want: _Want, attempt: SinkAttempt) -> None:
+        """Fail a copy that outlives its lease."""
+        if attempt.lease is not None:
+            self.timers.at(attempt.lease.end, lambda now: self._late(want, attempt, now))
+
+    def _late(self, want: _Want, attempt: SinkAttempt, now: float) -> None:
+        if want.error is None and attempt.lease is not None and attempt.lease.reading:
+            if attempt.lease.over(now):
+                error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
+                self._fail(want, error, now)
+            else:
+                self._watch(want, attempt)
 
     def postpone(self, offered: Offered) -> None:
         """The copy could not begin yet."""
-        _, session, key = self._part(offered)
-        session.unread(key, Proof.PROVEN)
+        _, _, attempt = self._part(offered)
+        if attempt is not None:
+            stray(attempt, Proof.PROVEN)
 
     def read(self, offered: Offered, count: int, now: float) -> None:
         """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
-        self._late(now)
-        want, session, key = self._part(offered)
-        if want is None or want.error is not None or session.state == SessionState.CLOSED:
+        want, session, attempt = self._part(offered)
+        if want is not None and attempt is not None:
+            self._late(want, attempt, now)
+        if want is None or attempt is None or want.error is not None or not session.open:
             self.unread(offered, None, now)
             return
-        session.pulled(key, count)
+        session.part(SinkPull).pulled(attempt, count)
         self._after(now)
 
     def unread(self, offered: Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
         """Nothing reads an offer any more, and not all of it was; `error`: why, where it is still wanted."""
-        want, session, key = self._part(offered)
-        session.unread(key, proof)
-        if want is not None:
+        want, _, attempt = self._part(offered)
+        if want is not None and attempt is not None:
+            stray(attempt, proof)
             self._fail(want, want.error or error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
         self._after(now)
 
-    def _late(self, now: float) -> None:
-        """Stop what is read beyond its lease."""
-        for want in self._wants.values():
-            for rank, key in want.parts.items():
-                session = self._session(rank)
-                if want.error is None and session.reading(key) and session.leases[key].over(now):
-                    error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
-                    self._fail(want, error, now)
-
     def writers(self) -> dict[int, Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
-        return {s.session: s.process for s in self._sessions.values() if s.process is not None and not s.dead}
+        deliveries = {s.session: s.delivery for s in self._sessions.values()}
+        return {n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead}
 
     def died(self, number: int, now: float) -> None:
         """The writer of this session has ended: nothing of it is awaited, and no write of it can arrive any more."""
         session = self._numbered(number)
-        session.dead = True
-        session.hush()
-        if session.state != SessionState.CLOSED:
-            self._gone(session, "its process has ended", now)
+        if isinstance(session.delivery, SinkPush):
+            session.delivery.dead = True
+        session.lose("its process has ended")
         self._after(now)
-        for transfer, sessions in list(self._unproven.items()):
-            sessions.discard(number)
-            if not sessions:
-                del self._unproven[transfer]
-                self._events.append(Proven(transfer))
-
-    def _session(self, rank: int) -> SinkSession:
-        return self._sessions[self._ranks[rank]]
-
-    def on_time(self, now: float) -> None:
-        """Resend, give up."""
-        for session in self._sessions.values():
-            for name in session.on_time(now):
-                self._gone(session, f"no answer to {name} in {PATIENCE:.0f} s", now)
-                self._touched = True
-        self._late(now)
-        # slots are emptied and leases run out without a word
-        if self._touched or any(s.staging is not None or s.leases for s in self._sessions.values()):
-            self._after(now)
-
-    def _gone(self, session: SinkSession, reason: str, now: float) -> None:
-        self._events.append(SessionClosed(session.session, session.name, reason))
-        self.ready = False
-        if session.state in (SessionState.GREETED, SessionState.DESCRIBING, SessionState.REGISTERING):
-            self.refused = self.refused or RemoteError(
-                ErrorCode.PEER_LOST, "", reason, session.name, "see whether it runs"
-            )
-        session.state = SessionState.CLOSED
+        self._prove({part for missing in self._unproven.values() for part in missing if part[0] == number})
 
     def _after(self, now: float) -> None:
-        self._touched = False
-        for address, session in list(self._sessions.items()):
-            for event in session.take_events():
-                self._events.append(event)
-                if isinstance(event, SessionRefused):
-                    self.refused = event.error
-                if isinstance(event, SessionClosed):
-                    self.ready = False
-                if isinstance(event, Planned):
-                    self._planned(session, address, event.plan, now)
-        if self.plan is not None and not self.ready and self._all_ready():
+        while self._told:
+            session, event = self._told.pop(0)
+            self._conclude(session, event, now)
+        if self.plan is not None and not self.ready and self._all_ready(self.plan):
             self.ready = True
             self._events.append(Ready(self.plan))
-        for number, want in list(self._wants.items()):
-            self._progress(number, want, now)
         for session in self._sessions.values():
-            session.credit()
-            session.renew(now)
+            if session.delivery.polled:  # slots are emptied without a word
+                session.delivery.advance(now)
+                self._changed.update(self._wants)
+        while self._changed:
+            number = self._changed.pop()
+            if number in self._wants:
+                self._progress(number, self._wants[number], now)
 
-    def _collect(self) -> None:
-        for address, session in self._sessions.items():
-            if session.outbox:
-                self._out += [(address, frame) for frame in session.to_send()]
+    def _conclude(self, session: SinkSession, event: Event, now: float) -> None:
+        self._events.append(event)
+        if isinstance(event, SessionRefused):
+            self.refused = event.error
+        elif isinstance(event, SessionClosed) and session.closed_in != SessionState.READY:
+            self.refused = self.refused or RemoteError(
+                ErrorCode.PEER_LOST, "", event.reason, session.name, "see whether it runs"
+            )
+        elif isinstance(event, Planned):
+            self._planned(session, now)
 
-    def _planned(self, session: SinkSession, address: str, plan: Plan, now: float) -> None:
-        self.plan, self.source = plan, session.source
-        assert session.peer is not None
-        self._ranks[session.peer.rank] = address
-        required = plan.required(self.me.rank)
-        if session.peer.rank in required:
-            if self._staging is not None and not session.pulls:
-                session.regions, session.staging = self._staging(session.peer.rank)
-            session.register(now)
-        for rank in required:
-            if rank not in session.endpoints:
-                error = RemoteError(
-                    ErrorCode.COVERAGE,
-                    "endpoints",
-                    f"rank {rank}",
-                    str(sorted(session.endpoints)),
+    def _planned(self, session: SinkSession, now: float) -> None:
+        """Both Descriptions are known: register if there are routes, and greet the other ranks that have some."""
+        described, rank = session.described, session.peer.rank
+        known = self._ranks.setdefault(rank, session)
+        if known is not session:
+            error = RemoteError(
+                ErrorCode.WRONG_PEER, "rank", f"rank {rank} at {known.conn}", f"rank {rank} at {session.conn}",
+                "give every rank an address of its own",
+            )  # fmt: skip
+            session.give_up(error)
+            return
+        self.plan, self.source = described.plan, described.source
+        required = described.writers
+        if rank in required:
+            session.register(lambda: self._staging(rank) if self._staging else Registration(self._regions), now)
+        for other in required:
+            if other not in session.endpoints:
+                self.refused = RemoteError(
+                    ErrorCode.COVERAGE, "endpoints", f"rank {other}", str(sorted(session.endpoints)),
                     "list every rank in Welcome",
-                )
-                self.refused = error
-            elif rank not in self._ranks and session.endpoints[rank] != address:
-                self._greet(session.endpoints[rank], now)
+                )  # fmt: skip
+            elif other not in self._ranks and session.endpoints[other] != session.conn:
+                self._greet(session.endpoints[other], now)
 
-    def _all_ready(self) -> bool:
-        assert self.plan is not None
-        required = self.plan.required(self.me.rank)
-        sessions = [self._session(r) for r in required if r in self._ranks]
-        ready = [s for s in sessions if s.state == SessionState.READY and (s.readable or not s.pulls)]
-        return len(ready) == len(required)
+    def _all_ready(self, plan: Plan) -> bool:
+        sessions = [self._ranks.get(rank) for rank in plan.required(self.me.rank)]
+        return all(session is not None and session.ready for session in sessions)
 
     def _progress(self, number: int, want: _Want, now: float) -> None:
-        for rank, key in want.parts.items():
-            session = self._session(rank)
-            if want.error is None and key in session.failures:
-                self._fail(want, session.failures[key], now)
-            if want.error is None and session.state == SessionState.CLOSED and key not in session.done:
+        """Tell of offers, fail what cannot succeed any more, and report a transfer that is over."""
+        for rank, attempt in want.parts.items():
+            session = self._ranks[rank]
+            if want.error is None and attempt.error is not None:
+                self._fail(want, attempt.error, now)
+            if want.error is None and not session.open and attempt.done is None:
                 error = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
                 self._fail(want, error, now)
-            if want.error is None and key in session.leases and not session.leases[key].told:
-                session.leases[key].told = True
-                self._events.append(Offered(number, session.leases[key].offer))
-        over = {r for r, k in want.parts.items() if self._over(r, k)}
-        if len(over) < len(want.parts):
+            if want.error is None and attempt.lease is not None and not attempt.lease.told:
+                attempt.lease.told = True
+                self._events.append(Offered(number, attempt.lease.offer))
+        parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
+        if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
-            if want.error is None and not all(self._session(r).unpacked(k) for r, k in want.parts.items()):
+            if want.error is None and not all(s.delivery.finish(a) for s, a in parts):
                 return
         except KvprotoError as error:
             want.error = error
-        if not all(self._session(r).let_go(k) for r, k in want.parts.items()):
+        if not all(s.delivery.stop(a) for s, a in parts):
             return
         del self._wants[number]
+        self._report_end(number, want, parts, now)
+        for session, attempt in parts:
+            attempt.settled = True
+            session.forget()
+
+    def _report_end(
+        self, number: int, want: _Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float
+    ) -> None:  # fmt: skip
         if want.error is None:
-            done = tuple(self._session(r).done[k] for r, k in sorted(want.parts.items()))
-            self._events.append(Arrived(number, done, now - want.started))
-            self._settle(want)
+            done = [a.done for _, a in parts if a.done is not None]
+            done.sort(key=lambda each: each.writer)
+            self._events.append(Arrived(number, tuple(done), now - want.started))
             return
-        sessions = [self._session(r) for r, k in want.parts.items() if not self._session(r).proven(k)]
-        unproven = {_OURS if s.pulls else s.session for s in sessions}
-        if unproven:
-            self._unproven[number] = unproven
-        self._events.append(Lost(number, want.error, Proof.UNPROVABLE if unproven else Proof.PROVEN))
-        self._settle(want)
-
-    def _over(self, rank: int, key: tuple[int, int]) -> bool:
-        session = self._session(rank)
-        return (session.ended(key) or session.state == SessionState.CLOSED) and not session.reading(key)
-
-    def _settle(self, want: _Want) -> None:
-        for rank, key in want.parts.items():
-            self._session(rank).settle(key)
+        missing = {(s.delivery.prover or _OURS, a.sequence) for s, a in parts if not s.delivery.free(a)}
+        if missing:
+            self._unproven[number] = missing
+        self._events.append(Lost(number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN))
 
     def _peers(self) -> list[SinkSession]:
         return list(self._sessions.values())

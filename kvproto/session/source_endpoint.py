@@ -1,34 +1,38 @@
-"""The sessions of one source rank: tickets, who asks for them, and when a request may be freed."""
+"""The sessions of one source rank: who may greet it, and the API that a node calls."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any
+from functools import partial
 
-import attrs
-
-from kvproto.errors import KvprotoError, RemoteError, WireError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry, encode_geometry, validate
+from kvproto.session.claims import Claims
+from kvproto.session.core import Attempt, Session, refusal
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Expired, Released, Serve, SessionClosed, SessionRefused, Troubled
-from kvproto.session.negotiation import Terms, negotiate
-from kvproto.session.peer import PATIENCE, Party, refusal
-from kvproto.session.sink import LIMITS
+from kvproto.session.events import Event, SessionRefused, TransferRequested
+from kvproto.session.negotiation import LIMITS, Terms, negotiate
+from kvproto.session.phases import Party
+from kvproto.session.pull import SourcePull
+from kvproto.session.push import SourcePush
 from kvproto.session.source import SourceSession
-from kvproto.session.staging import Piece
+from kvproto.session.staged import SourceStaged
+from kvproto.session.staging import StagedPiece
 from kvproto.session.table import SessionState, TransferState
+from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import decode, encode
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
 from kvproto.wire.messages import (
     Checksum,
     Error,
     Grants,
     HandOff,
     Hello,
+    Message,
     Process,
     Refused,
     Ticket,
-    Transfer,
     Version,
     Welcome,
 )
@@ -36,26 +40,9 @@ from kvproto.wire.messages import Endpoint as Address
 
 __all__ = ["SourceEndpoint"]
 
-UNCLAIMED = 10.0
-"""Seconds that a Transfer waits for its ticket to become known here."""
-_MOST_SESSIONS = 4096
-
-
-@attrs.define
-class _Claim:
-    """A ticket at the source."""
-
-    deadline: float
-    content: bytes | None = None
-    """None until the engine expects the request."""
-    bound: tuple[str, int] | None = None
-    waiting: list[tuple[int, Transfer]] = attrs.Factory(list)
-    """(session, transfer) accepted and not answered."""
-    asked: list[tuple[int, tuple[int, int]]] = attrs.Factory(list)
-    """(session, attempt key) of every transfer that took the ticket."""
-    finished: bool = False
-    error: KvprotoError | None = None
-    """Why the engine cannot produce the request."""
+_MAX_SESSIONS = 4096
+_MAX_REMEMBERED = 1 << 16
+"""Incarnations, and sessions of incarnations that were replaced."""
 
 
 class SourceEndpoint(Endpoint):
@@ -70,271 +57,242 @@ class SourceEndpoint(Endpoint):
         first_session: int,
         process: Process | None = None,
     ) -> None:
-        """`process` is the one that will write."""
+        """`endpoints`: where every rank of the replica listens; `process`: the one that will write."""
         super().__init__()
         validate(geometry)
-        self.me, self.geometry = me, geometry
+        self.me, self.geometry, self.process = me, geometry, process
         self._encoded = encode_geometry(geometry)
         self._endpoints, self._features = endpoints, features
         self.sessions: dict[int, SourceSession] = {}
-        self._of: dict[int, Hashable] = {}
-        self._claims: dict[bytes, _Claim] = {}
-        self._next_session, self._process = first_session, process
+        self.draining = False
+        """Whether new sessions and transfers are refused."""
+        self._greetings: dict[Hashable, int] = {}
+        """The last session that each connection opened."""
+        self._closed: set[int] = set()
+        self._incarnations: OrderedDict[tuple[str, int, int], int] = OrderedDict()
+        """The greatest of each engine, replica and rank."""
+        self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
+        """Connection and incarnations of sessions that a later incarnation has ended."""
+        self._claims = Claims(me.rank, self.timers, self._events_of_claims)
+        self._next_session = first_session
+
+    def _events_of_claims(self, event: Event) -> None:
+        self._events.append(event)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
-        """Take one frame; whatever it holds, no other session is touched."""
-        message = None
-        session = None
+        """Take one frame; whatever it holds, no other session is touched (KVP-ERR-ALONE)."""
+        message = session = None
         try:
             message = decode(frame)
             if isinstance(message, Hello):
-                self._hello(conn, message)
-                return
-            number = getattr(message, "session", None)
-            session = self.sessions.get(number) if number is not None else None
-            if isinstance(message, Error):
-                return
-            if session is None or self._of[session.session] != conn:
-                raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), "greet again")
-            transfer = session.receive(message, now)
-            if transfer is not None:
-                self._ask(session, transfer, now)
-        except (WireError, RemoteError) as error:
-            request = getattr(message, "request", None)
-            about: dict[str, Any] = {"about": type(message).TYPE} if message is not None else {}
-            head: dict[str, Any] = {"session": session.session} if session else {}
-            tail: dict[str, Any] = {"request": request} if request is not None else {}
-            self._out.append((conn, encode(Error(**head, **tail, **refusal(error), **about))))
-            self._events.append(Troubled(session.name if session else "(unknown peer)", error))
+                self._hello(conn, message, now)
+            else:
+                session = self._find(conn, message)
+                if session is not None:
+                    session.receive(message, now)
+        except RemoteError as error:
+            self._report(conn, session, frame, message, error)
         self._after(now)
 
-    def _hello(self, conn: Hashable, hello: Hello) -> None:
+    def _find(self, conn: Hashable, message: Message) -> SourceSession | None:
+        """The session of a message; None: an Error that is about none. Raises UNKNOWN_SESSION, SUPERSEDED."""
+        number = getattr(message, "session", None) or 0
+        session = self.sessions.get(number)
+        known, incarnations = self._superseded.get(number, (None, ""))
+        if session is not None and session.conn == conn and known is None:
+            return session
+        if isinstance(message, Error):
+            return None
+        if known == conn:
+            mine = f"a later incarnation took over: {incarnations}"
+            raise RemoteError(ErrorCode.SUPERSEDED, "session", mine, str(number), "end this run of the engine")
+        advice = "greet again"
+        raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), advice)
+
+    def _hello(self, conn: Hashable, hello: Hello, now: float) -> None:
         peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         terms = Terms(tuple(hello.offered), tuple(hello.needed), tuple(hello.versions))
         try:
             chosen = negotiate(terms, Terms(self._features))
-            self._check(hello)
+            self._check(hello, peer)
         except RemoteError as error:
             self._out.append((conn, encode(Refused(request=hello.request, **refusal(error)))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
-        number = next((n for n, s in self.sessions.items() if self._greeted(s, conn, peer, hello.request)), None)
-        if number is None:
+        self._supersede(peer)
+        session = self.sessions.get(self._greetings.get(conn, 0))
+        repeated = session is not None and session.greeting == hello.request and session.peer == peer
+        if session is None or not repeated:
+            if session is not None and session.state == SessionState.OPEN:
+                session.lose("its connection has opened another")
             number, self._next_session = self._next_session, self._next_session + 1
-            self.sessions[number] = SourceSession(
-                self.me, peer, number, hello.request, self.geometry, self._encoded, chosen.features, self._process
-            )
-            self._of[number] = conn
+            session = SourceSession(
+                self.me, self, conn, number, hello, chosen, self.geometry, self._encoded, now, self._sought,
+                lambda: self.draining,
+            )  # fmt: skip
+            self.sessions[number], self._greetings[conn] = session, number
         welcome = Welcome(
-            session=number, request=hello.request, version=Version(major=chosen.major, minor=chosen.minor),
+            session=session.session, request=hello.request, version=Version(major=chosen.major, minor=chosen.minor),
             engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
-            features=chosen.features, limits=LIMITS,
+            features=session.features, limits=LIMITS,
             endpoints=tuple(Address(rank=r, address=a) for r, a in sorted(self._endpoints.items())),
         )  # fmt: skip
         self._out.append((conn, encode(welcome)))
 
-    def _greeted(self, session: SourceSession, conn: Hashable, peer: Party, request: int) -> bool:
-        """Whether this session was opened by the same Hello."""
-        return session.peer == peer and session.greeting == request and self._of[session.session] == conn
-
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: Hello, peer: Party) -> None:
         """Raise what else speaks against a Hello."""
         if hello.role != Role.SINK:
-            raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name)
-        if len(self.sessions) >= _MOST_SESSIONS:
-            raise RemoteError(ErrorCode.BUSY, "", f"{_MOST_SESSIONS} sessions", "one more", "try again later")
+            raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name, "dial a source")
+        if self.draining:
+            raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", str(peer), "greet another engine")
+        held = self._incarnations.get(peer.place, 0)
+        if peer.incarnation < held:
+            advice = "end this run: a later one has taken over"
+            raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(peer.incarnation), advice)
+        if len(self.sessions) >= _MAX_SESSIONS:
+            raise RemoteError(ErrorCode.BUSY, "", f"{_MAX_SESSIONS} sessions", "one more", "try again later")
 
-    def expect(self, ticket: Ticket, content: bytes, now: float) -> None:
-        """The engine has the request of this ticket; its first use binds it to one sink."""
-        key = bytes(ticket.key)
-        claim = self._claims.setdefault(key, _Claim(now))
-        claim.deadline, claim.content = now + ticket.deadline / 1000, content
-        for number, transfer in self._waiting(claim):
-            self._match(claim, self.sessions[number], transfer, now)
+    def _supersede(self, peer: Party) -> None:
+        """End the sessions of earlier incarnations; nothing of them is proven by that (KVP-SES-SUPERSEDE)."""
+        held = self._incarnations.get(peer.place, 0)
+        if peer.incarnation > held > 0:
+            for session in [s for s in self.sessions.values() if s.peer.place == peer.place and s.open]:
+                incarnations = f"{peer.incarnation} after {session.peer.incarnation}"
+                self._superseded[session.session] = session.conn, incarnations
+                session.lose(f"incarnation {incarnations}")
+        self._incarnations[peer.place] = max(held, peer.incarnation)
+        self._incarnations.move_to_end(peer.place)
+        for bounded in (self._incarnations, self._superseded):
+            while len(bounded) > _MAX_REMEMBERED:
+                bounded.popitem(last=False)
+
+    def expect(self, ticket: Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
+        """The engine has the request of this ticket; its first use binds it to one sink.
+
+        `tokens`: length of its prompt; where it is given, a Transfer for more is refused at once (KVP-GRANT-REAL).
+        """
+        self._claims.expect(ticket, content, tokens, now)
         self._after(now)
 
-    def _ask(self, session: SourceSession, transfer: Transfer, now: float) -> None:
-        claim = self._claims.setdefault(bytes(transfer.ticket), _Claim(now + UNCLAIMED))
-        claim.asked.append((session.session, (transfer.sequence, transfer.attempt)))
-        self._match(claim, session, transfer, now)
-
-    def _match(self, claim: _Claim, session: SourceSession, transfer: Transfer, now: float) -> None:
-        """Accept a transfer whose ticket, sink and prompt are right."""
-        assert session.peer is not None
-        sink = (session.peer.engine, session.peer.replica)
-        error = claim.error
-        if error is None and claim.content is not None and claim.content != transfer.content:
-            error = RemoteError(
-                ErrorCode.CONTENT_MISMATCH,
-                "content",
-                claim.content.hex(),
-                bytes(transfer.content).hex(),
-                "route the same prompt to both",
-            )
-        elif error is None and claim.bound not in (None, sink):
-            error = RemoteError(
-                ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", str(session.peer), "make a new ticket"
-            )
-        if error is not None:
-            session.fail(transfer, error, now)
-            return
-        claim.bound = sink
-        attempt = session.attempts[transfer.sequence, transfer.attempt]
-        if attempt.state == TransferState.ASKED:
-            known = RequestState.PENDING if claim.content is None else RequestState.RUNNING
-            session.accept(transfer, RequestState.READY if claim.finished else known)
-        claim.waiting.append((session.session, transfer))
-        self._serve(bytes(transfer.ticket), claim)
-
-    def _waiting(self, claim: _Claim) -> list[tuple[int, Transfer]]:
-        """Take out the transfers that are still wanted."""
-        waiting, claim.waiting = claim.waiting, []
-        return [(n, t) for n, t in waiting if self._state(n, t) in (TransferState.ASKED, TransferState.ACCEPTED)]
-
-    def _state(self, number: int, transfer: Transfer) -> TransferState:
-        session = self.sessions.get(number)
-        attempt = session.attempts.get((transfer.sequence, transfer.attempt)) if session else None
-        closed = session is None or session.state == SessionState.CLOSED
-        return TransferState.ENDED if attempt is None or closed else attempt.state
+    def _sought(self, session: SourceSession, attempt: SourceAttempt, now: float) -> None:
+        if attempt.transfer is not None:
+            self._claims.seek(session, attempt, attempt.transfer, now)
 
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
-        claim = self._claims.get(key)
-        if claim is not None:
-            claim.finished = True
-            self._serve(key, claim)
+        self._claims.finish(key)
 
-    def _serve(self, key: bytes, claim: _Claim) -> None:
-        if claim.finished and claim.content is not None:
-            self._events += [Serve(key, number, transfer) for number, transfer in self._waiting(claim)]
-
-    def asking(self, key: bytes) -> list[Serve]:
+    def asking(self, key: bytes) -> list[TransferRequested]:
         """Who waits for this request while its prefill runs; its first rows may be copied to them."""
-        claim = self._claims.get(key)
-        if claim is None or claim.content is None:
-            return []
-        claim.waiting = self._waiting(claim)
-        return [Serve(key, number, transfer) for number, transfer in claim.waiting]
+        return self._claims.asking(key)
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
-        claim = self._claims.get(key)
-        if claim is not None:
-            claim.error = error
-            for number, transfer in self._waiting(claim):
-                self.sessions[number].fail(transfer, error, now)
+        self._claims.refuse(key, error, now)
         self._after(now)
 
-    def copying(self, serve: Serve) -> None:
-        """The copy of a Serve begins; `done` or `failed` ends it."""
-        self.sessions[serve.session].copying(serve.transfer)
+    def drain(self) -> None:
+        """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""
+        self.draining = True
 
-    def chunk(self, serve: Serve, piece: Piece) -> None:
-        """Bytes of a Serve are in a slot of the sink."""
-        self.sessions[serve.session].chunk(serve.transfer, piece)
+    def goodbye(self, reason: str) -> None:
+        """End every session in order, and refuse new ones."""
+        self.draining = True
+        super().goodbye(reason)
 
-    def _copied(self, serve: Serve, proof: Proof = Proof.PROVEN) -> None:
-        session = self.sessions.get(serve.session)
-        if session is not None:
-            self._touched |= session.copied(serve.transfer, proof)
+    def _attempt(self, asked: TransferRequested) -> tuple[SourceSession | None, SourceAttempt | None]:
+        session = self.sessions.get(asked.session)
+        attempt = session.attempts.get(asked.transfer.sequence) if session is not None else None
+        return session, attempt if attempt is not None and attempt.attempt == asked.transfer.attempt else None
+
+    def active(self, asked: TransferRequested) -> bool:
+        """Whether the transfer is still wanted."""
+        session, attempt = self._attempt(asked)
+        return session is not None and session.open and attempt is not None and attempt.state == TransferState.ACCEPTED
+
+    def offered(self, asked: TransferRequested) -> bool:
+        """Whether the sink may read what it was offered, and has not said Pulled."""
+        session, attempt = self._attempt(asked)
+        return session is not None and session.open and attempt is not None and attempt.state == TransferState.OFFERED
+
+    def copying(self, asked: TransferRequested) -> None:
+        """The copy begins; `done`, `offer` or `failed` ends it."""
+        _, attempt = self._attempt(asked)
+        if attempt is not None:
+            attempt.copying = True
+
+    def chunk(self, asked: TransferRequested, piece: StagedPiece) -> None:
+        """Bytes of the transfer are in a slot of the sink."""
+        session, attempt = self._attempt(asked)
+        if session is not None and attempt is not None:
+            session.part(SourceStaged).chunk(attempt, piece)
+
+    def _copied(self, asked: TransferRequested, proof: Proof = Proof.PROVEN) -> None:
+        session, attempt = self._attempt(asked)
+        if session is not None and attempt is not None:
+            session.part(SourceTransfers).copied(attempt, proof)
 
     def done(
-        self, serve: Serve, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
+        self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
         checksums: tuple[Checksum, ...] | None,
     ) -> None:  # fmt: skip
-        """The copy of a Serve is complete."""
-        self._copied(serve)
-        if self.active(serve):
-            self.sessions[serve.session].done(serve.transfer, now, written, outcome, handoff, checksums)
+        """The copy is complete: `written` bytes are at their destination."""
+        self._copied(asked)
+        session, attempt = self._attempt(asked)
+        if session is not None and attempt is not None and self.active(asked):
+            session.part(SourcePush).done(attempt, now, written, outcome, handoff, checksums)
 
     def offer(
-        self, serve: Serve, now: float, lease: float, grants: tuple[Grants, ...], outcome: Outcome,
+        self, asked: TransferRequested, now: float, lease: float, grants: tuple[Grants, ...], outcome: Outcome,
         handoff: tuple[HandOff, ...], checksums: tuple[Checksum, ...] | None,
     ) -> None:  # fmt: skip
-        """The sink of a Serve may read these items for `lease` seconds, and no longer than the ticket lives."""
-        self._copied(serve)
-        claim = self._claims.get(serve.key)
-        end = min(now + lease, claim.deadline if claim else now)
-        if claim is None or (end - now) * 1000 < 1:
-            self.failed(serve, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
-        elif self.active(serve):
-            session = self.sessions[serve.session]
-            session.offer(serve.transfer, now, end, claim.deadline, grants, outcome, handoff, checksums)
+        """The sink may read these items for `lease` seconds, and no longer than the ticket lives."""
+        self._copied(asked)
+        deadline = self._claims.deadline(asked.key)
+        end = min(now + lease, deadline) if deadline is not None else now
+        session, attempt = self._attempt(asked)
+        if deadline is None or (end - now) * 1000 < 1:
+            self.failed(asked, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
+        elif session is not None and attempt is not None and self.active(asked):
+            session.part(SourcePull).offer(attempt, now, end, deadline, grants, outcome, handoff, checksums)
 
-    def failed(self, serve: Serve, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
-        """The copy of a Serve failed; PROVEN: no write of it can arrive any more."""
-        self._copied(serve, proof)
-        if self.active(serve):
-            self.sessions[serve.session].fail(serve.transfer, error, now)
+    def failed(
+        self, asked: TransferRequested, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN
+    ) -> None:  # fmt: skip
+        """The copy failed; PROVEN: no write of it can arrive any more."""
+        self._copied(asked, proof)
+        session, attempt = self._attempt(asked)
+        if session is not None and attempt is not None and self.active(asked):
+            session.part(SourceTransfers).fail(attempt, error, now)
 
-    def offered(self, serve: Serve) -> bool:
-        """Whether the sink of a Serve may read what it was offered, and has not said Pulled."""
-        return self._state(serve.session, serve.transfer) == TransferState.OFFERED
+    def ended(self, session: Session, attempt: Attempt) -> None:
+        """An attempt of a session is over."""
+        if isinstance(attempt, SourceAttempt):
+            self._claims.touch(attempt)
+            session.forget()
 
-    def active(self, serve: Serve) -> bool:
-        """Whether the transfer of a Serve is still wanted."""
-        return self._state(serve.session, serve.transfer) == TransferState.ACCEPTED
+    def closed(self, session: Session) -> None:
+        """A session is over: its requests may be, now or when what it was lent comes back."""
+        self._closed.add(session.session)
+        for attempt in session.attempts.values():
+            self._claims.touch(attempt)
+            if attempt.loan is not None:
+                self.timers.at(attempt.loan.end, partial(self._returned, attempt))
 
-    def on_time(self, now: float) -> None:
-        """Resend, expire."""
-        for session in self.sessions.values():
-            for name in session.on_time(now):
-                self._events.append(
-                    SessionClosed(session.session, session.name, f"no answer to {name} in {PATIENCE:.0f} s")
-                )
-                session.state = SessionState.CLOSED
-        for key, claim in list(self._claims.items()):
-            if now >= claim.deadline:
-                self._release(key)
-                known = claim.content is not None and claim.error is None
-                code = ErrorCode.DEADLINE if known else ErrorCode.UNKNOWN_TICKET
-                for number, transfer in self._waiting(claim):
-                    self.sessions[number].fail(
-                        transfer, RemoteError(code, "ticket", "not finished in time", "", "make a new ticket"), now
-                    )
-                if known:
-                    self._events.append(Expired(key))
-        self._after(now)
+    def _returned(self, attempt: SourceAttempt, now: float) -> None:
+        """The lease of a session that is over has ended."""
+        self._claims.touch(attempt)
 
     def _after(self, now: float) -> None:
-        """Collect what the sessions made; release requests that every routed sink rank has ended."""
-        self._touched = False
-        self._collect()
-        for session in self.sessions.values():
-            self._events += session.take_events()
-        for key, claim in list(self._claims.items()):
-            if claim.finished and claim.asked and not claim.waiting and self._all_ended(claim, now):
-                plan = self.sessions[claim.asked[0][0]].plan
-                routed = tuple(sorted({r.source for r in plan.routes})) if plan else ()
-                self._release(key)
-                self._events.append(Released(key, routed))
-        self._collect()
-        for session in self.sessions.values():
-            session.forget()
-        for number in [n for n, s in self.sessions.items() if s.state == SessionState.CLOSED]:
-            if not any(n == number for claim in self._claims.values() for n, _ in claim.asked):
-                del self.sessions[number], self._of[number]
-
-    def _collect(self) -> None:
-        for number, session in self.sessions.items():
-            if session.outbox:
-                self._out += [(self._of[number], frame) for frame in session.to_send()]
-
-    def _release(self, key: bytes) -> None:
-        for number, attempt in self._claims.pop(key).asked:
-            if number in self.sessions:
-                self.sessions[number].released(attempt)
-
-    def _all_ended(self, claim: _Claim, now: float) -> bool:
-        first = self.sessions[claim.asked[0][0]]
-        needed = set(first.plan.served(self.me.rank)) if first.plan else set()
-        for number, key in claim.asked:
-            session = self.sessions[number]
-            if not session.ended(key) and (session.state != SessionState.CLOSED or session.lent(key, now)):
-                return False
-            if session.peer is not None and (session.peer.engine, session.peer.replica) == claim.bound:
-                needed.discard(session.peer.rank)
-        return not needed
+        """Release requests that are over, and forget sessions that no request waits for."""
+        self._claims.settle(now)
+        if self.draining:
+            return
+        for number in [n for n in self._closed if not self.sessions[n].claims]:
+            self._closed.discard(number)
+            session = self.sessions.pop(number)
+            if self._greetings.get(session.conn) == number:
+                del self._greetings[session.conn]
 
     def _peers(self) -> list[SourceSession]:
         return list(self.sessions.values())

@@ -2,29 +2,52 @@
 
 Theory. A session and each of its transfers are two small machines. An event is the name of a message, whoever sends
 it: both sides walk the same table, the sender when it queues the message, the receiver when it reads it, so they cannot
-disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal.
+disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal, and
+so is a row whose features the session has not chosen (KVP-SES-STATE).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
 from kvproto.errors import RemoteError
-from kvproto.session.transitions import SESSION, TRANSFER, SessionState, TransferState
-from kvproto.wire.enums import ErrorCode
+from kvproto.session.transitions import (
+    SESSION,
+    SESSION_FEATURES,
+    TRANSFER,
+    TRANSFER_FEATURES,
+    SessionState,
+    TransferState,
+)
+from kvproto.wire.enums import ErrorCode, Feature
 
 __all__ = ["SESSION", "TRANSFER", "SessionState", "TransferState", "next_session", "next_transfer"]
 
-
-def next_session(state: SessionState, event: str) -> SessionState:
-    """State after the message, or UNEXPECTED_MESSAGE."""
-    try:
-        return SESSION[state, event]
-    except KeyError:
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", f"session {state.value}", event) from None
+State = TypeVar("State", SessionState, TransferState)
+_Needed = Mapping[tuple[State, str], frozenset[Feature]]
 
 
-def next_transfer(state: TransferState, event: str) -> TransferState:
-    """State after the message, or UNEXPECTED_MESSAGE."""
-    try:
-        return TRANSFER[state, event]
-    except KeyError:
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", f"transfer {state.value}", event) from None
+def next_session(state: SessionState, event: str, features: Collection[int]) -> SessionState:
+    """State of a session with these features after the message; raises UNEXPECTED_MESSAGE."""
+    after = SESSION.get((state, event))
+    if after is None:
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", f"session {state.value}", event)
+    _check(SESSION_FEATURES, state, event, features, "")
+    return after
+
+
+def next_transfer(state: TransferState, event: str, features: Collection[int]) -> TransferState:
+    """State of a transfer in a session with these features after the message; raises UNEXPECTED_MESSAGE."""
+    after = TRANSFER.get((state, event))
+    if after is None:
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", f"transfer {state.value}", event)
+    _check(TRANSFER_FEATURES, state, event, features, "sequence")
+    return after
+
+
+def _check(rows: _Needed[State], state: State, event: str, features: Collection[int], path: str) -> None:
+    needed = rows.get((state, event))
+    if needed is not None and needed.isdisjoint(features):
+        names = " or ".join(sorted(f.name for f in needed))
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, f"a session without {names}", event, f"negotiate {names}")

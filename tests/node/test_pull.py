@@ -190,7 +190,7 @@ def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
     made.until(lambda: made.count(Ready) == 1)
     made.sources[0].expect(ticket_, CONTENT)
     number = made.sinks[0].transfer(ticket_, CONTENT, 0, TOKENS, {g: rng.permutation(12)[:3].tolist() for g in (0, 1)})
-    made.until(lambda: bool(made.sources[0].endpoint._claims[bytes(ticket_.key)].waiting))
+    made.until(lambda: bool(made.sources[0].endpoint.asking(bytes(ticket_.key))))
     made.sinks[0].abort(number, "changed our mind")
     (lost,) = made.ends(Lost, 1)
     assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)

@@ -10,9 +10,9 @@ from kvproto.copying.grants import items_needed
 from kvproto.node.pool import Pool, allocate
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Party, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Event, RegisterAsked
+from kvproto.session.events import Event, RegisterAsked, TransferRequested
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport
-from kvproto.wire.messages import Grants, Ticket
+from kvproto.wire.messages import Grants, HandOff, Ticket
 
 PAGES = 8
 Filter = Callable[[str, bytes], int]
@@ -45,7 +45,7 @@ class World:
     features: tuple[Feature, ...] = (Feature.VERIFY,)
 
     def __init__(self, source: Geometry) -> None:
-        self.now = 0.0
+        self.now, self.runs = 0.0, 0
         self.sources: dict[str, SourceEndpoint] = {}
         addresses = {r.rank: f"s{r.rank}" for r in source.ranks}
         for rank, address in addresses.items():
@@ -58,7 +58,8 @@ class World:
 
     def sink(self, name: str, sink: Geometry, rank: int = 0, engine: str = "d") -> SinkEndpoint:
         pool = allocate(sink, rank, {g.id: PAGES for g in sink.groups})
-        party = Party(engine, sink.replica, rank, secrets.randbits(60))
+        self.runs += 1  # a later sink of a rank has the greater incarnation
+        party = Party(engine, sink.replica, rank, self.runs)
         columns = tuple(pool.side.columns.values())
         endpoint = SinkEndpoint(
             party, sink, (pool.memory.region,), columns, self.features, "s0", self.staging(name, pool)
@@ -116,11 +117,23 @@ class World:
     def transfer(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> int:
         return self.sinks[name].transfer(bytes(made.key), content, grants(self.pools[name], tokens), self.now)
 
+    def done(self, address: str, event: TransferRequested, **changes: Any) -> None:
+        """Say that the bytes are there."""
+        said: dict[str, Any] = {"handoff": self.handoff(address, event.session), "checksums": (), **changes}
+        source = self.sources[address]
+        source.done(event, self.now, 1, Outcome.CONTINUE, said["handoff"], said["checksums"])
+
+    def handoff(self, address: str, session: int) -> tuple[HandOff, ...]:
+        """The first token, where this source rank sends it."""
+        described = self.sources[address].sessions[session].described
+        kinds = {g.id: g.kind for g in described.sink.groups}
+        return tuple(HandOff(group=g, data=b"toke") for g in described.groups if kinds[g] == ItemKind.HANDOFF)
+
     def serve(self, address: str = "s0") -> None:
-        """Answer every Serve told so far as if the bytes were there."""
-        for event in self.events(address, "Serve"):
+        """Answer every TransferRequested told so far as if the bytes were there."""
+        for event in self.events(address, "TransferRequested"):
             if self.sources[address].active(event):
-                self.sources[address].done(event, self.now, 1, Outcome.CONTINUE, (), None)
+                self.done(address, event)
         self.run()
 
     def events(self, name: str, kind: str) -> list[Any]:
@@ -130,8 +143,7 @@ class World:
 def grants(pool: Pool, tokens: int) -> dict[int, Grants]:
     found = {}
     for group in pool.side.geometry.groups:
-        need = 0 if group.kind == ItemKind.HANDOFF else items_needed(group, 0, 0, tokens)
-        found[group.id] = Grants(
-            group=group.id, first=0, count=tokens, valid=tokens, items=np.arange(need, dtype=np.uint32)
-        )
+        count = 0 if group.kind == ItemKind.HANDOFF else tokens
+        items = np.arange(items_needed(group, 0, 0, count), dtype=np.uint32)
+        found[group.id] = Grants(group=group.id, first=0, count=count, valid=count, items=items)
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvproto.errors import RemoteError
 from kvproto.node.pool import Pool, allocate
-from kvproto.session.events import Offered, RegisterAsked, Serve
+from kvproto.session.events import Offered, RegisterAsked, TransferRequested
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
@@ -44,7 +44,8 @@ class PullWorld(World):
     def accept(self, address: str, session: int) -> None:
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
-        made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
+        if made.pulls:
+            made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()
@@ -56,19 +57,21 @@ class PullWorld(World):
 
     def serve(self, address: str = "s0", **changes: Any) -> None:
         """Offer whatever was asked for."""
-        for event in self.events(address, "Serve"):
+        for event in self.events(address, "TransferRequested"):
             if self.sources[address].active(event):
                 self.offer(address, event, **changes)
         self.run()
 
-    def offer(self, address: str, serve: Serve, lease: float = LEASE, items: Any = None) -> None:
+    def offer(self, address: str, serve: TransferRequested, lease: float = LEASE, items: Any = None) -> None:
         made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
         assert session.plan is not None
         assert session.peer is not None
         routes = session.plan.between(self.sources[address].me.rank, session.peer.rank)
         drawn = sorted({box.source_group for route in routes for box in route.boxes})
         offered = tuple(made[g] if items is None else attrs.evolve(made[g], **items(g)) for g in drawn)
-        self.sources[address].offer(serve, self.now, lease, offered, Outcome.CONTINUE, (), None)
+        self.sources[address].offer(
+            serve, self.now, lease, offered, Outcome.CONTINUE, self.handoff(address, serve.session), ()
+        )
 
     def read(self, name: str, begin: bool = True) -> None:
         """Read every offer that may be read."""
@@ -106,7 +109,7 @@ def offered(world: PullWorld, **changes: Any) -> Offered:
 def serves_another(world: PullWorld) -> None:
     before = len(world.events("d0", "Arrived"))
     for name in world.told:
-        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | Serve)]
+        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | TransferRequested)]
     asked(world)
     for address in world.sources:
         world.serve(address)
@@ -192,11 +195,15 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     world = World(geometry(1))
     world.sink("d0", geometry(1))
     world.run()
-    pool = allocate(geometry(1), 0, {g.id: PAGES for g in geometry(1).groups})
     (session,) = world.sources["s0"].sessions.values()
-    session.expose((pool.memory.region,), tuple(pool.side.columns.values()), 0.0)
+    pool, described = world.pools["d0"], session.described
+    session.request(
+        Register, 0.0, source=described.digests[0], sink=described.digests[1], epoch=1, access=Access.READ,
+        regions=(pool.memory.region,), columns=tuple(pool.side.columns.values()), plan=described.plan.digest,
+        routes=described.refs,
+    )  # fmt: skip
     world.run()
-    assert world.events("d0", "Troubled")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
+    assert world.events("d0", "ProtocolError")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
 
 
@@ -258,8 +265,12 @@ def test_an_offer_of_other_groups_is_refused() -> None:
 def test_done_in_place_of_an_offer_is_refused() -> None:
     world = ready(1)
     asked(world)
-    (event,) = world.events("s0", "Serve")
-    world.sources["s0"].done(event, 0.0, 1, Outcome.CONTINUE, (), None)
+    (event,) = world.events("s0", "TransferRequested")
+    done = Done(
+        session=event.session, request=99, sequence=1, attempt=1, writer=0, groups=event.transfer.writers, bytes=1,
+        outcome=Outcome.CONTINUE, handoff=(),
+    )  # fmt: skip
+    world.sinks["d0"].receive("s0", encode(done), 0.0)
     world.run()
     nothing_was_read(world, ErrorCode.UNEXPECTED_MESSAGE)
 
@@ -291,7 +302,8 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
     assert len(world.of(Renew)) == 2
-    lease = next(iter(world.sinks["d0"]._session(0).leases.values()))
+    ((session, *_),) = [world.sinks["d0"]._peers()]
+    lease = session.attempts[1].lease
     assert lease.end == 8.0 + LEASE  # from when the Renew was sent first
     assert lease.offer == event.offer
 
@@ -360,7 +372,7 @@ def test_the_failure_of_one_rank_ends_the_offer_of_another() -> None:
     world = ready(2)
     asked(world)
     world.serve("s0")
-    (serve,) = world.events("s1", "Serve")
+    (serve,) = world.events("s1", "TransferRequested")
     world.sources["s1"].failed(serve, RemoteError(ErrorCode.INTERNAL, "", "", ""), 0.0)
     world.run()
     (lost,) = world.events("d0", "Lost")
@@ -407,9 +419,9 @@ def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     world.run()
     world.serve(lease=200.0)
     world.keep = lambda to, frame: 0
-    (session,) = source.sessions.values()
-    session.state = type(session.state).CLOSED  # given up
-    source.on_time(199.0)
+    for now in (10.0, 40.0, 199.0):  # Ping, then no Pong: given up
+        source.on_time(now)
+    assert [e for e in source.take_events() if type(e).__name__ == "SessionClosed"]
     assert not [e for e in source.take_events() if type(e).__name__ == "Released"]
     source.on_time(200.0)
     assert [e for e in source.take_events() if type(e).__name__ == "Released"]
@@ -434,7 +446,7 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
 def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
     world = ready(1)
     number = asked(world)
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
     world.run()
@@ -453,9 +465,9 @@ def test_renew_of_what_was_never_offered() -> None:
         "d0", encode(Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
     )
     world.run()
-    assert world.events("s0", "Troubled")[0].error.code == ErrorCode.DEADLINE
+    assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
     (session,) = world.sources["s0"].sessions.values()
-    assert session.attempts[1, 1].state == TransferState.ACCEPTED
+    assert session.attempts[1].state == TransferState.ACCEPTED
 
 
 @settings(max_examples=60, deadline=None)
@@ -478,7 +490,7 @@ def test_lost_and_doubled_frames_change_nothing(random: Any, rate: float) -> Non
             world.transfer("d0", made, CONTENT)
             world.run()
         for address in world.sources:
-            for event in world.events(address, "Serve"):
+            for event in world.events(address, "TransferRequested"):
                 if world.sources[address].active(event):
                     world.offer(address, event, lease=100.0)
         world.run()
@@ -503,9 +515,9 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         for name in world.sinks:
             world.read(name)
     source = world.sources["s0"]
-    assert not source._claims
+    assert not len(source._claims)
     for session in source.sessions.values():
-        assert (session.attempts, session._offers, session._read, session._pending) == ({}, {}, set(), {})
+        assert (session.attempts, session._pending) == ({}, {})
     for sink in world.sinks.values():
         for peer in sink._peers():
-            assert [peer.attempts, peer.done, peer.leases, peer._asked_at, peer._pending] == [{}] * 5
+            assert [peer.attempts, peer._pending] == [{}] * 2

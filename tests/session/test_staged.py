@@ -10,6 +10,7 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError, WireError
 from kvproto.node.pool import Pool
+from kvproto.session import Registration
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
@@ -46,7 +47,7 @@ class Staged(World):
             slots = Slots(SLOTS, SLOT, self.events_)
             self.slots.setdefault(name, []).append(slots)
             region = attrs.evolve(pool.memory.region, handles=(Handle(transport=Transport.NIXL, data=b""),))
-            return (region,), StagedReceiver(slots)
+            return Registration((region,), StagedReceiver(slots), Transport.NIXL)
 
         return registration
 
@@ -69,14 +70,14 @@ class Staged(World):
 
     def chunk(self, slot: int, offset: int, bytes_: int, last: bool = False, address: str = "s0") -> None:
         """The source says that bytes of the last transfer asked of it are in a slot."""
-        serve = self.events(address, "Serve")[-1]
+        serve = self.events(address, "TransferRequested")[-1]
         self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last))
         self.run()
 
     def stream(self, address: str = "s0") -> None:
         """All chunks of a transfer, unless it is aborted."""
         for k in range(0, LENGTH, SLOT):
-            if self.sources[address].active(self.events(address, "Serve")[-1]):
+            if self.sources[address].active(self.events(address, "TransferRequested")[-1]):
                 self.chunk(k // SLOT, k, min(SLOT, LENGTH - k), k + SLOT >= LENGTH, address)
 
     def happen(self) -> None:
@@ -206,7 +207,7 @@ def test_a_refused_chunk_costs_its_transfer_alone(
     assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
     assert len(world.events("s0", "Released")) == 1
     still_serves(world, "d1")
-    assert not world.events("d1", "Troubled")
+    assert not world.events("d1", "ProtocolError")
 
 
 def test_a_chunk_that_crosses_an_abort_returns_its_slot() -> None:
@@ -224,7 +225,7 @@ def test_pages_are_free_when_our_own_unpacking_is_over_whatever_the_source_can_p
     world = Staged()
     number = world.ask()
     source = world.sources["s0"]
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     source.copying(serve)
     world.chunk(0, 0, SLOT)
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
@@ -244,7 +245,7 @@ def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again
     world.sources["s0"].finish(bytes(made.key))
     world.transfer("d0", made, CONTENT)
     world.run()
-    (serve,) = world.events("s0", "Serve")
+    (serve,) = world.events("s0", "TransferRequested")
     world.sources["s0"].copying(serve)
     world.sources["s0"].failed(serve, LocalError(ErrorCode.TRANSPORT_FAILED, "", "", ""), 0.0, Proof.UNPROVABLE)
     world.run()  # Failed, then Abort, then Drained
@@ -291,8 +292,10 @@ class Unstaged(Staged):
 
     def staging(self, name: str, pool: Pool) -> Any:
         def registration(source: int) -> Any:
-            (region,), receiver = super(Unstaged, self).staging(name, pool)(source)
-            return (attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles)),), receiver
+            made = super(Unstaged, self).staging(name, pool)(source)
+            (region,) = made.regions
+            both = attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles))
+            return attrs.evolve(made, regions=(both,))
 
         return registration
 
@@ -301,7 +304,10 @@ def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
     world = Unstaged()
     assert world.sinks["d0"].staged() == []
     world.ask()
-    world.chunk(0, 0, SLOT)
+    (session,) = world.sources["s0"].sessions
+    chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=SLOT, last=False)
+    world.sinks["d0"].receive("s0", encode(chunk), world.now)
+    world.run()
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     world.ask()

@@ -118,6 +118,8 @@ def tables_module(facts: Facts) -> str:
             out.append("    ),")
     units = {n: {f["name"]: f["unit"] for f in b["field"] if f["unit"] != "none"} for n, b in bodies}
     secret = {n: {f["name"] for f in b["field"] if f.get("secret")} for n, b in bodies}
+    out += ["}", "", "DELIVERY: dict[str, str] = {"]
+    out += [f'    "{name}": "{message["delivery"]}",' for name, message in facts["message"].items()]
     out += ["}", "", "UNITS: dict[str, dict[str, str]] = {"]
     out += [f"    {json.dumps(n)}: {json.dumps(row)}," for n, row in units.items() if row]
     out += ["}", "", "SECRET: dict[str, set[str]] = {"]

@@ -16,7 +16,7 @@ from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.source import Sent
 from kvproto.planning.geometry import validate
 from kvproto.session import Party
-from kvproto.session.events import Expired, Released, SessionRefused, Troubled
+from kvproto.session.events import Expired, ProtocolError, Released, SessionRefused
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Ticket
@@ -132,7 +132,7 @@ class PrefillRank:
                     mine = f"{self.options.name} rank {self.tp.rank}"
                     sentence = f"{mine} refused {event.peer}: {event.error.between(mine, event.peer)}"
                     print(sentence, file=sys.stderr, flush=True)
-                case Troubled():
+                case ProtocolError():
                     mine = f"{self.options.name} rank {self.tp.rank}"
                     print(f"{mine} from {event.peer}: {event.error}", file=sys.stderr, flush=True)
                 case _:

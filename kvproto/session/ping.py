@@ -1,0 +1,49 @@
+"""Ping and Pong: a side that has heard nothing for a while asks, and an open session always answers.
+
+Silence proves nothing (KVP-SES-DEAD): a Ping that nobody answers ends the session like any request that is given up,
+and frees no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvproto.session.core import Handler, Part, Session
+from kvproto.session.limits import PING_SILENCE
+from kvproto.session.timers import Timer
+from kvproto.wire.messages import Ping, Pong
+
+__all__ = ["PingPart"]
+
+
+class PingPart(Part):
+    """Both roles' half of Ping, from Welcome to the end of the session (KVP-SES-PING)."""
+
+    def __init__(self, session: Session, now: float) -> None:
+        self._session, self._asked = session, 0
+        session.heard = now
+        self._timer: Timer = session.host.timers.at(now + PING_SILENCE, self._silent)
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {Ping: self._ping, Pong: self._pong}
+
+    def closed(self) -> None:
+        self._timer.cancel()
+
+    def _silent(self, now: float) -> None:
+        """Ask if nothing has come for `PING_SILENCE`, and look again when that may next be so."""
+        session = self._session
+        quiet = now - session.heard >= PING_SILENCE
+        self._timer = session.host.timers.at((now if quiet else session.heard) + PING_SILENCE, self._silent)
+        if quiet and not session.asks(self._asked):
+            session.step("Ping")
+            self._asked = session.request(Ping, now)
+
+    def _ping(self, message: Ping, now: float) -> None:
+        self._session.step("Ping")
+        self._session.step("Pong")
+        self._session.notice(Pong(session=message.session, request=message.request))
+
+    def _pong(self, message: Pong, now: float) -> None:
+        self._session.step("Pong")
+        self._session.answered(message.request)

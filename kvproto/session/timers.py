@@ -1,0 +1,72 @@
+"""Deadlines of an endpoint: time comes in as an argument, and the next deadline goes out."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+import attrs
+
+__all__ = ["Timer", "Timers"]
+
+_SPARE = 64
+"""Cancelled timers that may lie in the heap before it is rebuilt."""
+
+
+@attrs.define(eq=False)
+class Timer:
+    """One action at one time; `cancel` withdraws it."""
+
+    when: float
+    action: Callable[[float], None] | None
+    _owner: Timers
+
+    def cancel(self) -> None:
+        """Do nothing when the time comes; a timer that has run may be cancelled too."""
+        if self.action is not None:
+            self.action = None
+            self._owner.cancelled()
+
+
+class Timers:
+    """A heap of timers. Cancelled ones never count as the next deadline, and do not pile up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._order = count()
+        self._cancelled = 0
+
+    def at(self, when: float, action: Callable[[float], None]) -> Timer:
+        """Call `action(now)` in the first `run` at or after `when`."""
+        timer = Timer(when, action, self)
+        heapq.heappush(self._heap, (when, next(self._order), timer))
+        return timer
+
+    def cancelled(self) -> None:
+        """Count a cancelled timer, and rebuild the heap when most of it is cancelled."""
+        self._cancelled += 1
+        if self._cancelled > _SPARE and 2 * self._cancelled > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].action is not None]
+            heapq.heapify(self._heap)
+            self._cancelled = 0
+
+    def next(self) -> float | None:
+        """Time of the next action."""
+        while self._heap and self._heap[0][2].action is None:
+            heapq.heappop(self._heap)
+            self._cancelled -= 1
+        return self._heap[0][0] if self._heap else None
+
+    def run(self, now: float) -> bool:
+        """Run the actions that are due; whether there were any. An action set by another runs in the next call."""
+        due = []
+        while (when := self.next()) is not None and when <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        for timer in due:
+            action, timer.action = timer.action, None
+            if action is not None:
+                action(now)
+            else:  # cancelled by one before it, when it was out of the heap already
+                self._cancelled -= 1
+        return bool(due)

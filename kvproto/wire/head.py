@@ -1,0 +1,58 @@
+"""What can be read of a frame that is refused: its type, and the ids at the head of its body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvproto.errors import WireError
+from kvproto.wire import tables
+from kvproto.wire.codec import Buffer, message_class
+from kvproto.wire.strict import read_whole
+
+__all__ = ["Head", "read_head"]
+
+_IDS = ("session", "request", "sequence", "attempt")
+
+
+@attrs.frozen
+class Head:
+    """Type and ids of a message; None: it has none, or it cannot be read."""
+
+    cls: type[Any] | None = None
+    session: int | None = None
+    request: int | None = None
+    sequence: int | None = None
+    attempt: int | None = None
+
+    @classmethod
+    def of(cls, message: Any) -> Head:
+        """Of a message that was read."""
+        return cls(type(message), *(getattr(message, name, None) for name in _IDS))
+
+    @property
+    def delivery(self) -> str:
+        """Delivery class of the type, "request" where the type is not known."""
+        return tables.DELIVERY[self.cls.__name__] if self.cls is not None else "request"
+
+
+def read_head(frame: Buffer) -> Head:
+    """What can be read of a malformed frame; never raises."""
+    found: dict[str, int] = {}
+    cls = None
+    trace: list[tuple[int, str, Any]] = []
+    try:
+        cls = message_class(frame)
+        read_whole(cls.__name__, memoryview(frame)[tables.HEADER_BYTES :], trace)
+    except WireError:
+        pass
+    name = None
+    for _, kind, note in trace:
+        if kind == "id":
+            if note not in (*_IDS, "resume"):
+                break
+            name = note
+        elif kind == "value" and name in _IDS:
+            found[name] = note
+    return Head(cls, **found)
