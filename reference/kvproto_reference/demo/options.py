@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvproto.errors import LocalError
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
+from kvproto.session import new_incarnation
 from kvproto.transport import load, names
 from kvproto.transport.base import Memory, Transport
 from kvproto.wire.enums import ErrorCode
@@ -189,5 +191,5 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def incarnation() -> int:
-    """A fresh random number for this run."""
-    return int.from_bytes(os.urandom(8), "little")
+    """The incarnation of a run that begins now."""
+    return new_incarnation(time.time(), int.from_bytes(os.urandom(4), "little"))
