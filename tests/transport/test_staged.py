@@ -369,3 +369,20 @@ def test_a_stream_that_ends_early_is_refused() -> None:
     with pytest.raises(KvprotoError) as caught:
         world.receiver.finish(1, 1)
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "bytes")
+
+
+def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:
+    """KVP-STG-FIRST: a node says Done where this says so, and sends what `step` returns before."""
+    world = World()
+    world.credit()
+    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    given: list[bool] = []
+    for _ in range(3):
+        sender.step()
+    for _ in range(3):
+        assert not sender.done
+        world.happen()
+        assert not sender.done
+        given += [piece.last for piece in sender.step()]
+    assert given == [False, False, True]
+    assert sender.done
