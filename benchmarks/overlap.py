@@ -67,7 +67,7 @@ WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "as a node does it": ({}, None),
     "what is left halved": ({}, 1),
     "layer by layer": ({}, 0),
-    "layer by layer, all multiprocessors": ({"beside": 132}, 0),
+    "layer by layer, all multiprocessors": ({"background": 132}, 0),
     "layer by layer, copy engine": ({"long": 64 << 10}, 0),
 }
 """Options of the mover, and how late the first part goes. POKED tells what a link costs that is in use: 4 KB with each layer."""

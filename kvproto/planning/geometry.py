@@ -169,6 +169,10 @@ _LARGEST_CLAIM = 1 << 18
 
 
 def _check_group(group: Group, path: str) -> None:
+    plain = (group.model, group.rows, group.tokens_per_row, *(p.lanes for p in group.parts))
+    if group.kind == ItemKind.HANDOFF and plain != (0, 1, 1, *(1 for _ in group.parts)):
+        shape = f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
+        raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
     if group.cp_size > 1 and (not kind_of(group).paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
@@ -179,6 +183,8 @@ def _check_group(group: Group, path: str) -> None:
 
 
 def _check_owns(group: Group, share: Owns, path: str) -> None:
+    if group.kind == ItemKind.HANDOFF and share.layers.tolist() != [0]:
+        raise _bad(f"{path}.layers", "layer 0 of hand-off data", f"layers {share.layers.tolist()[:8]}")
     if share.cp_rank >= group.cp_size:
         raise _bad(f"{path}.cp_rank", f"below {group.cp_size}", str(share.cp_rank))
     for k, span in enumerate(share.lanes):

@@ -277,8 +277,17 @@ class Session:
         return send
 
     def request(self, cls: type[Any], now: float, **fields: Any) -> int:
-        """Send a request under a fresh id; it is resent until answered or given up (KVP-SES-RESEND, -REQUEST-ID)."""
-        return self.compose(cls, now, **fields)()
+        """Send a request under a fresh id; it is resent until answered or given up (KVP-SES-RESEND).
+
+        A session whose peer does not take a request of this length is given up.
+        """
+        try:
+            return self.compose(cls, now, **fields)()
+        except LocalError as error:
+            if error.code != ErrorCode.TOO_LARGE:
+                raise
+            self.lose(str(error))
+            return 0
 
     def _again(self, number: int, now: float) -> None:
         pending = self._pending.get(number)

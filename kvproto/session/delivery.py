@@ -29,8 +29,7 @@ class Delivery(Part):
     process: Process | None = None
     """That writes, where its end is proof that no write of it can arrive any more (KVP-REG-DEATH)."""
     prover: int | None = None
-    """The session whose writer's death proves what is missing; None: only our own copies write, and none proves those.
-    """
+    """The session whose writer's death is proof; None: our own copies write, and nobody's death proves those."""
 
     def expose(self, exposure: Callable[[], Registration]) -> Registration:
         """What is registered with the source."""

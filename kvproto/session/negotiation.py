@@ -82,9 +82,7 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
 
 
 def greased(terms: Terms, seed: int) -> Terms:
-    """The same terms with a version and a feature that nobody knows, so that peers stay able to skip them
-    (KVP-GREASE-SEND).
-    """
+    """The same terms with a version and a feature that nobody knows: peers stay able to skip them (KVP-GREASE-SEND)."""
     feature = tables.GREASE_FEATURES[seed % len(tables.GREASE_FEATURES)]
     version = VersionRange(major=tables.GREASE_MAJOR, min_minor=seed % 256, max_minor=255)
     return Terms(tuple(sorted({*terms.offered, feature})), terms.needed, (*terms.versions, version))

@@ -34,10 +34,10 @@ class PingPart(Part):
         """Ask if nothing has come for `PING_SILENCE`, and look again when that may next be so."""
         session = self._session
         quiet = now - session.heard >= PING_SILENCE
+        self._timer = session.host.timers.at((now if quiet else session.heard) + PING_SILENCE, self._silent)
         if quiet and not session.asks(self._asked):
             session.step("Ping")
             self._asked = session.request(Ping, now)
-        self._timer = session.host.timers.at((now if quiet else session.heard) + PING_SILENCE, self._silent)
 
     def _ping(self, message: Ping, now: float) -> None:
         self._session.step("Ping")

@@ -1,7 +1,7 @@
 """Processes of one host: names that no other process ever has, and proof that one has ended.
 
-A pidfd is opened first and the start compared after, so that a PID that was given anew is not taken for it. That a
-pidfd is readable proves that all threads are over, and that the process's files, a GPU's among them, are closed.
+The pidfd is opened before the start times are compared, so that a reused PID is never mistaken for the process. A
+readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["Watch", "boot_id", "pid_namespace", "start_time", "this_process"]
 
 
 def boot_id() -> bytes:
-    """Names the host and its run."""
+    """The kernel's boot id: 16 bytes that name this host and its present run, as the UUID is written."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
 def pid_namespace() -> int:
-    """Names the PID namespace: PIDs mean something only within one."""
+    """The inode of this process's PID namespace; PIDs can be compared only within one."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start of a process; None where nothing can be read."""
+    """State and start time of a process; None where /proc does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -54,7 +54,7 @@ def this_process() -> Process:
 
 
 class Watch:
-    """One process, until it has ended; `of` says whether it can be watched from here at all."""
+    """Watches one process for its end; `of` says whether it can be watched from here at all."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -95,7 +95,7 @@ class Watch:
         return self._ended
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -138,7 +138,7 @@ def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pyte
     assert np.array_equal(get(sink), want)
 
 
-@pytest.mark.parametrize("numbers", [{"blocks": 0}, {"beside": 0}])
+@pytest.mark.parametrize("numbers", [{"blocks": 0}, {"background": 0}])
 def test_no_multiprocessor_is_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(LocalError) as caught:
         CudaTransport(0, **numbers)

@@ -63,17 +63,20 @@ def test_address_in_use(folder: Path) -> None:
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://*:0", "inproc://x", "nonsense"])
 def test_in_the_clear_is_refused(address: str) -> None:
+    """KVP-NET-CURVE: there is no CURVE yet, so nothing but what KVP-NET-INSECURE allows."""
     with pytest.raises(LocalError):
         Listener(address)
 
 
 def test_loopback_tcp_when_insecure_is_said() -> None:
+    """KVP-NET-INSECURE."""
     Listener("tcp://127.0.0.1:*", insecure=True).close()
     with pytest.raises(LocalError):
         Listener("tcp://0.0.0.0:*", insecure=True)
 
 
 def test_directory_that_others_may_enter(folder: Path) -> None:
+    """KVP-NET-INSECURE."""
     folder.chmod(0o755)
     with pytest.raises(LocalError, match="0700"):
         Listener(private_address(folder, "kv-0"))

@@ -154,7 +154,10 @@ def written(world: World) -> tuple[Pool, Any, Any, int]:
 
 
 def test_killed_in_the_middle_of_its_writes(world: World) -> None:
-    """The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves."""
+    """KVP-REG-PROCESS: Registered names the process, whose end is the proof.
+
+    The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves.
+    """
     pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)
     lost = decode.first(Lost)
@@ -196,7 +199,10 @@ def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
 
 
 def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another PID namespace, say: its pages stay in quarantine, and past a share of the pool the node says so."""
+    """KVP-REG-DEATH.
+
+    Another PID namespace, say: its pages stay in quarantine, and past a share of the pool the node says so.
+    """
     monkeypatch.setattr(Watch, "of", lambda process: None)
     _, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)

@@ -154,6 +154,7 @@ def check(made: Pair, sink_items: list[dict[int, list[int]]]) -> None:
 
 
 def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:
+    """KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: the request is lost, though every writer said Done."""
     made = pair(2, 1, Flipping)
     hand_over(made, np.random.default_rng())
     (lost,) = [e for e in made.told if isinstance(e, Lost)]

@@ -1,6 +1,6 @@
 """Descriptions: their constructors, their invariants, and where tokens go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.errors import RemoteError
+from kvproto.errors import PlanError, RemoteError
 from kvproto.planning.geometry import (
     Geometry,
     Group,
@@ -20,6 +20,7 @@ from kvproto.planning.geometry import (
     encode_geometry,
     facts,
     gqa,
+    handoff,
     local_row,
     mla,
     owned_before,
@@ -27,7 +28,9 @@ from kvproto.planning.geometry import (
     owns,
     validate,
 )
-from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+from kvproto.planning.layout import Cache, Parallel, lay_out
+from kvproto.planning.plan import plan
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle
 
@@ -89,6 +92,17 @@ def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
     return Geometry(replica=0, facts=(), groups=groups, ranks=tuple(made))
 
 
+HANDED = handoff(0, "first token", {"token": (DType.I32, 4), "score": (DType.F32, 4)})
+
+
+def handing(layers: Sequence[int] = (0,), **changes: Any) -> Geometry:
+    """One rank that owns hand-off data."""
+    group = attrs.evolve(HANDED, **changes)
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, layers),)),))
+
+
+# KVP-GEO-ORDER, KVP-GEO-PARTS, KVP-GEO-LIVE and KVP-GEO-SPAN are rules of the codec too. Of this layer alone are KVP-GEO-DEAL,
+# KVP-GEO-GROUP, KVP-GEO-CP, KVP-GEO-LANES, KVP-GEO-DISJOINT, KVP-GEO-SIZE and KVP-HND-SHAPE.
 BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups[1].id"),
     "ranks": (lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks[1].rank"),
@@ -116,6 +130,11 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
     "cut origin": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=4, origin=2), "groups[0].interleave"),
     "long deal": (lambda: with_group(MLA, cp_size=2, interleave=1 << 20), "groups[0].cp_size"),
+    "too many layers": (lambda: with_owns(good(), layers=np.arange((1 << 18) + 1, dtype=np.uint32)), "ranks"),
+    "hand-off of a draft": (lambda: handing(model=1), "groups[0].kind"),
+    "hand-off of two rows": (lambda: handing(rows=2), "groups[0].kind"),
+    "hand-off of two lanes": (lambda: handing(parts=(attrs.evolve(HANDED.parts[0], lanes=2),)), "groups[0].kind"),
+    "hand-off of another layer": (lambda: handing([1]), "ranks[0].owns[0].layers"),
     "two groups in a rank": (lambda: twins(((0, 1),)), "ranks[0].owns[1].layers"),
     "two groups, a rank each": (lambda: twins(((0,), (1,))), "ranks[1].owns[0].layers"),
 }  # fmt: skip
@@ -148,6 +167,28 @@ def test_zero_sizes_are_refused(changes: dict[str, Any], path: str) -> None:
 def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
     cp = 1 if deal[0] == 1 else 2
     validate(with_group(MLA, cp_size=cp, tokens_per_row=3, interleave=deal[0], origin=deal[1]))
+
+
+def test_hand_off_data_as_it_should_be() -> None:
+    validate(handing())
+
+
+def test_a_geometry_states_every_rank_even_one_that_owns_nothing() -> None:
+    """KVP-GEO-W-COMPLETE: what is left out of a rank is COVERAGE for the peer, not a smaller engine."""
+    stages = lay_out([Cache.mla("target", 4, latent=24, rope=8, page=16)], Parallel(tp=2, pp=2))
+    assert [r.rank for r in stages.ranks] == [0, 1, 2, 3]
+    short = attrs.evolve(stages, ranks=stages.ranks[:2])
+    with pytest.raises(PlanError) as caught:
+        plan(short, stages)
+    assert caught.value.code == ErrorCode.LAYER_MISSING
+
+
+def test_scales_of_pages_are_stated_with_an_encoding() -> None:
+    """KVP-GEO-W-BYTES: strides do not tell where the scale of one token of a page is."""
+    scales = Cache.page_scales("scales", 1, kv_heads=2, page=16)
+    assert [part.encoding for part in scales.group.parts] == ["page_scale", "page_scale"]
+    heads = Cache.gqa("target", 1, kv_heads=2, head_dim=16, page=16, scale_block=8)
+    assert [part.encoding for part in heads.group.parts] == [None] * 4  # a scale a token is a lane like any other
 
 
 def test_a_rank_may_own_nothing() -> None:

@@ -47,7 +47,7 @@ def test_they_add_up_to_the_checksum_and_are_equal_on_both_sides() -> None:
         assert sent[group].first_difference(came[group].values) == "none of its pages differs"
 
 
-@pytest.mark.parametrize("layer, page", [(0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("layer", "page"), [(0, 1), (1, 2), (2, 3)])
 def test_the_first_difference_names_layer_and_page(layer: int, page: int) -> None:
     pair, sources, sinks, source, sink = both()
     program = pair.lower(sources, sinks)

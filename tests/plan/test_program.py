@@ -23,6 +23,7 @@ from kvproto.planning.geometry import (
     decode_geometry,
     encode_geometry,
     gqa,
+    handoff,
     mla,
     owns,
     validate,
@@ -131,6 +132,7 @@ def _flip(rng: random.Random, program: CopyProgram, pools: dict[int, memoryview]
 
 
 def test_columns_that_overlap_or_leave_their_region() -> None:
+    """KVP-REG-COLUMNS, KVP-REG-OVERLAP and KVP-REG-REGION, each at the number that is wrong."""
     target = mla(0, "target", 0, 1152, 64)
     geometry, _ = pool(target)
     good = Columns(
@@ -139,17 +141,23 @@ def test_columns_that_overlap_or_leave_their_region() -> None:
     )  # fmt: skip
     region = regions({0: 2 * 64 * 1152})
     check_columns(geometry, 0, region, (good,))
-    for change, code in (
-        ({"row_stride": np.array([1000])}, ErrorCode.BAD_COLUMNS),
-        ({"item_stride": np.array([0])}, ErrorCode.BAD_COLUMNS),
-        ({"offset": np.array([1])}, ErrorCode.OUT_OF_REGION),
-        ({"offset": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION),
-        ({"region": np.array([1])}, ErrorCode.BAD_COLUMNS),
-        ({"offset": np.array([0, 0])}, ErrorCode.BAD_COLUMNS),
+    check_columns(geometry, 0, region, (attrs.evolve(good, lane_stride=np.array([2**64 - 1], np.uint64)),))  # one lane
+    page = 64 * 1152
+    for change, code, path in (
+        ({"row_stride": np.array([1000])}, ErrorCode.BAD_COLUMNS, "row_stride[0]"),
+        ({"item_stride": np.array([0])}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
+        ({"item_stride": np.array([page - 1])}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
+        ({"item_stride": np.array([page + 1])}, ErrorCode.OUT_OF_REGION, "item_stride[0]"),
+        ({"item_stride": np.array([2**64 - 1], np.uint64)}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
+        ({"items": 3}, ErrorCode.OUT_OF_REGION, "item_stride[0]"),
+        ({"offset": np.array([page + 1])}, ErrorCode.OUT_OF_REGION, "offset[0]"),
+        ({"offset": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION, "offset[0]"),
+        ({"region": np.array([1])}, ErrorCode.BAD_COLUMNS, "region[0]"),
+        ({"offset": np.array([0, 0])}, ErrorCode.BAD_COLUMNS, "offset"),
     ):
         with pytest.raises(RemoteError) as caught:
             check_columns(geometry, 0, region, (attrs.evolve(good, **change),))
-        assert caught.value.code == code
+        assert (caught.value.code, caught.value.path) == (code, f"columns[0].{path}")
 
 
 def pool(group: Group, items: int = 4, **more: Any) -> tuple[Geometry, dict[int, Columns]]:
@@ -180,6 +188,7 @@ def grant(first: int, count: int, items: list[int], valid: int | None = None, gr
     return Grants(group=group, first=first, count=count, valid=first + count if valid is None else valid, items=made)
 
 
+# KVP-GRANT-GROUPS, KVP-GRANT-COUNT, KVP-GRANT-RING, KVP-GRANT-POOL, KVP-GRANT-ALIAS
 GRANTS: dict[str, tuple[Group, tuple[Grants, ...], ErrorCode | None, str]] = {
     "whole": (PAGES, (grant(0, 16, [3, 2, 1, 0]),), None, ""),
     "partial pages": (PAGES, (grant(3, 6, [3, 0, 1]),), None, ""),
@@ -211,6 +220,28 @@ def test_grants(case: str) -> None:
     with pytest.raises(RemoteError) as caught:
         check_grants(geometry, 0, columns, (0,), grants)
     assert (caught.value.code, caught.value.path) == (code, path)
+
+
+@pytest.mark.parametrize("items", [None, np.empty(0, np.uint32)], ids=["absent", "empty"])
+@pytest.mark.parametrize(("first", "count", "valid"), [(0, 0, 0), (3, 4, 9), (1 << 40, 1 << 40, 1 << 41)])
+def test_the_window_of_a_hand_off_grant_says_nothing(items: Any, first: int, count: int, valid: int) -> None:
+    """KVP-HND-WINDOW and KVP-GRANT-ABSENT; KVP-HND-GRANT: but the grant must be there."""
+    group = handoff(0, "first token", {"token": (DType.I32, 4)})
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
+    check_grants(geometry, 0, {}, (0,), (Grants(group=0, first=first, count=count, valid=valid, items=items),))
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, {}, (0,), ())
+    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants")
+    assert "hand-off" in caught.value.advice
+
+
+def test_items_of_pages_may_be_absent_where_none_are_needed() -> None:
+    """KVP-GRANT-ABSENT."""
+    geometry, columns = pool(PAGES)
+    check_grants(geometry, 0, columns, (0,), (Grants(group=0, first=5, count=0, valid=5),))
+    with pytest.raises(RemoteError) as caught:
+        check_grants(geometry, 0, columns, (0,), (Grants(group=0, first=0, count=4, valid=4),))
+    assert (caught.value.code, caught.value.yours) == (ErrorCode.BAD_GRANT, "no items")
 
 
 @pytest.mark.parametrize(
@@ -427,6 +458,7 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
 
 @pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
 def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
+    """KVP-GRANT-WHOLE."""
     """The scale of a page of 4 tokens, of which two are asked for."""
     geometry = lay_out([Cache.page_scales("scales", 1, kv_heads=1, page=4)])
     side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto.errors import WireError
+from kvproto.errors import LocalError, WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, tables
 from kvproto.wire.messages import Geometry
 from tests.session.driver import World, geometry, ticket
@@ -92,7 +92,8 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) 
             source.expect(made, CONTENT, world.now)
             source.finish(bytes(made.key))
         if bad.ready and step < 8:
-            world.transfer("bad", made if step < 4 else ticket(), CONTENT)
+            with contextlib.suppress(LocalError):  # limits of the peer may be anything, too
+                world.transfer("bad", made if step < 4 else ticket(), CONTENT)
         for address in world.sources:
             world.serve(address)
         if isinstance(world, PullWorld):

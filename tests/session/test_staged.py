@@ -135,6 +135,7 @@ def test_a_slot_is_returned_when_it_is_unpacked() -> None:
 
 
 def test_arrival_waits_for_the_last_byte() -> None:
+    """KVP-STG-END"""
     world = Staged()
     world.ask()
     world.stream()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import CopyProgram, Runs, Side, Window
+from kvproto.copying.program import OP, CopyProgram, Runs, Side, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
@@ -34,6 +34,8 @@ from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Costs, Direct, WriteMode, choose, descriptors, probe, require_fast, threshold
 from kvproto.transport.nixl.handle import Memory
 from kvproto.transport.nixl.regions import Peer
+from kvproto.transport.nixl.transport import NixlTransport
+from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
@@ -561,3 +563,39 @@ def test_the_choice_on_a_pair_of_h200(runs: Runs, way: WriteMode) -> None:
 
 def test_a_slow_link_needs_no_packing() -> None:
     assert choose(Runs(1000, 1000 * 65536), Costs(descriptor=6.5e-6, link=1e9)) == WriteMode.DIRECT
+
+
+NOTHING = CopyProgram((), np.empty(0, OP), (), ())
+
+
+@needs_nixl
+def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
+    """KVP-REG-STAGING"""
+    memory = {0: SharedMemory(4096), 3: SharedMemory(64)}
+    with closing(NixlTransport(slots=3, slot_bytes=512)) as sink, closing(NixlTransport(slots=3)) as source:
+        exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
+        assert [r.id for r in exposed.regions] == [4]
+        pages = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
+        for regions, staged in ((pages, True), ([*pages, *exposed.regions], False)):
+            with pytest.raises(RemoteError) as caught:
+                source.connect(regions, memory, writes=True, staged=staged)
+            assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
+        connection = source.connect([*pages, *exposed.regions], memory, writes=True, staged=True)
+        assert connection.link is not None
+        assert connection.link.slot_bytes == 512
+        connection.close()
+
+
+@needs_nixl
+def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
+    memory = {0: SharedMemory(4096), 3: SharedMemory(64)}
+    with closing(NixlTransport(WriteMode.DIRECT)) as sink, closing(NixlTransport()) as source:
+        exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
+        assert (exposed.regions, exposed.staged) == ((), None)
+        regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
+        connection = source.connect(regions, memory, writes=True, staged=False)
+        assert connection.mapped.keys() == memory.keys()
+        connection.close()
+        with pytest.raises(RemoteError) as caught:
+            source.connect(regions, memory, writes=False, staged=False)
+        assert caught.value.code == ErrorCode.NO_TRANSPORT

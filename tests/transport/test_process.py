@@ -69,4 +69,5 @@ def test_a_process_that_is_gone_has_ended(other: subprocess.Popen[bytes]) -> Non
 
 @pytest.mark.parametrize("change", [{"start": 1}, {"namespace": 1}, {"boot": bytes(16)}, {"pid": 2**32 - 1}])
 def test_what_cannot_be_told_from_here_is_no_proof(other: subprocess.Popen[bytes], change: dict[str, int]) -> None:
+    """KVP-REG-DEATH"""
     assert Watch.of(attrs.evolve(name(other.pid), **change)) is None

@@ -1,6 +1,7 @@
 """Shared memory that leaves nothing behind, and handles that are not believed."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,11 @@ from kvproto.transport.process import boot_id
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests() -> None:
+    gc.collect()
 
 
 def _write(region: Region) -> None:
@@ -170,6 +176,7 @@ CASES: dict[str, tuple[Callable[[Region], Region], str, ErrorCode, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_handles_that_are_refused(case: str) -> None:
+    """KVP-REG-FAIL"""
     memory = SharedMemory(4096)
     change, field, code, says = CASES[case]
     error = refused(change(memory.region))

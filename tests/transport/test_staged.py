@@ -255,6 +255,7 @@ CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=
     ],
 )
 def test_chunks_that_are_refused(change: dict[str, int], code: ErrorCode, path: str) -> None:
+    """KVP-STG-BEYOND for the slot, KVP-STG-NEXT for what is in it."""
     world = granted()
     with pytest.raises(KvprotoError) as caught:
         world.receiver.chunk(attrs.evolve(CHUNK, **change))
@@ -265,6 +266,7 @@ def test_chunks_that_are_refused(change: dict[str, int], code: ErrorCode, path: 
 
 
 def test_a_slot_is_used_once_per_grant() -> None:
+    """KVP-STG-BEYOND"""
     world = granted()
     world.receiver.chunk(CHUNK)
     with pytest.raises(KvprotoError) as caught:
@@ -273,6 +275,7 @@ def test_a_slot_is_used_once_per_grant() -> None:
 
 
 def test_no_slot_is_returned_before_it_is_unpacked() -> None:
+    """KVP-STG-RETURN"""
     world = granted()
     world.receiver.chunk(CHUNK)
     assert world.receiver.credit(1) is None
@@ -329,6 +332,7 @@ def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_
 
 @pytest.mark.parametrize("slots", [[1, 1], [2, 1, 2]])
 def test_a_slot_is_granted_once_by_a_credit(slots: list[int]) -> None:
+    """KVP-STG-TWICE"""
     world = World()
     with pytest.raises(KvprotoError) as caught:
         world.link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32)))
@@ -339,6 +343,7 @@ def test_a_slot_is_granted_once_by_a_credit(slots: list[int]) -> None:
 
 @pytest.mark.parametrize("slots", [[4], [0]])
 def test_credit_that_is_not_the_sinks_to_give(slots: list[int]) -> None:
+    """KVP-STG-TWICE"""
     world = World()
     world.credit()
     credit = Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32))
@@ -354,3 +359,28 @@ def test_too_few_slots(slots: int, size: int) -> None:
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
     with pytest.raises(KvprotoError):
         Link(Slots(slots, size, []), Slots(3, 7, []))
+
+
+def test_a_stream_that_ends_early_is_refused() -> None:
+    """KVP-STG-END"""
+    world = granted()
+    world.receiver.chunk(CHUNK)
+    world.happen()
+    with pytest.raises(KvprotoError) as caught:
+        world.receiver.finish(1, 1)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "bytes")
+
+
+def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:
+    """KVP-STG-FIRST: a node says Done where this says so, and sends what `step` returns before."""
+    world = World()
+    world.credit()
+    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    given: list[bool] = []
+    while not any(given):
+        assert not sender.done
+        world.happen()
+        assert not sender.done
+        given += [piece.last for piece in sender.step()]
+    assert given == [False, False, True]
+    assert sender.done

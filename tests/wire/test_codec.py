@@ -1,5 +1,8 @@
 """What is written comes back, is canonical, and is what the spec's example says."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,8 @@ from kvproto.errors import LocalError, WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, enums, from_json, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
 from tests.wire.frames import GOLDEN, MESSAGES, extended, grant, objects, register, transfer
+
+CODEC = Path(__file__).parents[2] / "spec/v1/vectors/codec"
 
 
 @settings(max_examples=20, deadline=None)
@@ -27,6 +32,33 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
         assert frame[4] == (0 if name in tables.FROZEN else 1)
         assert decode(frame) == value
         assert encode(decode(memoryview(bytearray(frame)))) == frame
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_envelope(name: str) -> None:
+    """KVP-FRAME-W-MAGIC, KVP-FRAME-W-MAJOR, KVP-FRAME-W-ZERO: of every message, byte by byte."""
+    case = json.loads(next(CODEC.glob(f"*-{name}.json")).read_text())["cases"][0]
+    message = from_json(getattr(messages, name), case["fields"])
+    head = encode(message)[:16]
+    assert head[:4] == b"KVPW"
+    assert head[4:6] == (b"\0\0" if name in ("Hello", "Welcome", "Refused", "Error", "Goodbye") else b"\1\0")
+    assert head[8:12] == bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [(0, "00"), (127, "7f"), (128, "cc80"), (255, "ccff"), (256, "cd0100"), (1 << 31, "ce80000000"), (1 << 63, "cf8000000000000000")],
+)  # fmt: skip
+def test_integers_take_unsigned_forms(number: int, form: str) -> None:
+    """KVP-BODY-W-SIGN: never d0 to d3, which could hold most of these too."""
+    assert encode_struct(messages.Checksum(group=0, value=number)) == bytes.fromhex("82 0100 02" + form)
+
+
+def test_an_absent_value_has_no_field() -> None:
+    """KVP-BODY-W-ABSENT: two fields, and no nil for the optional third."""
+    one = messages.Part(name="k", dtype=enums.DType.U8, lanes=1, lane_bytes=1)
+    assert encode_struct(one)[0] == 0x84
+    assert b"\xc0" not in encode_struct(one)
 
 
 def test_golden_frame() -> None:
@@ -84,6 +116,11 @@ def test_field_that_may_be_ignored(value: str) -> None:
     assert decode(extended(value)) == decode(GOLDEN)
 
 
+def test_an_unknown_field_is_not_sent_on() -> None:
+    """KVP-BODY-IGNORE-LOST: what was read and not understood is not written again."""
+    assert encode(decode(extended("a161"))) == GOLDEN
+
+
 def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     assert decode(GOLDEN[:5] + b"\x07" + GOLDEN[6:8] + b"\x00\xff\xff\xff" + GOLDEN[12:]) == decode(GOLDEN)
 
@@ -108,6 +145,7 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     ],
 )  # fmt: skip
 def test_writer_refuses_what_the_reader_would(value: messages.Message, code: ErrorCode, path: str) -> None:
+    """KVP-BODY-W-RANGE."""
     with pytest.raises(WireError) as caught:
         encode(value)
     assert (caught.value.code, caught.value.path) == (code, path)
@@ -123,6 +161,7 @@ def test_misuse_is_a_local_error() -> None:
 
 
 def test_secrets_are_in_no_repr() -> None:
+    """KVP-SECRET-LOG."""
     shown = repr(transfer()) + repr(register())
     assert "ticket" not in shown
     assert str(1 << 46) not in shown

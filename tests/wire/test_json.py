@@ -8,13 +8,14 @@ import pytest
 from kvproto.errors import WireError
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import ErrorCode, Role
-from kvproto.wire.messages import Content, Handle, Hello, Limits, Ticket, VersionRange
+from kvproto.wire.messages import Content, Grants, Handle, Hello, Limits, Ticket, VersionRange
 from tests.wire.frames import register, transfer
 
 TICKET = {"key": "ab" * 16, "engine": "p0", "replica": "1", "deadline": "60000"}
 
 
 def test_form() -> None:
+    """KVP-JSON-W-KEYS, KVP-JSON-W-INT, KVP-JSON-W-BYTES, KVP-JSON-W-ENUM."""
     assert to_json(Ticket(key=b"\xab" * 16, engine="p0", replica=1, deadline=60000)) == TICKET
     hello = Hello(
         request=1, versions=(VersionRange(major=1, min_minor=0, max_minor=0),), engine="d", incarnation=2**64 - 1, rank=0,
@@ -30,6 +31,7 @@ def test_form() -> None:
 
 
 def test_numbers_are_taken_too() -> None:
+    """KVP-JSON-INT: a JSON number below 2^53 is exact, and taken."""
     ticket = from_json(Ticket, TICKET | {"replica": 1, "deadline": 2**53 - 1})
     assert (ticket.replica, ticket.deadline) == (1, 2**53 - 1)
 
@@ -63,10 +65,28 @@ def test_redacted() -> None:
     ],
 )
 def test_refusal(change: dict[str, Any], code: ErrorCode, path: str) -> None:
+    """KVP-JSON-KEY, KVP-JSON-INT, KVP-JSON-TYPE, KVP-JSON-RANGE."""
     with pytest.raises(WireError) as caught:
         from_json(Ticket, TICKET | change)
     assert (caught.value.code, caught.value.path) == (code, path)
     assert "AB" * 16 not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", TICKET)
+def test_a_key_that_is_absent(key: str) -> None:
+    """KVP-JSON-REQUIRED."""
+    with pytest.raises(WireError) as caught:
+        from_json(Ticket, {k: v for k, v in TICKET.items() if k != key})
+    assert (caught.value.code, caught.value.path) == (ErrorCode.MISSING_FIELD, key)
+
+
+def test_rules_hold_in_this_form_too() -> None:
+    """KVP-JSON-RULE."""
+    grant = {"group": "0", "first": "0", "count": "5", "valid": "4"}
+    with pytest.raises(WireError) as caught:
+        from_json(Grants, grant)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "valid")
+    assert from_json(Grants, grant | {"valid": "5"}).count == 5
 
 
 @pytest.mark.parametrize("data", [None, [], "x", 5, {}])
@@ -79,9 +99,18 @@ def test_not_a_ticket(data: Any) -> None:
     "transport", ["shm", 1, {"unknown": 1}, {"unknown": -3}, {"unknown": True}, {"unknown": 1 << 20}, {}]
 )
 def test_enum_refusal(transport: Any) -> None:
+    """KVP-JSON-ENUM: an unknown name, and a number in place of a name."""
     with pytest.raises(WireError) as caught:
         from_json(Handle, {"transport": transport, "data": ""})
     assert caught.value.path == "transport"
+
+
+@pytest.mark.parametrize("transport", ["shm", {"unknown": "1"}])
+def test_names_that_are_unknown_and_unknowns_that_have_a_name(transport: Any) -> None:
+    """KVP-JSON-ENUM."""
+    with pytest.raises(WireError) as caught:
+        from_json(Handle, {"transport": transport, "data": ""})
+    assert caught.value.code == ErrorCode.UNKNOWN_ENUM_VALUE
 
 
 def test_array_refusal() -> None:

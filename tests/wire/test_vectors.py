@@ -80,7 +80,7 @@ def test_cut_short_at_every_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_streams_may_be_cut_anywhere(seed: int) -> None:
-    """All frames of all files in one stream; those that break the envelope's length or magic have no place in it."""
+    """KVP-STREAM-SPLIT, KVP-STREAM-GO-ON: all frames of all files in one stream, but those that break length or magic."""
     rows = [c for p in FILES for c in cases(p) if "struct" not in c and framed(bytes.fromhex(c["bytes"]))]
     dice = random.Random(seed)
     dice.shuffle(rows)
@@ -97,6 +97,19 @@ def test_streams_may_be_cut_anywhere(seed: int) -> None:
             {"error": item.code.name, "path": item.path} if isinstance(item, WireError) else {"fields": to_json(item)}
         )
         assert found == {k: case[k] for k in ("error", "path", "fields") if k in case}, case["id"]
+
+
+def test_a_stream_ends_at_a_bad_magic() -> None:
+    """KVP-STREAM-MAGIC: nobody can tell where the next frame begins."""
+    good = bytes.fromhex(cases(VECTORS / "codec/0206-DoneAck.json")[0]["bytes"])
+    decoder = Decoder()
+    first, second = decoder.feed(good + b"X" + good[1:])
+    assert not isinstance(first, WireError)
+    assert isinstance(second, WireError)
+    assert second.code == ErrorCode.BAD_MAGIC
+    with pytest.raises(WireError) as caught:
+        list(decoder.feed(good))
+    assert caught.value.code == ErrorCode.BAD_MAGIC
 
 
 def framed(frame: bytes) -> bool:

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tools.specgen import clauses, lock, markdown, python, straight, vectors
+from tools.specgen import clauses, lock, markdown, named, python, straight, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
 
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
         clauses.check(facts)
+        unnamed = named.unnamed(facts)
         differing = lock.renew(facts, args.lock) if args.lock is not None else lock.differences(facts)
     except RegistryError as error:
         print(f"error: {error}")
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'locked' if args.lock is not None else 'differs'}: {line}")
     if len(differing) > _SHOWN:
         print(f"... and {len(differing) - _SHOWN} more")
+    for line in unnamed if args.check else ():
+        print(f"warning: {line}")
     if differing and args.check:
         print('a change of what is locked needs a reason: python -m tools.specgen --lock "why"')
     return 1 if args.check and (stale or differing) else 0

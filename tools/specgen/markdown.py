@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tools.specgen.clauses import clauses
 from tools.specgen.lint import RegistryError
+from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
 
 __all__ = ["pages", "renewed"]
@@ -112,6 +114,25 @@ def session_limits(facts: Facts) -> str:
     return limits(facts, "session")
 
 
+def index(facts: Facts) -> str:
+    """Every clause, by page."""
+    out = ["| clause | page | role | key word | error |", "|---|---|---|---|---|"]
+    for c in clauses(facts).values():
+        error = f"`{c.error}`" if c.error else ""
+        out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {c.keyword} | {error} |")
+    return "\n".join(out)
+
+
+def exempt(facts: Facts) -> str:
+    """Clauses that no test names, and why."""
+    out = ["| reason | means |", "|---|---|", *(f"| {name} | {doc} |" for name, doc in REASONS.items())]
+    out += ["", "| clause | reason | shown by | |", "|---|---|---|---|"]
+    for id_, row in exemptions(facts).items():
+        shown = f"`{row['shown']}`" if "shown" in row else ""
+        out.append(f"| `{id_}` | {row['reason']} | {shown} | {row['note']} |")
+    return "\n".join(out)
+
+
 def fact_names(facts: Facts) -> str:
     """Names of identity facts."""
     out = ["| fact | rule | |", "|---|---|---|"]
@@ -171,6 +192,7 @@ def dump(facts: Facts) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
+    "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
     "errors.md": {"errors": errors},

@@ -1,4 +1,4 @@
-"""What is made once for the operations of a rank pair, and lives as long as they do."""
+"""Results that are computed once for the operations of a rank pair, and kept for as long as those live."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class PerProgramCache(Generic[T]):
         return self._made[key]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget everything."""
         self._made.clear()

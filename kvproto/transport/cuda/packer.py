@@ -81,7 +81,7 @@ class DeviceStream:
         return self._table.chunk_size(offset, most)
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """As of the order."""
+        """As `Order.prefix_bytes`."""
         return self._table.order.prefix_bytes(layers)
 
     def pack(self, offset: int, out: Any) -> Copy:

@@ -221,6 +221,7 @@ class Agent:
                 self._transfers.look(nixl, write)
 
     def bell_of(self, write: Write) -> threading.Event:
+        """What rings when the write is over."""
         with self._door:
             write.bell = write.bell or threading.Event()
             return write.bell

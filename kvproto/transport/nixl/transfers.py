@@ -135,6 +135,7 @@ class Transfers:
             self._drop(nixl, handle)
 
     def deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
+        """Let nobody write this memory any more."""
         begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
         self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
         nixl.deregister(registration)
@@ -154,10 +155,12 @@ class Transfers:
         return error
 
     def abandon(self, nixl: Nixl, write: Write) -> None:
-        if write in self.posted and not self.look(nixl, write):  # it may be complete
+        """Give a write up, unless it turns out to be complete."""
+        if write in self.posted and not self.look(nixl, write):
             self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
 
     def disconnect(self, nixl: Nixl, peer: Peer) -> None:
+        """Write this peer's memory no more; the connection ends with the last memory of its agent."""
         _, peers = self._peers.get(peer.name, (b"", []))
         if peer not in peers:
             return
@@ -171,6 +174,7 @@ class Transfers:
             nixl.forget(peer.name)
 
     def finish(self, nixl: Nixl) -> None:
+        """End all writes as UNPROVABLE, forget all peers, and stop NIXL."""
         for write in self.posted:
             self._release(nixl, write)
             write.end(closed(), Proof.UNPROVABLE)

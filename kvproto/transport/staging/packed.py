@@ -32,7 +32,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
 
 Layer = tuple[int, int]
-"""Model, and layer of it."""
+"""(model, layer): model 0 is the target, 1 and up are the drafts."""
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ _BLOCK = 256 << 10
 
 
 class Ready(Protocol):
-    """What a packer has begun."""
+    """Packing or unpacking that has been started."""
 
     def ready(self) -> bool:
         """Whether it is complete; raises what went wrong."""
@@ -176,11 +176,11 @@ class PackedStream:
         return self._order.length
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """A record that is cut costs nothing here."""
+        """`most`: cutting a record costs nothing here."""
         return most
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """As of the order."""
+        """As `Order.prefix_bytes`."""
         return self._order.prefix_bytes(layers)
 
     def pack(self, offset: int, out: Any) -> Ready:

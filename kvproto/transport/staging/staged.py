@@ -30,11 +30,11 @@ from kvproto.wire.messages import Chunk, Credit
 __all__ = ["LEAST_SLOTS", "Link", "Piece", "StagedReceiver", "StagedSender", "Staging", "Target"]
 
 LEAST_SLOTS = 3
-"""One is filled while one is on its way and one is emptied."""
+"""One is being filled, one is on its way, and one is being emptied."""
 
 
 class Staging(Protocol):
-    """Equal slots of this process; `nixl.Registered` is one."""
+    """Slots of equal size in this process, such as `nixl.regions.Registered`."""
 
     @property
     def slots(self) -> int:
@@ -52,11 +52,11 @@ class Writing(Ready, Protocol):
     """A write under way."""
 
     def abandon(self) -> None:
-        """Stop asking after it."""
+        """Give it up: whether it still arrives is not known."""
 
 
 class Target(Protocol):
-    """A peer's slots; `nixl.Peer` is one."""
+    """A peer's slots, such as `nixl.regions.Peer`."""
 
     @property
     def slots(self) -> int:
@@ -70,12 +70,12 @@ class Target(Protocol):
         """The first bytes of a slot, as `write` takes them."""
 
     def write(self, source: Any, to: Any) -> Writing:
-        """Begin to write."""
+        """Begin to write `source` to `to`, of equal length."""
 
 
 @attrs.frozen
 class Piece:
-    """A Chunk without its names."""
+    """What a Chunk says of one slot, without session, sequence and attempt."""
 
     slot: int
     offset: int
@@ -109,7 +109,7 @@ class Link:
         self.granted: deque[int] = deque()
         """The sink's slots that may be written."""
         self._away = set(range(target.slots))
-        """The sink's slots that it may grant: at first all, then those that a Chunk has named."""
+        """The sink's slots that it may grant: all of them at first, then those that a Chunk has named."""
 
     def grant(self, credit: Credit) -> None:
         """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
@@ -144,12 +144,12 @@ class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
     def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
-        """`grows`: nothing is there to be packed before `mark_ready` says so."""
+        """With `grows`, nothing is packed before `mark_ready` says that it is there."""
         self._link, self._packer = link, packer
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_Part] = deque()
         self._writing = 0
-        """So many of them, from the first on, are written."""
+        """How many of them, from the first on, are being written."""
         self._stopped = False
         self._lost = False
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from kvproto.errors import LocalError
 from kvproto.node.pool import Pool, allocate
 from kvproto.node.source import PART
 from kvproto.planning.geometry import Geometry
-from kvproto.transport import load
+from kvproto.session import new_incarnation
+from kvproto.transport import load, names
 from kvproto.transport.base import Memory, Transport
 from kvproto.wire.enums import ErrorCode
 
@@ -22,7 +24,7 @@ from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
-TRANSPORTS = ("shm", "nixl", "cuda")
+TRANSPORTS = names()
 POOLS = ("own", "jax")
 
 
@@ -189,5 +191,5 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def incarnation() -> int:
-    """A fresh random number for this run."""
-    return int.from_bytes(os.urandom(8), "little")
+    """The incarnation of a run that begins now."""
+    return new_incarnation(time.time(), int.from_bytes(os.urandom(4), "little"))

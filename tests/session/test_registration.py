@@ -1,0 +1,152 @@
+"""Descriptions and registration: what each side states, and what the other makes of it."""
+
+import hashlib
+from typing import Any
+
+import attrs
+import pytest
+
+from kvproto.errors import RemoteError
+from kvproto.planning.geometry import encode_geometry, mla
+from kvproto.planning.plan import plan
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import Access, DType, ErrorCode, Transport
+from kvproto.wire.messages import Describe, Description, Error, Refused, Register, Registered
+from tests.session.driver import World, geometry
+
+
+class Watched(World):
+    """A world that changes messages on their way, keeps all of them, and may leave a Register unmapped."""
+
+    def __init__(self, source: Any, twist: dict[type, dict[str, Any]] | None = None, maps: bool = True) -> None:
+        super().__init__(source)
+        self.twist, self.maps, self.said = twist or {}, maps, list[Any]()
+        self.keep = self.pass_on
+
+    def pass_on(self, to: str, frame: bytes) -> int:
+        message = decode(frame)
+        self.said.append(message)
+        changes = self.twist.get(type(message))
+        if changes:
+            receiver: Any = self.sources.get(to) or self.sinks[to]
+            twisted = encode(attrs.evolve(message, **changes))
+            receiver.receive("d0" if to in self.sources else "s0", twisted, self.now)
+        return not changes
+
+    def accept(self, address: str, session: int) -> None:
+        if self.maps:
+            super().accept(address, session)
+
+    def of(self, kind: type) -> list[Any]:
+        return [m for m in self.said if type(m) is kind]
+
+
+def met(twist: dict[type, dict[str, Any]] | None = None, maps: bool = True) -> Watched:
+    world = Watched(geometry(1), twist, maps)
+    world.sink("d0", geometry(1))
+    world.run()
+    return world
+
+
+def test_register_follows_both_descriptions_and_states_the_plan_of_the_two() -> None:
+    """KVP-DSC-BOTH, KVP-DSC-ONLY: nothing but the two geometries decides the routes."""
+    world = met()
+    kinds = [type(m) for m in world.said]
+    assert kinds.index(Describe) < kinds.index(Description) < kinds.index(Register) < kinds.index(Registered)
+    (register,), (registered,) = world.of(Register), world.of(Registered)
+    made = plan(geometry(1), geometry(1))
+    assert bytes(register.plan) == bytes(registered.plan) == made.digest
+    assert register.routes == registered.routes == tuple(route.ref for route in made.routes)
+
+
+@pytest.mark.parametrize("kind", [Describe, Description])
+def test_a_geometry_without_its_digest(kind: type) -> None:
+    """KVP-DSC-DIGEST, of either side."""
+    world = met({kind: {"digest": bytes(32)}})
+    (event,) = world.events("d0", "SessionRefused")
+    assert (event.error.code, event.error.path) == (ErrorCode.BAD_DIGEST, "digest")
+    assert not world.of(Register)
+
+
+def test_an_error_inside_the_geometry_has_its_path_below_geometry() -> None:
+    """KVP-DSC-PATH."""
+    whole = encode_geometry(geometry(1))
+    # the codec writes no layers that are out of order, so they are made so in its bytes: 0, 1, 2 as an array of u8
+    data = whole.replace(bytes.fromhex("c70301 000102"), bytes.fromhex("c70301 000202"))
+    assert data != whole
+    world = met({Describe: {"geometry": data, "digest": hashlib.sha256(data).digest()}})
+    (refused,) = world.of(Refused)
+    assert refused.path == "geometry.ranks[0].owns[0].layers[2]"
+    assert refused.code == ErrorCode.BAD_GEOMETRY
+
+
+def test_a_geometry_that_cannot_be_planned_with_is_refused_by_the_error_of_planning() -> None:
+    """KVP-DSC-PLAN."""
+    world = Watched(geometry(1))
+    world.sink("d0", geometry(1, groups=(mla(0, "target", 0, 48, 4, DType.F32), *geometry(1).groups[1:])))
+    world.run()
+    (refused,) = world.of(Refused)
+    assert (refused.code, refused.path) == (ErrorCode.LANE_MISMATCH, "groups[target].parts[latent].lanes")
+    assert not world.of(Description)
+
+
+def test_the_version_of_a_geometry_that_does_not_change() -> None:
+    """KVP-DSC-VERSION: every session of an endpoint states one version, as its geometry never changes."""
+    world = met()
+    world.sink("d1", geometry(1), engine="e")
+    world.run()
+    assert len({m.version for m in world.of(Description)}) == 1
+
+
+@pytest.mark.parametrize("field", ["source", "sink"])
+def test_a_register_that_names_another_description(field: str) -> None:
+    """KVP-REG-DIGESTS."""
+    world = met({Register: {field: bytes(32)}})
+    (refused,) = world.of(Refused)
+    assert (refused.code, refused.path) == (ErrorCode.DESCRIPTION_MISMATCH, field)
+    assert not world.of(Registered)
+
+
+@pytest.mark.parametrize("changes", [{"plan": bytes(32)}, {"routes": ()}])
+def test_a_registered_that_states_other_routes_ends_the_session(changes: dict[str, Any]) -> None:
+    """KVP-REG-CHECK."""
+    world = met({Registered: changes})
+    (event,) = world.events("d0", "SessionRefused")
+    assert event.error.code == ErrorCode.ROUTE_MISMATCH
+    assert not world.sinks["d0"].ready
+
+
+def test_registered_waits_until_the_memory_is_mapped() -> None:
+    """KVP-REG-MAP."""
+    world = met(maps=False)
+    assert len(world.of(Register)) == 1
+    assert not world.of(Registered)
+    (number,) = world.sources["s0"].sessions
+    world.sources["s0"].sessions[number].accept_register(Transport.SHM)
+    world.run()
+    assert len(world.of(Registered)) == 1
+    assert world.sinks["d0"].ready
+
+
+def test_memory_that_cannot_be_mapped_is_refused_and_the_next_register_is_served() -> None:
+    """KVP-REG-FAIL."""
+    world = met(maps=False)
+    (number,) = world.sources["s0"].sessions
+    error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles[0]", "a sealed file", "a file that may shrink")
+    world.sources["s0"].sessions[number].refuse_register(error)
+    world.run()
+    (refused,) = world.of(Refused)
+    assert (refused.code, refused.path) == (ErrorCode.TRANSPORT_FAILED, "regions[0].handles[0]")
+    world.maps = True
+    world.sink("d1", geometry(1), engine="e")
+    world.run()
+    assert world.sinks["d1"].ready
+
+
+def test_an_access_that_the_holder_has_no_use_for() -> None:
+    """KVP-REG-ACCESS: a source that pushes cannot use memory that it may only read."""
+    world = met({Register: {"access": Access.READ}})
+    (refused,) = world.of(Refused)
+    assert (refused.code, refused.path) == (ErrorCode.NO_TRANSPORT, "access")
+    assert (refused.mine, refused.yours) == ("WRITE", "READ")
+    assert not world.of(Error)
