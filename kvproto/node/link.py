@@ -60,7 +60,7 @@ class SourceLink:
             here.party, here.pool.side.geometry, regions, columns, here.features, seed, self._registration,
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
         )  # fmt: skip
-        self._puller = Puller(self.endpoint, here.pool, here.readers, time.monotonic)
+        self._puller = Puller(self.endpoint, here.pool, here.readers)
         self._expected: Expected | None = None
         self._deliveries: dict[int, StagedDelivery] = {}
         """By source rank."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import attrs
 
@@ -38,10 +39,8 @@ class _Pull:
 class Puller:
     """Maps the memory of sources and reads their offers while they are leased."""
 
-    def __init__(
-        self, endpoint: SinkEndpoint, pool: RankPool, transports: Sequence[Transport], clock: Callable[[], float]
-    ) -> None:
-        self._endpoint, self._pool, self._clock = endpoint, pool, clock
+    def __init__(self, endpoint: SinkEndpoint, pool: RankPool, transports: Sequence[Transport]) -> None:
+        self._endpoint, self._pool = endpoint, pool
         self._transports = transports
         self._peers: dict[int, PeerMapping] = {}
         """By source rank."""
@@ -84,7 +83,7 @@ class Puller:
 
     def _begin(self, pull: _Pull) -> bool:
         """Start a copy if it may begin; whether it is over already."""
-        offered, now = pull.offered, self._clock()
+        offered, now = pull.offered, time.monotonic()
         if not self._endpoint.wanted(offered):
             return True
         try:
@@ -116,12 +115,12 @@ class Puller:
                 pull.error, done = error, False
             if done:
                 # the clock after the copy: what was read beyond the lease is of no use
-                self._endpoint.read(pull.offered, pull.copying.bytes, self._clock())
+                self._endpoint.read(pull.offered, pull.copying.bytes, time.monotonic())
             if done or pull.error is None:
                 return done
         proof = pull.copying.stop()
         if proof is not None:
-            self._endpoint.unread(pull.offered, pull.error, self._clock(), proof)
+            self._endpoint.unread(pull.offered, pull.error, time.monotonic(), proof)
         return proof is not None
 
     def _pair(self, rank: int, event: RegisterAsked) -> Pair:

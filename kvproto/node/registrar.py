@@ -58,6 +58,8 @@ class PeerMapping:
     transport: Transport
     pair: Pair
     connection: Connection = attrs.Factory(Connection)
+    reads: bool = False
+    """Whether the peer reads our memory, so that nothing of its own is mapped."""
 
     @property
     def staged(self) -> bool:

@@ -39,8 +39,6 @@ class Attempt:
 
     asked: TransferRequested
     peer: PeerMapping
-    reads: bool
-    """Whether the sink reads, so that this side copies nothing."""
     progress: SendProgress
     program: CopyProgram | None = None
     """Of the rows that were there when it was made."""
@@ -85,17 +83,13 @@ class Scheduler:
         """
         self._part_bytes, self._first_part_ratio = part_bytes, first_part_ratio
 
-    def due(self, attempt: Attempt, request: Request | None) -> bool:
-        """Whether its last part waits to be handed over."""
-        return request is not None and request.finished is not None and attempt.last is None
-
     def parts(self, attempt: Attempt, request: Request) -> list[Part]:
         """The parts to hand over now; sets `failure` where the request cannot give what was asked for."""
         if attempt.stream is not None:
             return []
         if request.finished is not None:
             return self._last(attempt, request)
-        if attempt.news == request.news or attempt.reads:
+        if attempt.news == request.news or attempt.peer.reads:
             return []
         if not (attempt.peer.staged or self._worth(attempt, request)):
             attempt.news = request.news
@@ -141,7 +135,7 @@ class Scheduler:
         except KvprotoError as error:
             attempt.failure = error
             return []
-        if attempt.reads:
+        if attempt.peer.reads:
             return [Part(NOTHING, None, finished.events, 0)]
         if attempt.progress.begun:
             return attempt.progress.last(program, finished.events)

@@ -69,6 +69,7 @@ class SourceNode:
 
     def expect(self, ticket: Ticket, content: bytes, tokens: int) -> None:
         """The request of this ticket is here; its prompt has so many tokens."""
+        self._requests.setdefault(bytes(ticket.key), Request())
         self.endpoint.expect(ticket, content, time.monotonic(), tokens)
 
     def computed(self, key: bytes, computed: Computed) -> None:
@@ -79,16 +80,23 @@ class SourceNode:
         incremental go at the end. Items stay as they are until RequestOver, or after `refuse` until nothing `reads`
         them.
         """
-        self._requests.setdefault(key, Request()).add(computed)
+        if (request := self._requests.get(key)) is not None:  # else it is over
+            request.add(computed)
 
     def finish(self, key: bytes, finished: Finished) -> None:
         """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
-        self._requests.setdefault(key, Request()).finished = finished
-        self.endpoint.finish(key)
+        if (request := self._requests.get(key)) is not None:  # else it is over
+            request.finished = finished
+            self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
         """This request cannot be produced; items of a Computed are free once nothing `reads` them."""
         self.endpoint.refuse(key, error, time.monotonic())
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return self._dispatcher.busy
 
     def reads(self, key: bytes) -> bool:
         """Whether a copy still reads the items of this request."""
@@ -200,7 +208,7 @@ class SourceNode:
         made, _ = register((transport,), self.pool.memories, pair.nothing, pair.nothing.runs)
         session.accept_register(transport.capabilities.code)
         session.expose(made.regions, tuple(self.pool.side.columns.values()), time.monotonic())
-        self._peers[event.session] = PeerMapping(event, transport, pair)
+        self._peers[event.session] = PeerMapping(event, transport, pair, reads=True)
 
     # copies
 
@@ -211,10 +219,10 @@ class SourceNode:
 
     def _join(self, asked: TransferRequested) -> None:
         """A sink rank asks for a request."""
-        peer = self._peers[asked.session]
-        reads = Feature.PULL in self.endpoint.sessions[asked.session].features
-        made = Attempt(asked, peer, reads, SendProgress(peer.pair.nothing))
-        self._attempts.setdefault(made.key, made)
+        key = (asked.session, asked.transfer.sequence, asked.transfer.attempt)
+        peer = self._peers.get(asked.session)
+        if peer is not None and key not in self._attempts:  # its session may be over already
+            self._attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
 
     def _copy(self) -> None:
         """Start copies for all sinks that have asked and can be served, as one where that is better."""
@@ -300,7 +308,7 @@ class SourceNode:
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
         sums = self._checksums(attempt, program) if Feature.VERIFY in session.features else None
-        if attempt.reads:
+        if attempt.peer.reads:
             grants = offered(attempt.peer.pair.routes, self.pool.side, asked.transfer.grants, finished.items)
             self.endpoint.offer(asked, now, self._lease, grants, finished.outcome, last.handoff, sums)
             self._offers = {key: each for key, each in self._offers.items() if self.endpoint.offered(each[0].asked)}

@@ -11,17 +11,15 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
+from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import allocate
+from kvproto.node import SinkNode, SourceNode
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
-from kvproto.session import Party
-from kvproto.session.events import Ready
-from kvproto.wire.enums import Outcome
-from tests.node.nodes import Nodes
+from tests.node.nodes import PREFILL, Nodes, finished
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side
+from tests.pools import allocate, contents
 from tests.session.driver import ticket
 
 FEW, ROOM = 8, 40
@@ -74,11 +72,11 @@ class AnyTwo(Nodes):
         self.held = {rank: window(self.from_, rank, theirs) for rank in addresses}
         """Items of each source rank."""
         self.pool = allocate(to, number, dict.fromkeys(mine, ROOM))
-        self.wanted = bytearray(self.pool.memory.length)
+        self.wanted = bytearray(contents(self.pool).size)
         sources = []
         for rank in addresses:
             pool = allocate(self.from_, rank, dict.fromkeys(theirs, ROOM))
-            memory = np.from_dlpack(pool.memory)
+            memory = contents(pool)
             memory[:] = rng.integers(1, 256, memory.size, np.uint8)
             sides = (
                 {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
@@ -86,24 +84,24 @@ class AnyTwo(Nodes):
             )
             program = lower(routes.between(rank, number), pool.side, self.pool.side, *sides)
             execute(program, {0: memoryview(memory)}, {0: memoryview(self.wanted)})
-            party, listener = Party("p", 0, rank, rank + 1), Listener(addresses[rank])
-            sources.append(SourceNode(party, self.from_, pool, listener, addresses, **give()))
-            sources[-1].expect(self.ticket, CONTENT)
+            sources.append(SourceNode(party_of("p", pool), pool, Listener(addresses[rank]), addresses, **give()))
+            sources[-1].expect(self.ticket, CONTENT, FEW)
         required = routes.required(number)
         self.required = [node for node in sources if node.pool.side.rank in required]
         """Those that the sink asks."""
-        sink = SinkNode(Party("d", 0, number, 99), to, self.pool, Dialer(), addresses[required[0]], **take)
+        sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), **take)
+        sink.connect(PREFILL, addresses[required[0]])
         super().__init__(sources, [sink])
 
     def ask(self) -> None:
-        self.until(lambda: self.count(Ready))
-        self.sinks[0].transfer(self.ticket, CONTENT, 0, FEW, self.items)
+        self.ready()
+        self.fetch(0, self.ticket, CONTENT, FEW, self.items)
 
     def finish(self) -> None:
         for rank, node in zip(self.held, self.sources, strict=True):
-            node.finish(self.key, Finished(self.held[rank], FEW, Outcome.CONTINUE, {}))
+            node.finish(self.key, finished(self.held[rank], FEW))
 
     def check(self) -> None:
         """Every byte of the request is there, and no other has changed."""
-        assert np.array_equal(np.from_dlpack(self.pool.memory), np.frombuffer(self.wanted, np.uint8))
+        assert np.array_equal(contents(self.pool), np.frombuffer(self.wanted, np.uint8))
         assert any(self.wanted)

@@ -1,16 +1,60 @@
-"""Nodes that are polled together, and what tests do to them."""
+"""Nodes that get their turns together, and what tests do to them.
+
+Between turns a test sleeps as a driver does: on the descriptors of the nodes, and no longer than their timers say. So a
+wake-up that is lost is a test that fails.
+"""
 
 import contextlib
 import multiprocessing
+import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
 
-from kvproto.net.sockets import wait
-from kvproto.node import SinkNode, SourceNode
+import numpy as np
+import pytest
+
+import kvproto.node.link
+import kvproto.node.pulling
+import kvproto.node.sink
+import kvproto.node.source
+from kvproto import Pool, Ticket
+from kvproto.errors import RemoteError
+from kvproto.node import Finished, SinkNode, SourceNode
+from kvproto.node.pages import grants_of
+from kvproto.session.events import Planned
+from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
+from tests.pools import contents
+
+PREFILL = "p", 0
+"""The source replica of most tests."""
+SINK: tuple[ModuleType, ...] = (kvproto.node.sink, kvproto.node.link, kvproto.node.pulling)
+SOURCE: tuple[ModuleType, ...] = (kvproto.node.source,)
+"""Modules of a role that ask for the time."""
+LONGEST = 20.0
+"""Seconds in which something must happen."""
+
+
+class Driven(Protocol):
+    """A node as a driver sees it."""
+
+    def turn(self, ready: Collection[int] = ()) -> list[Any]: ...
+    def filenos(self) -> Collection[int]: ...
+    def timeout(self) -> float | None: ...
+
+
+def sleep(nodes: Iterable[Driven], longest: float) -> list[int]:
+    """Return when a node has something to do, or after the longest time; the descriptors that are readable."""
+    poll, planned = select.poll(), [longest]
+    for node in nodes:
+        for fd in node.filenos():
+            poll.register(fd, select.POLLIN)
+        if (seconds := node.timeout()) is not None:
+            planned.append(seconds)
+    return [fd for fd, _ in poll.poll(min(planned) * 1000)]
 
 
 class Nodes:
@@ -19,23 +63,51 @@ class Nodes:
     def __init__(self, sources: Sequence[SourceNode], sinks: Sequence[SinkNode]) -> None:
         self.sources, self.sinks = list(sources), list(sinks)
         self.told: list[Any] = []
+        self.connected = 0
+        """How often a sink has told that all ranks of a source are ready."""
+        self._numbers = 0
 
-    def until(self, condition: Callable[[], Any]) -> None:
-        # of those that are polled: the socket of another stays readable, and waiting for it would not wait
-        self._until(condition, self.sinks, lambda: [s for sink in self.sinks for s in sink._dialer.sockets])
+    def turn(self, *nodes: SourceNode | SinkNode, ready: Collection[int] = ()) -> None:
+        """One turn of these nodes, or of all."""
+        for node in nodes or (*self.sources, *self.sinks):
+            told = node.turn(ready)
+            self.told += told
+            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Planned) for e in told)
+
+    def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
+        """Turns of all until it is so; `longest` is how long to sleep where nobody tells that it has become so."""
+        self._until(condition, [*self.sources, *self.sinks], longest)
 
     def sources_until(self, condition: Callable[[], Any]) -> None:
         """The sinks do nothing meanwhile."""
-        self._until(condition, [], lambda: [node._listener.socket for node in self.sources])
+        self._until(condition, list(self.sources), LONGEST)
 
-    def _until(self, condition: Callable[[], Any], sinks: list[SinkNode], sockets: Callable[[], list[Any]]) -> None:
-        for _ in range(2000):
-            for node in (*self.sources, *sinks):
-                self.told += node.poll()
+    def _until(self, condition: Callable[[], Any], nodes: list[SourceNode | SinkNode], longest: float) -> None:
+        end, ready = time.monotonic() + 2 * LONGEST, list[int]()
+        while time.monotonic() < end:
+            if nodes:
+                self.turn(*nodes, ready=ready)
             if condition():
                 return
-            wait(sockets(), 0.01)
+            ready = sleep(nodes, longest)
         raise AssertionError(self.told)
+
+    def ready(self) -> None:
+        """Every sink has a source that is ready."""
+        self.until(lambda: self.connected >= len(self.sinks))
+
+    def fetch(
+        self, sink: int, made: Ticket, content: bytes, tokens: int, items: dict[int, list[int]], first: int = 0
+    ) -> int:
+        """Ask for tokens [first, tokens) of a request; `items` by group id, from the page of token 0 on."""
+        self._numbers += 1
+        node = self.sinks[sink]
+        replica = made.engine, made.replica
+        node.fetch(self._numbers, replica, bytes(made.key), content, grants(node.pool, items, first, tokens))
+        return self._numbers
+
+    def abort(self, sink: int, number: int = 1) -> None:
+        self.sinks[sink].abort(number, changed_our_mind())
 
     def count(self, kind: Any) -> int:
         return sum(isinstance(e, kind) for e in self.told)
@@ -45,14 +117,46 @@ class Nodes:
         self.until(lambda: self.count(kind) == count)
         return [e for e in self.told if isinstance(e, kind)]
 
+    def idle(self) -> bool:
+        """Whether no transfer is under way at a sink, and no copy at a source."""
+        links = [link for sink in self.sinks for link in sink.links().values()]
+        return all(link.idle for link in links) and not any(node.busy for node in self.sources)
+
     def close(self) -> None:
         for node in (*self.sinks, *self.sources):
             node.close("over")
 
 
-def later(seconds: float) -> Any:
-    """A clock that is ahead."""
-    return SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
+def changed_our_mind() -> RemoteError:
+    return RemoteError(ErrorCode.ABORTED, "", "changed our mind", "")
+
+
+def grants(pool: Any, items: dict[int, list[int]], first: int, tokens: int) -> Any:
+    """What a sink rank asks for, from page tables by group id."""
+    groups = {g.id: g.name for g in pool.side.geometry.groups if g.kind != ItemKind.HANDOFF}
+    return grants_of(pool.side, {groups[g]: table for g, table in items.items() if g in groups}, first, tokens)
+
+
+def finished(
+    items: dict[int, list[int]], tokens: int, handoff: dict[tuple[int, str], bytes] | None = None,
+    after: int | None = None,
+) -> Finished:  # fmt: skip
+    """A request whose prefill is over."""
+    tables = {group: np.array(table, np.int64) for group, table in items.items()}
+    return Finished(tables, tokens, Outcome.CONTINUE, handoff or {}, after)
+
+
+def seen(node: SourceNode | SinkNode, see: Callable[[Any, bytes], bytes]) -> None:
+    """Show a test each frame that a node sends; what it returns is sent."""
+    carrier: Any = node._listener if isinstance(node, SourceNode) else node._dialer
+    send = carrier.send
+    carrier.send = lambda to, frame: send(to, see(to, frame))
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float, *modules: ModuleType) -> None:
+    """Let the clock of a role be ahead; of both without modules."""
+    for module in modules or (*SINK, *SOURCE):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
 
 
 def begin(
@@ -62,6 +166,7 @@ def begin(
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("forkserver").Process(target=source, args=(theirs, *arguments), daemon=True)
     process.start()
+    stack.callback(ours.close)
     stack.callback(process.join)
     stack.callback(process.kill)
     hear(ours, "listening")
@@ -71,3 +176,16 @@ def begin(
 def hear(conn: Connection, said: str) -> None:
     assert conn.poll(60)
     assert conn.recv() == said
+
+
+def serve(conn: Connection, node: Driven, each: Callable[[], None] = lambda: None) -> None:
+    """Turns of a node until its test says something; `each` runs after every turn."""
+    while not conn.poll(0):
+        node.turn()
+        each()
+        sleep([node], 0.01)
+
+
+def put(pool: Pool, byte: int) -> None:
+    """Fill a pool."""
+    contents(pool)[:] = byte

@@ -10,10 +10,10 @@ from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window, windows
 from kvproto.node.offering import offered
-from kvproto.node.pool import allocate
 from kvproto.planning.plan import plan
 from kvproto.wire.messages import Grants
 from tests.node.any_two import FEW, ROOM, small_worlds, window, world
+from tests.pools import allocate, contents
 from tests.session.driver import geometry
 
 
@@ -28,7 +28,7 @@ def test_what_is_offered_suffices(seed: int) -> None:
                 allocate(g, rank, dict.fromkeys([x.id for x in g.groups], ROOM))
                 for g, rank in ((from_, source), (to, sink))
             )
-            np.from_dlpack(here.memory)[:] = np.random.default_rng(seed).integers(1, 256, here.memory.length, np.uint8)
+            contents(here)[:] = np.random.default_rng(seed).integers(1, 256, contents(here).size, np.uint8)
             order = {g.id: rng.sample(range(ROOM), ROOM) for g in (*from_.groups, *to.groups)}
             items, pair = window(from_, source, order), routes.between(source, sink)
             asked = []
@@ -43,9 +43,9 @@ def test_what_is_offered_suffices(seed: int) -> None:
             all_ = {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
             results = []
             for sources in (all_, windows(made)):
-                memory = memoryview(bytearray(there.memory.length))
+                memory = memoryview(bytearray(contents(there).size))
                 program = lower(pair, here.side, there.side, sources, windows(asked))
-                execute(program, {0: here.memory.buffer}, {0: memory})  # type: ignore[attr-defined]
+                execute(program, {0: memoryview(contents(here))}, {0: memory})
                 results.append(bytes(memory))
             assert results[0] == results[1]
 

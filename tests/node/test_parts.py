@@ -4,7 +4,6 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -12,23 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvproto.node.parts import Handed, Part, There
 
-import kvproto.node.source
+from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
-from kvproto.node import Computed, Finished, SourceNode
-from kvproto.node.sink import Received
-from kvproto.node.source import Sent
-from kvproto.session.events import Expired, Lost, Ready, Released, SessionClosed
+from kvproto.node import Computed, SourceNode
+from kvproto.node.progress import Available, Part, SendProgress
+from kvproto.node.told import Copied, Received, RequestOver, TransferLost
+from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Move
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
-from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_worlds
+from tests.node.nodes import SOURCE, ahead, finished, put
 from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
 from tests.plan import oracle
 from tests.plan.programs import random_pairs
+from tests.pools import column
 from tests.session.driver import geometry, ticket
 
 LAYERS = {0: 3, 1: 1}
@@ -44,23 +44,23 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
         got, want = (oracle.noise(to_lengths, 2) for _ in range(2))
         regions = {i: memoryview(p) for i, p in got.items()}
         execute(program, here, {i: memoryview(p) for i, p in want.items()})
-        handed, there, written = Handed(program), dict[tuple[int, int], There](), 0
+        progress, there, written = SendProgress(program), dict[tuple[int, int], Available](), 0
         table = tables.table(program, dict.fromkeys(here, 0), dict.fromkeys(regions, 0))
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
         for _ in range(rng.randint(0, 8) if layers else 0):
             tokens = rng.randint(1, 30)
             for layer in rng.sample(layers, rng.randint(1, len(layers))):
-                if tokens > there.get(layer, There(0)).tokens:
-                    there[layer] = There(tokens)
+                if tokens > there.get(layer, Available(0)).tokens:
+                    there[layer] = Available(tokens)
             if rng.random() < 0.7:
-                written += sum(run(table, part, there, here, regions) for part in handed.next(program, there))
-                handed.advance(there)
-        written += sum(run(table, part, None, here, regions) for part in handed.last(program, ()))
+                written += sum(run(table, part, there, here, regions) for part in progress.next(program, there))
+                progress.advance(there)
+        written += sum(run(table, part, None, here, regions) for part in progress.last(program, ()))
         assert written == program.bytes
         assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
-def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | None, here: Any, regions: Any) -> int:
+def run(table: tables.Table, part: Part, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
     """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
     work = tables.Work(table, 0, part.program.maps, part.layers)
     assert tables.launch([work], np.zeros(tables.sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
@@ -76,7 +76,7 @@ def run(table: tables.Table, part: Part, there: dict[tuple[int, int], There] | N
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0, 0.5, 1, 2, 16]))
-def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: float) -> None:
+def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, ratio: float) -> None:
     rng = random.Random(seed)
     for program, _, _ in random_pairs(rng):
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
@@ -87,19 +87,23 @@ def test_a_part_is_due_when_it_is_as_much_as_what_is_to_come(seed: int, late: fl
         ]
         early = {(int(op["model"]), int(op["layer"])) for op in program.ops if maps[op["map"]]}
         wanted = {(layer, t) for layer in early for t in range(*asked[layer[0]])}
-        handed, there, gone, n = Handed(program), dict[tuple[int, int], There](), set[Any](), 0
+        progress, there, gone, n = SendProgress(program), dict[tuple[int, int], Available](), set[Any](), 0
         for _ in range(12 if layers else 0):
             layer = rng.choice(layers)
-            there[layer] = There(max(rng.randint(1, 30), there.get(layer, There(0)).tokens))
+            there[layer] = Available(max(rng.randint(1, 30), there.get(layer, Available(0)).tokens))
             computed = {(layer, t) for layer, t in wanted if layer in there and t < there[layer].tokens}
-            factor = min(late, 1) if n else late
-            due = handed.due(there, asked, late)
+            factor = min(ratio, 1) if n else ratio
+            due = progress.due(there, asked, ratio)
             models = {model for model, _ in there}
             coming = {(layer, t) for layer, t in wanted - computed if layer[0] in models}
             assert due == (len(computed - gone) >= factor * len(coming))
             if due and rng.random() < 0.5:
-                handed.advance(there)
+                progress.advance(there)
                 gone, n = computed, n + 1
+
+
+def arrays(items: dict[int, list[int]]) -> dict[int, Any]:
+    return {group: np.array(table, np.int64) for group, table in items.items()}
 
 
 class Counting(ShmTransport):
@@ -152,6 +156,8 @@ class Launch:
 class Device(ShmTransport):
     """Launches that take their time, and at most `room` of them at once."""
 
+    capabilities = attrs.evolve(ShmTransport.capabilities, poll_interval=1e-3)
+
     def __init__(self, room: int = 4) -> None:
         self.launches: list[Launch] = []
         self.room = room
@@ -174,23 +180,23 @@ class Prefill:
         self.key, self.rng = bytes(self.ticket.key), rng
         pair.sent = self.data, self.items
         for node in pair.sources:
-            np.frombuffer(node.pool.memory.buffer, np.uint8)[:] = 0xAA  # type: ignore[attr-defined]
-            node.expect(self.ticket, CONTENT)
-        pair.until(lambda: pair.count(Ready) == len(pair.sinks))
+            put(node.pool, 0xAA)
+            node.expect(self.ticket, CONTENT, TOKENS)
+        pair.ready()
 
     def compute(self, model: int, layers: tuple[int, int], first: int, end: int) -> None:
         for node in self.pair.sources:
             self._write(node, model, layers, first, end)
             # pages are allocated as the prompt goes on
             items = {g: i[: -(-end // 4)] if g == model else i for g, i in self.items.items()}
-            node.computed(self.key, Computed(items, end, layers, model))
+            node.computed(self.key, Computed(arrays(items), end, layers, model))
 
     def _write(self, node: SourceNode, model: int, layers: tuple[int, int], first: int, end: int) -> None:
         group, share = node.pool.side.group(model), node.pool.side.owns(model)
         for layer in range(*layers):
             for p, part in enumerate(group.parts):
                 span = next(s for s in share.lanes if s.part == p)
-                view = node.pool.array(model, layer, part.name)
+                view = column(node.pool, model, layer, part.name)
                 for token in range(first, end):
                     item, row = self.items[model][token // 4], token % 4
                     lanes = self.data[model][item, layer, row, span.lo : span.hi, : part.lane_bytes]
@@ -198,11 +204,11 @@ class Prefill:
 
     def finish(self) -> None:
         for node in self.pair.sources:
-            node.finish(self.key, Finished(self.items, TOKENS, Outcome.CONTINUE, FIRST))
+            node.finish(self.key, finished(self.items, TOKENS, FIRST))
 
     def ask(self, sink: int) -> dict[int, list[int]]:
         items = {g: self.rng.permutation(12)[:3].tolist() for g in (0, 1)}
-        self.pair.sinks[sink].transfer(self.ticket, CONTENT, 0, TOKENS, items)
+        self.pair.fetch(sink, self.ticket, CONTENT, TOKENS, items)
         return items
 
     def asked(self, sink: int) -> dict[int, list[int]]:
@@ -214,11 +220,11 @@ class Prefill:
 
 @contextlib.contextmanager
 def pairs(
-    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part: int = 1,
-    late: float | None = None,
+    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part_bytes: int = 1,
+    first_part_ratio: float | None = None,
 ) -> Iterator[Pair]:  # fmt: skip
     folder.chmod(0o700)
-    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part=part, late=late)
+    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part_bytes=part_bytes, first_part_ratio=first_part_ratio)
     try:
         yield made
     finally:
@@ -243,13 +249,13 @@ def hand_over_at_random(made: Pair, rng: random.Random) -> None:
         for _ in range(rng.randint(0, 3)):
             made.until(lambda: True)
     prefill.finish()
-    made.until(lambda: made.count(Received) == len(made.sinks) and made.count(Released) == len(made.sources))
+    made.until(lambda: made.count(Received) == len(made.sinks) and made.count(RequestOver) == len(made.sources))
     check(made, [items[sink] for sink in range(len(made.sinks))])
 
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
-@pytest.mark.parametrize("part", [1, 700, 1 << 20])
-def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp: int, sink_tp: int, part: int) -> None:
+@pytest.mark.parametrize("part_bytes", [1, 700, 1 << 20])
+def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp: int, sink_tp: int, part_bytes: int) -> None:
     rng = random.Random()
     movers: list[Counting] = []
 
@@ -257,7 +263,7 @@ def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp
         movers.append(Counting())
         return [movers[-1]]
 
-    with pairs(tmp_path, source_tp, sink_tp, give, part) as made:
+    with pairs(tmp_path, source_tp, sink_tp, give, part_bytes) as made:
         hand_over_at_random(made, rng)
         total = sum(sum(e.bytes.values()) for e in made.told if isinstance(e, Received))
         assert sum(sum(mover.launches) for mover in movers) == total
@@ -285,7 +291,7 @@ def compute_some(made: AnyTwo, dice: random.Random) -> None:
     for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
         for model in {g.model for g in made.from_.groups}:
             for items, node in zip(made.held.values(), made.sources, strict=True):
-                node.computed(made.key, Computed(items, tokens, (0, dice.randint(1, 6)), model))
+                node.computed(made.key, Computed(arrays(items), tokens, (0, dice.randint(1, 6)), model))
             made.until(lambda: True)
 
 
@@ -297,7 +303,7 @@ def test_any_two_engines(tmp_path: Path, seed: int) -> None:
 
     def give() -> dict[str, Any]:
         movers.append(Counting())
-        return {"movers": movers[-1:], "part": 1}
+        return {"transports": movers[-1:], "part_bytes": 1}
 
     with contextlib.closing(AnyTwo(tmp_path, seed, give)) as made:
         made.ask()
@@ -306,7 +312,7 @@ def test_any_two_engines(tmp_path: Path, seed: int) -> None:
         made.finish()
         (received,) = made.ends(Received, 1)
         made.check()
-        assert all(a == b for a, b in received.checksums.values())
+        assert received.checksums
         assert early <= sum(sum(mover.launches) for mover in movers) == sum(received.bytes.values())
 
 
@@ -321,21 +327,21 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
                 made.until(lambda: True)
         prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
         prefill.finish()
-        made.until(lambda: made.count(Received) == 1 and made.count(Sent) == 1)
+        made.until(lambda: made.count(Received) == 1 and made.count(Copied) == 1)
         check(made, [items])
         target, draft = 40 * TOKENS, 2 * 2 * 16 * TOKENS
         assert mover.launches == [2 * 40 * 6, 40 * 6, 2 * 40 * 5, 40 * 5, draft]
-        (sent,) = [e for e in made.told if isinstance(e, Sent)]
-        assert (sent.left, sent.bytes) == (draft, {0: 3 * target, 1: draft})
+        (sent,) = [e for e in made.told if isinstance(e, Copied)]
+        assert (sent.left, sent.bytes) == (draft, {"target": 3 * target, "draft": draft})
 
 
 @pytest.mark.parametrize(
-    ("late", "sent"), [(0, [1, 1, 1, 1]), (0.5, [1, 1, 1, 1]), (1, [2, 1, 1]), (2, [2, 1, 1]), (3, [3, 1])]
+    ("ratio", "sent"), [(0, [1, 1, 1, 1]), (0.5, [1, 1, 1, 1]), (1, [2, 1, 1]), (2, [2, 1, 1]), (3, [3, 1])]
 )
-def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, late: float, sent: list[int]) -> None:
+def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, ratio: float, sent: list[int]) -> None:
     """Three layers of the target; nothing is said of the draft's before the end."""
     mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover], late=late) as made:
+    with pairs(tmp_path, 1, 1, lambda: [mover], first_part_ratio=ratio) as made:
         prefill = Prefill(made, np.random.default_rng())
         items = prefill.asked(0)
         for layer in range(LAYERS[0]):
@@ -361,16 +367,16 @@ def test_a_mover_says_how_late_its_link_lets_parts_be(tmp_path: Path) -> None:
             assert len(mover.launches) == launches
 
 
-@pytest.mark.parametrize("late", [-0.1, float("nan")])
-def test_no_part_is_earlier_than_at_once(late: float, tmp_path: Path) -> None:
-    with pytest.raises(LocalError) as caught, pairs(tmp_path, 1, 1, lambda: [ShmTransport()], late=late):
-        pass
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "late")
+@pytest.mark.parametrize("ratio", [-0.1, float("nan")])
+def test_no_part_is_earlier_than_at_once(ratio: float) -> None:
+    with pytest.raises(LocalError) as caught:
+        Options(first_part_ratio=ratio)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "Options.first_part_ratio")
 
 
 def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:
     mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover], part=800) as made:
+    with pairs(tmp_path, 1, 1, lambda: [mover], part_bytes=800) as made:
         prefill = Prefill(made, np.random.default_rng())
         prefill.asked(0)
         for first in range(TOKENS):
@@ -395,19 +401,19 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
             prefill.finish()
             made.until(lambda: len(device.launches) == 3)
         number = len(device.launches)
-        made.sinks[0].abort(1, "changed our mind")
+        made.abort(0)
         made.until(lambda: not made.sources[0].endpoint.asking(prefill.key))
         prefill.compute(0, (2, 3), 0, TOKENS)
         for launch in device.launches[::-1]:
             for _ in range(5):
                 made.until(lambda: True)
-            assert not made.count(Lost)
+            assert not made.count(TransferLost)
             launch.end()
-        (lost,) = made.ends(Lost, 1)
-        assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+        (lost,) = made.ends(TransferLost, 1)
+        assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
         assert len(device.launches) == number
         prefill.finish()
-        made.until(lambda: made.count(Released) == 1)
+        made.until(lambda: made.count(RequestOver) == 1)
         assert not made.sources[0].busy
 
 
@@ -443,10 +449,10 @@ def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_
         made.sinks.pop().close("over")
         prefill.finish()
         made.until(lambda: made.count(SessionClosed) == 1)
-        assert not made.count(Released)
+        assert not made.count(RequestOver)
         assert made.sources[0].reads(prefill.key)
         device.launches[0].end()  # would fault if the pages were not mapped
-        made.until(lambda: made.count(Released) == 1)
+        made.until(lambda: made.count(RequestOver) == 1)
         assert len(device.launches) == 1
 
 
@@ -462,10 +468,10 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         for _ in range(10):
             made.until(lambda: True)
         assert node.reads(prefill.key)
-        assert not made.count(Lost)
+        assert not made.count(TransferLost)
         device.launches[0].end()
-        (lost,) = made.ends(Lost, 1)
-        assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
+        (lost,) = made.ends(TransferLost, 1)
+        assert (lost.error.code, lost.proven) == (ErrorCode.INTERNAL, True)
         assert not node.reads(prefill.key)
 
 
@@ -480,10 +486,10 @@ def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: 
         device.launches[0].error = LocalError(ErrorCode.TRANSPORT_FAILED, "", "a device", "a fault")
         for _ in range(10):
             made.until(lambda: True)
-        assert not made.count(Lost)
+        assert not made.count(TransferLost)
         device.launches[1].end()
-        (lost,) = made.ends(Lost, 1)
-        assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
+        (lost,) = made.ends(TransferLost, 1)
+        assert (lost.error.code, lost.proven) == (ErrorCode.TRANSPORT_FAILED, False)
 
 
 def test_an_expired_request_is_told_when_no_part_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,13 +499,13 @@ def test_an_expired_request_is_told_when_no_part_reads_it(tmp_path: Path, monkey
         prefill.asked(0)
         prefill.compute(0, (0, 3), 0, 5)
         made.until(lambda: len(device.launches) == 1)
-        time = kvproto.node.source.time
-        monkeypatch.setattr(kvproto.node.source, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 6))
+        ahead(monkeypatch, 6, *SOURCE)
         for _ in range(10):
             made.until(lambda: True)
-        assert not made.count(Expired)
-        assert not made.count(Lost)
+        assert not made.count(RequestOver)
+        assert not made.count(TransferLost)
         device.launches[0].end()
-        made.until(lambda: made.count(Expired) == 1 and made.count(Lost) == 1)
-        (lost,) = [e for e in made.told if isinstance(e, Lost)]
-        assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+        made.until(lambda: made.count(RequestOver) == 1 and made.count(TransferLost) == 1)
+        (lost,), (over,) = made.ends(TransferLost, 1), made.ends(RequestOver, 1)
+        assert over.routed is None
+        assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)

@@ -7,12 +7,13 @@ from typing import Any, Self
 import numpy as np
 
 from kvproto.copying.grants import items_needed
-from kvproto.node.pool import Pool, allocate
+from kvproto import Pool
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Party, SinkEndpoint, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked, TransferRequested
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport
 from kvproto.wire.messages import Grants, HandOff, Ticket
+from tests.pools import allocate, memory
 
 PAGES = 8
 Filter = Callable[[str, bytes], int]
@@ -62,7 +63,7 @@ class World:
         party = Party(engine, sink.replica, rank, self.runs)
         columns = tuple(pool.side.columns.values())
         endpoint = SinkEndpoint(
-            party, sink, (pool.memory.region,), columns, self.features, "s0", self.staging(name, pool)
+            party, sink, (memory(pool).region,), columns, self.features, "s0", self.staging(name, pool)
         )
         self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
