@@ -1,7 +1,6 @@
 """A source that dies in the middle of its writes: its pages come back with proof, and the next source serves."""
 
 import contextlib
-import multiprocessing
 import os
 import secrets
 import signal
@@ -15,22 +14,22 @@ import attrs
 import numpy as np
 import pytest
 
-import kvproto.node.sink
+from kvproto import Pool
 from kvproto.copying.program import CopyProgram
+from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import Pool, allocate
-from kvproto.node.sink import Received
-from kvproto.session import Party
-from kvproto.session.events import Lost, Proven, Ready, SessionClosed
+from kvproto.node import SinkNode, SourceNode
+from kvproto.node.told import Received, TransferLost, TransferProven
+from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
-from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Ticket
-from tests.node.test_node import CONTENT, ITEMS, TOKENS
+from tests.node.nodes import PREFILL, SINK, Nodes, ahead, begin, changed_our_mind, finished, put, serve
+from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
+from tests.pools import allocate, column, contents
 from tests.session.driver import geometry, ticket
 
 PAGES = [4, 5, 6]
@@ -44,7 +43,7 @@ class Endless:
     stream = None
 
     def __init__(self, moves: Sequence[Move]) -> None:
-        self._moves, self._mover = moves, ShmTransport()
+        self._moves, self._transport = moves, ShmTransport()
         threading.Thread(target=self._write, daemon=True).start()
 
     def _write(self) -> None:
@@ -54,13 +53,13 @@ class Endless:
             for move in self._moves:
                 for memory in move.sources.values():
                     np.frombuffer(memory.buffer, np.uint8)[:] = byte  # type: ignore[union-attr]
-            self._mover.start(self._moves)
+            self._transport.start(self._moves)
 
     def stop(self) -> Proof | None:
         return None
 
 
-class EndlessMover(ShmTransport):
+class EndlessTransport(ShmTransport):
     def start(self, moves: Sequence[Move]) -> Any:
         return Endless(moves)
 
@@ -71,41 +70,34 @@ class EndlessMover(ShmTransport):
 def prefill(conn: Connection, address: str, made: Ticket, endless: bool) -> None:
     """A prefill rank; with `endless` it writes until it is killed."""
     pool = allocate(geometry(1), 0, ITEMS)
-    movers = [EndlessMover()] if endless else []
-    party = Party("p", 0, 0, secrets.randbits(60))
-    node = SourceNode(party, geometry(1), pool, Listener(address), {0: address}, not endless, movers)
-    np.frombuffer(pool.memory.buffer, np.uint8)[:] = 7  # type: ignore[attr-defined]
-    node.expect(made, CONTENT)
-    items = {g: [1, 2, 3] for g in (0, 1)}
-    node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
+    transports = [EndlessTransport()] if endless else []
+    party = party_of("p", pool)
+    node = SourceNode(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
+    put(pool, 7)
+    node.expect(made, CONTENT, TOKENS)
+    node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
-    while not conn.poll(0.002):
-        node.poll()
+    serve(conn, node)
 
 
-class Decode:
-    """A decode rank whose node is made anew for each incarnation of the source; its pool stays."""
+class Decode(Nodes):
+    """A decode rank and its source, which may come anew."""
 
-    def __init__(self, address: str, pool: Pool, stack: contextlib.ExitStack) -> None:
-        self.dialer, self.told = Dialer(), list[Any]()
-        party = Party("d", 0, 0, secrets.randbits(60))
-        self.node = SinkNode(party, geometry(1), pool, self.dialer, address)
-        stack.callback(self.node.close, "over")
+    def __init__(self, pool: Pool, address: str, quarantine: float = 0.5) -> None:
+        self.node = SinkNode(party_of("d", pool), pool, Dialer(), quarantine=quarantine)
+        super().__init__([], [self.node])
+        self.find(address)
 
-    def until(self, condition: Callable[[], Any]) -> Any:
-        for _ in range(2000):
-            self.told += self.node.poll()
-            if found := condition():
-                return found
-            wait(self.dialer.sockets, 0.01)
-        raise AssertionError(self.told)
+    def find(self, address: str) -> None:
+        """The source listens there now."""
+        self.node.connect(PREFILL, address)
 
     def first(self, *kinds: type) -> Any:
-        return self.until(lambda: [e for e in self.told if isinstance(e, kinds)])[0]
+        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
+        return next(e for e in self.told if isinstance(e, kinds))
 
-    def ask(self, made: Ticket) -> int:
-        self.first(Ready)
-        return self.node.transfer(made, CONTENT, 0, TOKENS, dict.fromkeys((0, 1), PAGES))
+    def ask(self, made: Ticket, pages: list[int]) -> int:
+        return self.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), pages))
 
 
 @attrs.frozen
@@ -115,21 +107,12 @@ class World:
     folder: Path
     stack: contextlib.ExitStack
 
-    def prefill(self, made: Ticket, endless: bool) -> tuple[str, Any]:
-        address = private_address(self.folder, f"kv-{secrets.token_hex(4)}")
-        ours, theirs = multiprocessing.Pipe()
-        spawn = multiprocessing.get_context("forkserver")
-        process = spawn.Process(target=prefill, args=(theirs, address, made, endless), daemon=True)
-        process.start()
-        self.stack.callback(ours.close)
-        self.stack.callback(process.join)
-        self.stack.callback(process.kill)
-        assert ours.poll(60)
-        assert ours.recv() == "listening"
-        return address, process
+    def prefill(self, made: Ticket, endless: bool, address: str = "") -> tuple[str, Any]:
+        place = address or private_address(self.folder, f"kv-{secrets.token_hex(4)}")
+        return place, begin(self.stack, prefill, place, made, endless)[0]
 
-    def decode(self, address: str, pool: Pool) -> Decode:
-        return Decode(address, pool, self.stack)
+    def decode(self, address: str, pool: Pool, quarantine: float = 0.5) -> Decode:
+        return self.stack.enter_context(contextlib.closing(Decode(pool, address, quarantine)))
 
 
 @pytest.fixture
@@ -139,62 +122,65 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(tmp_path, stack)
 
 
-def rows(pool: Pool) -> Any:
-    return pool.array(0, 0, "latent")[PAGES[:2]]
+def rows(pool: Pool, pages: Sequence[int] = PAGES) -> Any:
+    return column(pool, 0, 0, "latent")[pages[:2]]
 
 
-def written(world: World) -> tuple[Pool, Any, Any, int]:
+def written(world: World, quarantine: float = 0.5) -> tuple[Pool, Any, Decode, int]:
     """A sink's pool that a source process writes without end, both, and the transfer."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket()
     address, process = world.prefill(made, endless=True)
-    decode = world.decode(address, pool)
-    number = decode.ask(made)
-    decode.until(lambda: rows(pool).any())
+    decode = world.decode(address, pool, quarantine)
+    number = decode.ask(made, PAGES)
+    decode.until(lambda: rows(pool).any(), 0.01)
     return pool, process, decode, number
 
 
-def test_killed_in_the_middle_of_its_writes(world: World) -> None:
-    """KVP-REG-PROCESS: Registered names the process, whose end is the proof.
+@pytest.mark.parametrize("same", [False, True])
+def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
+    """KVP-REG-PROCESS: Registered names the process, whose end is the proof (KVP-END-PROVEN).
 
-    The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves.
+    The loss is told at once, with proof: no byte changes from then on, and the next incarnation serves, at the same
+    address or at another.
     """
     pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)
-    lost = decode.first(Lost)
-    seen = bytes(pool.memory.buffer)  # type: ignore[attr-defined]
-    assert (lost.transfer, lost.error.code, lost.proof) == (number, ErrorCode.PEER_LOST, Proof.PROVEN)
+    lost = decode.first(TransferLost)
+    before = bytes(contents(pool))
+    assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
     assert decode.first(SessionClosed).reason == "its process has ended"
     assert decode.node.quarantined == {}
     for _ in range(50):
-        assert bytes(pool.memory.buffer) == seen  # type: ignore[attr-defined]
-    again = ticket()
-    address, _ = world.prefill(again, endless=False)
-    following = world.decode(address, pool)
-    following.ask(again)
-    following.first(Received)
+        assert bytes(contents(pool)) == before
+    again, former = ticket(), decode.node.sources[PREFILL]
+    address, _ = world.prefill(again, endless=False, address=former if same else "")
+    if not same:
+        decode.find(address)
+    number = decode.ask(again, PAGES)
+    assert decode.first(Received).number == number
     assert (rows(pool) == 7).all()
 
 
 def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped, not dead: silence is no proof, and what it may still write is counted."""
+    """It is stopped, not dead: silence is no proof, and what it may still write is counted (KVP-END-REUSE)."""
     pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGSTOP)
-    decode.node.abort(number, "enough")
-    monkeypatch.setattr(kvproto.node.sink, "time", later(40))
-    lost = decode.first(Lost)
-    assert (lost.transfer, lost.proof) == (number, Proof.UNPROVABLE)
+    decode.node.abort(number, changed_our_mind())
+    with monkeypatch.context() as patch:
+        ahead(patch, 40, *SINK)
+        lost = decode.first(TransferLost)
+    assert (lost.number, lost.proven) == (number, False)
     assert decode.node.quarantined == {0: 3, 1: 3}
     again = ticket()
-    address, _ = world.prefill(again, endless=False)
-    following = world.decode(address, pool)  # serves meanwhile, into other pages
-    following.first(Ready)
-    following.node.transfer(again, CONTENT, 0, TOKENS, {g: [7, 8, 9] for g in (0, 1)})
-    following.first(Received)
-    assert not [e for e in decode.node.poll() if isinstance(e, Proven)]
+    decode.find(world.prefill(again, endless=False)[0])
+    number = decode.ask(again, [7, 8, 9])  # serves meanwhile, into other pages
+    assert decode.first(Received).number == number
+    assert (rows(pool, [7, 8]) == 7).all()
+    assert not decode.count(TransferProven)
     os.kill(process.pid, signal.SIGKILL)
-    assert decode.first(Proven).transfer == number
+    assert decode.first(TransferProven).number == lost.number
     assert decode.node.quarantined == {}
 
 
@@ -204,16 +190,17 @@ def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatc
     Another PID namespace, say: its pages stay in quarantine, and past a share of the pool the node says so.
     """
     monkeypatch.setattr(Watch, "of", lambda process: None)
-    _, process, decode, number = written(world)
+    _, process, decode, number = written(world, quarantine=0.2)
+    decode.node.check_quarantine()
     os.kill(process.pid, signal.SIGKILL)
-    decode.node.abort(number, "no answer")
-    monkeypatch.setattr(kvproto.node.sink, "time", later(40))
-    assert decode.first(Lost).proof == Proof.UNPROVABLE
-    decode.node._most = 0.2
+    decode.node.abort(number, changed_our_mind())
+    ahead(monkeypatch, 40, *SINK)
+    assert not decode.first(TransferLost).proven
     with pytest.raises(LocalError) as caught:
-        decode.node.transfer(ticket(), CONTENT, 0, TOKENS, dict.fromkeys((0, 1), PAGES))
+        decode.node.check_quarantine()
     assert (caught.value.code, caught.value.path) == (ErrorCode.BUSY, "quarantine[target]")
-    assert not [e for e in decode.node.poll() if isinstance(e, Proven)]
+    decode.turn()
+    assert not decode.count(TransferProven)
 
 
 @attrs.frozen
@@ -231,38 +218,28 @@ class Broken:
         return Proof.PROVEN
 
 
-class BrokenMover(ShmTransport):
+class BrokenTransport(ShmTransport):
     def start(self, moves: Sequence[Move]) -> Any:
         return Broken()
 
 
 def test_a_device_fault_is_no_refusal(world: World) -> None:
-    """It leaves `poll`, again and again, and says nothing to peers: the end of the process is what they hear."""
+    """It leaves `turn`, again and again, and says nothing to peers: the end of the process is what they hear."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket()
     address = private_address(world.folder, "kv")
-    party = Party("p", 0, 0, secrets.randbits(60))
-    source = SourceNode(party, geometry(1), pool, Listener(address), {0: address}, movers=[BrokenMover()])
+    source = SourceNode(
+        party_of("p", pool), pool, Listener(address), {0: address}, transports=[BrokenTransport()]
+    )  # fmt: skip
     world.stack.callback(source.close, "over")
     decode = world.decode(address, allocate(geometry(1), 0, ITEMS))
-    decode.until(lambda: (source.poll(), decode.node.endpoint.ready)[1])
-    source.expect(made, CONTENT)
-    items = {g: [1, 2, 3] for g in (0, 1)}
-    source.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, {(2, "token"): b"\7\0\0\0"}))
-    decode.ask(made)
+    decode.sources.append(source)
+    decode.ready()
+    source.expect(made, CONTENT, TOKENS)
+    source.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    decode.ask(made, PAGES)
     with pytest.raises(DeviceFault):
-        decode.until(lambda: source.poll() and None)
+        decode.until(lambda: False)
     with pytest.raises(DeviceFault):
-        source.poll()
-    assert not [e for e in decode.node.poll() if isinstance(e, Lost)]
-
-
-def later(seconds: float) -> Any:
-    """A clock that is ahead."""
-    import time
-
-    class Later:
-        @staticmethod
-        def monotonic() -> float:
-            return time.monotonic() + seconds
-
-    return Later
+        source.turn()
+    decode.turn(decode.node)
+    assert not decode.count(TransferLost)

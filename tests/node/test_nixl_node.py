@@ -3,40 +3,49 @@
 import contextlib
 import importlib.util
 import random
-import secrets
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvproto.node.sink
-import kvproto.node.source
 from kvproto.copying.program import CopyProgram, Side
+from kvproto.door import party_of
 from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import allocate, pack
-from kvproto.node.sink import Received
+from kvproto.node import SinkNode, SourceNode
+from kvproto.node.expected import Expected
+from kvproto.node.pool import pack
+from kvproto.node.told import Received, RequestOver, TransferLost
 from kvproto.planning.describe import PRESETS, Parallel, describe
-from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import plan
-from kvproto.session import Party
-from kvproto.session.events import Expired, Lost, Ready, Released, SessionRefused
+from kvproto.session.events import SessionRefused
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Costs, WriteMode
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire import decode
-from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Chunk, Ticket
 from tests.node.any_two import AnyTwo, small_worlds
-from tests.node.nodes import Nodes, begin, later
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    SOURCE,
+    Nodes,
+    ahead,
+    begin,
+    changed_our_mind,
+    finished,
+    put,
+    seen,
+    serve,
+)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over
 from tests.node.test_parts import LAYERS, Prefill, compute_some, hand_over_at_random
+from tests.pools import allocate
 from tests.session.driver import geometry, ticket
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -85,7 +94,7 @@ def test_streams_are_prepared_when_memory_is_registered(
     monkeypatch.setattr(HostBackend, "prepare", prepare)
     monkeypatch.setattr(HostBackend, "packer", pack)
     made = pair(2, 2)
-    made.until(lambda: made.count(Ready) == 2)
+    made.ready()
     number = len(known)
     check(made, hand_over(made, np.random.default_rng()))
     assert {side for side, _ in asked} == {"source", "sink"}
@@ -94,20 +103,14 @@ def test_streams_are_prepared_when_memory_is_registered(
 
 
 def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
+    """And is made once for each of its ranks."""
     sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
-    pool = SimpleNamespace(side=Side(sides[0], 0, pack(sides[0], 0, {0: 4})[0]))
-    node: Any = SimpleNamespace(endpoint=SimpleNamespace(), pool=pool, _stand_ins={}, _stood=None)
-
-    def stand_in(source: Geometry, writer: int) -> Any:
-        node.endpoint.source, node.endpoint.plan = source, plan(source, sides[0])
-        return SinkNode._stand_in(node, writer)
-
-    first = stand_in(sides[1], 0)
-    assert first.source.geometry is sides[1]
-    assert stand_in(sides[1], 0) is stand_in(decode_geometry(encode_geometry(sides[1])), 0) is first
-    assert stand_in(sides[1], 1) is not first
-    assert stand_in(sides[0], 0).source.geometry is sides[0]
-    assert stand_in(sides[1], 0) is not first
+    own = Side(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
+    first, other = (Expected(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
+    assert first.pair(0).source.geometry is sides[1]
+    assert first.pair(0) is first.pair(0)
+    assert first.pair(1) is not first.pair(0)
+    assert other.pair(0).source.geometry is sides[0]
 
 
 class Chunks:
@@ -115,15 +118,18 @@ class Chunks:
 
     def __init__(self, node: SourceNode) -> None:
         self.slots: dict[int, list[int]] = {}
-        send = node._listener.send
+        seen(node, self._see)
 
-        def seen(conn: Any, frame: bytes) -> bool:
-            message = decode(frame)
-            if isinstance(message, Chunk):
-                self.slots.setdefault(message.sequence, []).append(message.slot)
-            return send(conn, frame)
+    def _see(self, _: Any, frame: bytes) -> bytes:
+        message = decode(frame)
+        if isinstance(message, Chunk):
+            self.slots.setdefault(message.sequence, []).append(message.slot)
+        return frame
 
-        node._listener.send = seen  # type: ignore[method-assign]
+
+def staged_ranks(sink: SinkNode) -> list[int]:
+    """Source ranks that write staging slots of a sink."""
+    return sink.links()[PREFILL].endpoint.staged()
 
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(2, 1), (1, 2)])
@@ -133,15 +139,15 @@ def test_every_byte_arrives_and_is_verified(pair: Callable[..., Pair], source_tp
     check(made, hand_over(made, np.random.default_rng()))
     received = made.ends(Received, sink_tp)
     assert all(e.handoff == FIRST for e in received)
-    assert all(e.checksums and all(a == b for a, b in e.checksums.values()) for e in received)
-    assert all(sink.endpoint.staged() == (list(range(source_tp)) if take is staged else []) for sink in made.sinks)
+    assert all(e.checksums for e in received)
+    assert all(staged_ranks(sink) == (list(range(source_tp)) if take is staged else []) for sink in made.sinks)
 
 
 def test_all_slots_are_in_flight_at_once_and_each_is_used_again(pair: Callable[..., Pair]) -> None:
     made = pair(1, 1)
     chunks = Chunks(made.sources[0])
     sink_items = ask(made, np.random.default_rng())
-    made.sinks[0].poll()  # it sends the Transfer
+    made.turn(made.sinks[0])  # it sends the Transfer
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
     assert sorted(chunks.slots[1]) == list(range(SLOTS))
     (received,) = made.ends(Received, 1)
@@ -187,13 +193,13 @@ def refuse(made: Pair, prefill: Prefill) -> ErrorCode:
 
 
 def abort(made: Pair, prefill: Prefill) -> ErrorCode:
-    made.sinks[0].abort(1, "changed our mind")
+    made.abort(0)
     return ErrorCode.ABORTED
 
 
 def finish_short(made: Pair, prefill: Prefill) -> ErrorCode:
     """The engine says that it has fewer tokens than it had computed."""
-    short = Finished(prefill.items, TOKENS - 1, Outcome.CONTINUE, FIRST)
+    short = finished(prefill.items, TOKENS - 1, FIRST)
     made.sources[0].finish(prefill.key, short)
     return ErrorCode.BAD_GRANT
 
@@ -205,11 +211,11 @@ def test_a_stream_that_waits_for_layers_ends_and_the_next_has_all_slots(
     made = pair(1, 1)
     prefill = begun(made)
     code = end(made, prefill)
-    (lost,) = made.ends(Lost, 1)
-    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    (lost,) = made.ends(TransferLost, 1)
+    assert (lost.error.code, lost.proven) == (code, True)
     made.until(lambda: not made.sources[0].reads(prefill.key))
-    made.told = [e for e in made.told if isinstance(e, Ready)]
-    np.frombuffer(made.sinks[0].pool.memory.buffer, np.uint8)[:] = 0  # type: ignore[attr-defined]
+    made.told.clear()
+    put(made.sinks[0].pool, 0)
     chunks = Chunks(made.sources[0])
     check(made, hand_over(made, np.random.default_rng()))
     assert {slot for slots in chunks.slots.values() for slot in slots} == set(range(SLOTS))
@@ -232,18 +238,18 @@ def test_random_chunks_and_layers(pair: Callable[..., Pair], source_tp: int, sin
 def test_long_runs_are_written_directly(pair: Callable[..., Pair], descriptor: float, through: list[int]) -> None:
     made = pair(1, 1, take=lambda: [NixlTransport(Costs(descriptor=descriptor, link=1e9), SLOTS, SLOT)])
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.sinks[0].endpoint.staged() == through
+    assert staged_ranks(made.sinks[0]) == through
 
 
 def test_the_source_takes_the_sinks_first_choice_that_it_can(pair: Callable[..., Pair]) -> None:
     both: Callable[[], Any] = lambda: [ShmTransport(), *staged()]  # noqa: E731
     made = pair(1, 1, give=lambda: [*staged(), ShmTransport()], take=both)
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.sinks[0].endpoint.staged() == []
+    assert staged_ranks(made.sinks[0]) == []
     made.close()
     made = pair(1, 1, take=both)
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.sinks[0].endpoint.staged() == [0]
+    assert staged_ranks(made.sinks[0]) == [0]
 
 
 def test_a_source_without_nixl_refuses(pair: Callable[..., Pair]) -> None:
@@ -256,16 +262,16 @@ def test_after_an_abort_in_the_middle_the_next_request_has_all_slots(pair: Calla
     made = pair(2, 1)
     chunks = [Chunks(node) for node in made.sources]
     ask(made, np.random.default_rng())
-    made.sinks[0].poll()
+    made.turn(made.sinks[0])
     made.sources_until(lambda: all(len(c.slots.get(1, ())) == SLOTS for c in chunks))
-    made.sinks[0].abort(1, "changed our mind")
-    (lost,) = made.ends(Lost, 1)
-    assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
-    made.ends(Released, 2)
+    made.abort(0)
+    (lost,) = made.ends(TransferLost, 1)
+    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    made.ends(RequestOver, 2)
     assert not any(node.busy for node in made.sources)
-    np.frombuffer(made.sinks[0].pool.memory.buffer, np.uint8)[:] = 0  # type: ignore[attr-defined]
+    put(made.sinks[0].pool, 0)
     sink_items = ask(made, np.random.default_rng())
-    made.sinks[0].poll()
+    made.turn(made.sinks[0])
     made.sources_until(lambda: all(sorted(c.slots.get(2, ())) == list(range(SLOTS)) for c in chunks))
     made.ends(Received, 1)
     check(made, sink_items)
@@ -275,7 +281,7 @@ def test_a_sink_that_returns_no_slots_holds_up_nobody_else(pair: Callable[..., P
     made = pair(1, 2)
     sink_items = ask(made, np.random.default_rng())
     idle, served = made.sinks
-    idle.poll()
+    made.turn(idle)
     made.sinks = [served]
     (received,) = made.ends(Received, 1)
     assert received.bytes[0] > SLOTS * SLOT
@@ -291,65 +297,67 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     made = pair(1, 1)
     chunks = Chunks(made.sources[0])
     ask(made, np.random.default_rng(), deadline=5)
-    made.sinks[0].poll()
+    made.turn(made.sinks[0])
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
-    monkeypatch.setattr(kvproto.node.source, "time", later(6))
-    made.sources_until(lambda: made.count(Expired) == 1)
+    ahead(monkeypatch, 6, *SOURCE)
+    made.sources_until(lambda: made.count(RequestOver) == 1)
     assert not made.sources[0].busy
-    (lost,) = made.ends(Lost, 1)
-    assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+    (lost,) = made.ends(TransferLost, 1)
+    assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)
 
 
-def source(conn: Connection, address: str, made: Ticket, way: WriteMode) -> None:
+def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> None:
     """A prefill rank that says when its first chunks, or its first descriptors, are out, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
-    mover = NixlTransport(way, SLOTS, SLOT)
-    node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, movers=[mover])
+    transports = [NixlTransport(mode, SLOTS, SLOT)]
+    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, transports=transports)
     chunks = Chunks(node)
-    node.expect(made, CONTENT)
-    items = {g: [1, 2, 3] for g in (0, 1)}
-    if way is WriteMode.PACKED:
-        node.finish(bytes(made.key), Finished(items, TOKENS, Outcome.CONTINUE, FIRST))
+    node.expect(made, CONTENT, TOKENS)
+    if mode is WriteMode.PACKED:
+        node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
-    while not conn.poll(0.002):
-        node.poll()
+
+    def tell() -> None:
         if len(chunks.slots.get(1, ())) == SLOTS:
             conn.send("in the middle")
             chunks.slots.clear()
 
+    serve(conn, node, tell)
 
-@pytest.mark.parametrize(("way", "proof"), [(WriteMode.PACKED, Proof.PROVEN), (WriteMode.DIRECT, Proof.UNPROVABLE)])
+
+@pytest.mark.parametrize(("mode", "proven"), [(WriteMode.PACKED, True), (WriteMode.DIRECT, False)])
 def test_pages_after_a_source_was_killed(
-    way: WriteMode, proof: Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: WriteMode, proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
-        process, hear = begin(stack, source, address, made, way)
+        process, hear = begin(stack, source, address, made, mode)
         pool = allocate(geometry(1), 0, ITEMS)
-        party, mover = Party("d", 0, 0, secrets.randbits(60)), NixlTransport(way, SLOTS, SLOT)
-        sink = SinkNode(party, geometry(1), pool, Dialer(), address, movers=[mover])
+        sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[NixlTransport(mode, SLOTS, SLOT)])
+        sink.connect(PREFILL, address)
         alone = stack.enter_context(contextlib.closing(Nodes([], [sink])))
-        alone.ends(Ready, 1)
-        number = sink.transfer(made, CONTENT, 0, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
-        sink.poll()
-        if way is WriteMode.PACKED:
+        alone.ready()
+        number = alone.fetch(0, made, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
+        alone.turn()
+        if mode is WriteMode.PACKED:
             hear("in the middle")
         process.kill()
         process.join()
-        assert not any(isinstance(e, Lost) for e in sink.poll())  # silence proves nothing
-        sink.abort(number, "it takes too long")
-        monkeypatch.setattr(kvproto.node.sink, "time", later(31))
-        (lost,) = alone.ends(Lost, 1)
-        assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, proof)
+        alone.turn()
+        assert not alone.count(TransferLost)  # silence proves nothing
+        sink.abort(number, changed_our_mind())
+        ahead(monkeypatch, 31, *SINK)
+        (lost,) = alone.ends(TransferLost, 1)
+        assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, proven)
 
 
 @pytest.mark.parametrize("take", [staged, direct])
 @pytest.mark.parametrize("seed", small_worlds(5))
 def test_any_two_engines(tmp_path: Path, seed: int, take: Any) -> None:
-    with contextlib.closing(AnyTwo(tmp_path, seed, lambda: {"movers": staged()}, movers=take())) as made:
+    with contextlib.closing(AnyTwo(tmp_path, seed, lambda: {"transports": staged()}, transports=take())) as made:
         made.ask()
         compute_some(made, random.Random())
         made.finish()
-        assert isinstance(made.ends(Received | Lost, 1)[0], Received)
+        assert isinstance(made.ends(Received | TransferLost, 1)[0], Received)
         made.check()
