@@ -97,8 +97,13 @@ class Listener:
             ) from e
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))
-        self.pending = False
-        """Whether the last `receive` left frames behind."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to take of which the descriptor does not tell: left behind by `receive`, or come
+        while a frame was sent. Ask before sleeping.
+        """
+        return _readable(self._socket)
 
     def fileno(self) -> int:
         """A descriptor that is readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -109,10 +114,8 @@ class Listener:
         (KVP-NET-ONE).
         """
         found: list[tuple[Hashable, bytes]] = []
-        self.pending = False
-        while _readable(self._socket):
-            if len(found) == _PER_TURN:
-                self.pending = True
+        for _ in range(_PER_TURN):
+            if not _readable(self._socket):
                 break
             try:
                 conn, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -145,8 +148,11 @@ class Dialer:
         self._sockets: dict[tuple[Any, ...], zmq.Socket[bytes]] = {}
         self._fds: list[int] = []
         self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
-        self.pending = False
-        """Whether the last `receive` left frames behind."""
+
+    @property
+    def pending(self) -> bool:
+        """As `Listener.pending`, of any connection."""
+        return any(_readable(each) for each in self._sockets.values())
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -155,7 +161,6 @@ class Dialer:
     def receive(self) -> list[tuple[tuple[Any, ...], bytes]]:
         """What has come, key and frame, at most 256 a key; a message of several parts is ignored (KVP-NET-ONE)."""
         found: list[tuple[tuple[Any, ...], bytes]] = []
-        self.pending = False
         for key, each in self._sockets.items():
             for _ in range(_PER_TURN):
                 if not _readable(each):
@@ -166,8 +171,6 @@ class Dialer:
                     break
                 if len(frames) == 1:
                     found.append((key, frames[0]))
-            else:
-                self.pending = True
         return found
 
     def send(self, key: tuple[Any, ...], frame: bytes) -> bool:

@@ -17,6 +17,9 @@ from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Dispatcher"]
 
+_RETRY = 1e-3
+"""Seconds until a copy that could not be started is tried again."""
+
 
 @attrs.define(eq=False)
 class _Launch:
@@ -38,6 +41,8 @@ class Dispatcher:
         """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces in staging slots."""
         self._memories, self._unwanted, self._arrived = memories, unwanted, arrived
         self._launches: list[_Launch] = []
+        self._refused = False
+        """Whether a copy could not be started yet."""
 
     @property
     def busy(self) -> bool:
@@ -48,6 +53,7 @@ class Dispatcher:
     def poll_interval(self) -> float | None:
         """Seconds until copies under way should be looked at, where no descriptor announces their progress."""
         found = [a.peer.transport.capabilities.poll_interval for each in self._launches for a in each.attempts]
+        found += [_RETRY] * self._refused
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def reads(self, key: bytes) -> bool:
@@ -65,10 +71,12 @@ class Dispatcher:
         try:
             copying = batch[0][0].peer.transport.start(moves)
         except KvprotoError as error:
+            self._refused = error.code == ErrorCode.BUSY
             for attempt, _ in batch:
-                attempt.failure = None if error.code == ErrorCode.BUSY else error
+                attempt.failure = None if self._refused else error
                 attempt.news = 0
             return None
+        self._refused = False
         attempts = [attempt for attempt, _ in batch]
         for attempt in attempts:
             attempt.copies += 1

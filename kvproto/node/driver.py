@@ -77,16 +77,17 @@ class Driver:
         """Run work on the node: now where its lock is free, else as soon as it is."""
         self.check()
         self._inbox.append(work)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._turn()
-                wait = self._node.timeout()
-            finally:
-                self._lock.release()
-            rested = wait is None or time.monotonic() + wait >= self._asleep_until
-            if self._thread is not None and rested and not self._later:
-                return
-        self._ring()
+        rested = False
+        try:
+            if self._lock.acquire(blocking=False):
+                try:
+                    wait = self._turn()
+                finally:
+                    self._lock.release()
+                rested = wait is None or time.monotonic() + wait >= self._asleep_until
+        finally:
+            if self._thread is None or not rested or self._later:
+                self._ring()
 
     def later(self, call: Callable[[], object]) -> None:
         """Run a callback of the engine, outside the lock."""
@@ -156,8 +157,10 @@ class Driver:
 
     # turns
 
-    def _turn(self) -> None:
-        """With the lock: what was posted, then the node; raises and keeps what ends it."""
+    def _turn(self) -> float | None:
+        """With the lock: what was posted, then the node; seconds until the next. Raises and keeps what ends it."""
+        if self.failure is not None:
+            raise self.failure
         try:
             while self._inbox:
                 self._inbox.popleft()()
@@ -167,6 +170,7 @@ class Driver:
             watched = set(self._node.filenos())
             if watched != self._watched:
                 self._watch(watched)
+            return self._node.timeout()
         except BaseException as error:
             self.failure = error.error if isinstance(error, DeviceFault) else error
             self._deliver(self.failure)
@@ -187,8 +191,7 @@ class Driver:
                 with self._lock:
                     if self._closed:
                         return
-                    self._turn()
-                    wait = self._node.timeout()
+                    wait = self._turn()
                     self._asleep_until = time.monotonic() + (_LONGEST if wait is None else wait)
                 if self._later:
                     self._call_back()

@@ -88,6 +88,11 @@ class SourceLink:
         if inner is not None:
             self.endpoint.abort(inner, error, time.monotonic())
 
+    def refuse(self, error: KvprotoError) -> None:
+        """The link cannot be used."""
+        self.endpoint.refused = self.endpoint.refused or error
+        self.fail(error)
+
     def fail(self, error: KvprotoError) -> None:
         """The link will never be ready: what waits for it is lost."""
         for number in list(self._waiting):

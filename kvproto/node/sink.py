@@ -13,7 +13,7 @@ from kvproto.node.link import Here, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import features_of
-from kvproto.node.told import TransferLost
+from kvproto.node.told import Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
 from kvproto.transport import default
@@ -55,6 +55,10 @@ class SinkNode:
         self._keys = itertools.count()
         self._watches: dict[tuple[int, int], Watch | None] = {}
         """Of the writers' processes, by link and session; None: its end cannot be seen from here, or was seen."""
+        self._ended: list[Watch] = []
+        """Watches that a turn closes at its end, so that their descriptors are not given to its new ones: a driver
+        would not notice.
+        """
         self._told: list[Any] = []
 
     # what the engine says
@@ -127,10 +131,12 @@ class SinkNode:
         for link in self._all():
             told += link.take()
         for event in told:
-            if isinstance(event, TransferLost):
+            if isinstance(event, Received | TransferLost):
                 self._transfers.pop(event.number, None)
         self._flush()
         self._forget()
+        while self._ended:
+            self._ended.pop().close()
         return told
 
     def filenos(self) -> list[int]:
@@ -178,6 +184,7 @@ class SinkNode:
         for (key, session), watch in self._watches.items():
             if watch is not None and (watch.fileno() is None or watch.fileno() in ready) and watch.ended:
                 self._watches[key, session] = None
+                self._ended.append(watch)
                 found.append((by_key[key], session))
         return found
 
@@ -188,8 +195,9 @@ class SinkNode:
                 try:
                     self._dialer.send((link.key, address), frame)
                 except KvprotoError as error:  # an address of Welcome that may not be used
-                    link.fail(error)
-                    self._told.append(SessionRefused(str(address), error, by_us=True))
+                    if not link.over:
+                        link.refuse(error)
+                        self._told.append(SessionRefused(str(address), error, by_us=True))
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then let go of everything."""

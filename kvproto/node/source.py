@@ -57,7 +57,7 @@ class SourceNode:
         self._scheduler = Scheduler(part_bytes, first_part_ratio)
         self._dispatcher = Dispatcher(pool.memories, self._unwanted, self._arrived)
         self._requests: dict[bytes, Request] = {}
-        self._over: dict[bytes, Expired | Released] = {}
+        self._over: dict[bytes, RequestOver] = {}
         """Requests that are over while a copy still reads their items."""
         self._attempts: dict[tuple[int, int, int], Attempt] = {}
         self._offers: dict[tuple[int, int, int], tuple[Attempt, float]] = {}
@@ -77,8 +77,7 @@ class SourceNode:
 
         Through staging slots layers go in their order, each once all tokens that a sink asked for are there, and none
         before all items are named: behind the last chunk of a prompt. Direct writes of transports that are not
-        incremental go at the end. Items stay as they are until RequestOver, or after `refuse` until nothing `reads`
-        them.
+        incremental go at the end. Items stay as they are until RequestOver.
         """
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.add(computed)
@@ -90,8 +89,13 @@ class SourceNode:
             self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
-        """This request cannot be produced; items of a Computed are free once nothing `reads` them."""
+        """This request cannot be produced: whoever asks is told why, until the ticket's deadline; items of a Computed
+        are free at RequestOver.
+        """
         self.endpoint.refuse(key, error, time.monotonic())
+        request = self._requests.get(key)
+        if request is not None and request.finished is None:
+            self._over.setdefault(key, RequestOver(key, ()))
 
     @property
     def busy(self) -> bool:
@@ -122,8 +126,8 @@ class SourceNode:
                 told += self._hear(event)
             self._copy()
             moved = self._complete(told)
-            over = [key for key in self._over if not self.reads(key)]
-            told += [self._release(self._over.pop(key)) for key in over]
+            for key in [key for key in self._over if not self.reads(key)]:
+                told += self._release(self._over.pop(key))
             self._unmap()
             self._flush()
             if not moved and not events:
@@ -136,16 +140,12 @@ class SourceNode:
 
     def timeout(self) -> float | None:
         """Seconds until a turn has something to do whatever the descriptors say."""
-        if self._listener.pending or any(self._waits(attempt) for attempt in self._attempts.values()):
+        if self._listener.pending:
             return 0.0
         found = [self._dispatcher.poll_interval]
         deadline = self.endpoint.next_deadline()
         found.append(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         return min((seconds for seconds in found if seconds is not None), default=None)
-
-    def _waits(self, attempt: Attempt) -> bool:
-        request = self._requests.get(attempt.asked.key)
-        return request is not None and request.finished is not None and attempt.last is None
 
     def _hear(self, event: Any) -> list[Any]:
         match event:
@@ -153,17 +153,19 @@ class SourceNode:
                 self._map(event)
             case TransferRequested():
                 self._join(event)
-            case Expired() | Released():
-                self._over[event.key] = event
+            case Expired():
+                self._over.setdefault(event.key, RequestOver(event.key, None))
+            case Released():
+                self._over.setdefault(event.key, RequestOver(event.key, event.routed))
             case Fetched():
                 return self._fetched(event)
             case _:
                 return [event]
         return []
 
-    def _release(self, event: Expired | Released) -> RequestOver:
-        self._requests.pop(event.key, None)
-        return RequestOver(event.key, event.routed if isinstance(event, Released) else None)
+    def _release(self, over: RequestOver) -> list[Any]:
+        self._offers = {key: each for key, each in self._offers.items() if each[0].asked.key != over.key}
+        return [over] if self._requests.pop(over.key, None) is not None else []
 
     def _unmap(self) -> None:
         """Let go of the memory of sessions that are over, once no copy uses it."""
@@ -311,7 +313,6 @@ class SourceNode:
         if attempt.peer.reads:
             grants = offered(attempt.peer.pair.routes, self.pool.side, asked.transfer.grants, finished.items)
             self.endpoint.offer(asked, now, self._lease, grants, finished.outcome, last.handoff, sums)
-            self._offers = {key: each for key, each in self._offers.items() if self.endpoint.offered(each[0].asked)}
             self._offers[attempt.key] = attempt, now
             return []
         self.endpoint.done(asked, now, program.bytes, finished.outcome, last.handoff, sums)
@@ -345,6 +346,9 @@ class SourceNode:
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()
+        if not self._dispatcher.busy:
+            for peer in self._peers.values():
+                peer.close()
         for transport in self.transports:
             transport.close()
 

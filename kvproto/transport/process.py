@@ -89,9 +89,8 @@ class Watch:
     @property
     def ended(self) -> bool:
         """Whether it has ended: nothing of it runs any more."""
-        if not self._ended and self._poll.poll(0):
-            self.close()
-            self._ended = True
+        if not self._ended:
+            self._ended = bool(self._poll.poll(0))
         return self._ended
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ from kvproto.node.progress import Available, Part, SendProgress
 from kvproto.node.told import Copied, Received, RequestOver, TransferLost
 from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Move
-from kvproto.transport.cuda import table as tables
+from kvproto.transport.cuda.launch import Work, launch, sizes
+from kvproto.transport.cuda.table import Table, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_worlds
@@ -45,7 +46,7 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
         regions = {i: memoryview(p) for i, p in got.items()}
         execute(program, here, {i: memoryview(p) for i, p in want.items()})
         progress, there, written = SendProgress(program), dict[tuple[int, int], Available](), 0
-        table = tables.table(program, dict.fromkeys(here, 0), dict.fromkeys(regions, 0))
+        ops = table(program, dict.fromkeys(here, 0), dict.fromkeys(regions, 0))
         layers = sorted({(int(op["model"]), int(op["layer"])) for op in program.ops})
         for _ in range(rng.randint(0, 8) if layers else 0):
             tokens = rng.randint(1, 30)
@@ -53,17 +54,17 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
                 if tokens > there.get(layer, Available(0)).tokens:
                     there[layer] = Available(tokens)
             if rng.random() < 0.7:
-                written += sum(run(table, part, there, here, regions) for part in progress.next(program, there))
+                written += sum(run(ops, part, there, here, regions) for part in progress.next(program, there))
                 progress.advance(there)
-        written += sum(run(table, part, None, here, regions) for part in progress.last(program, ()))
+        written += sum(run(ops, part, None, here, regions) for part in progress.last(program, ()))
         assert written == program.bytes
         assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
-def run(table: tables.Table, part: Part, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
+def run(ops: Table, part: Part, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
     """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
-    work = tables.Work(table, 0, part.program.maps, part.layers)
-    assert tables.launch([work], np.zeros(tables.sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
+    work = Work(ops, 0, part.program.maps, part.layers)
+    assert launch([work], np.zeros(sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
     program = part.program if part.layers is None else part.program.select(layers=range(*part.layers))
     for op in program.ops:
         rows = program.maps[op["map"]]
@@ -224,7 +225,14 @@ def pairs(
     first_part_ratio: float | None = None,
 ) -> Iterator[Pair]:  # fmt: skip
     folder.chmod(0o700)
-    made = Pair(folder, geometry(source_tp), geometry(sink_tp), give=give, part_bytes=part_bytes, first_part_ratio=first_part_ratio)
+    made = Pair(
+        folder,
+        geometry(source_tp),
+        geometry(sink_tp),
+        give=give,
+        part_bytes=part_bytes,
+        first_part_ratio=first_part_ratio,
+    )
     try:
         yield made
     finally:
@@ -255,7 +263,9 @@ def hand_over_at_random(made: Pair, rng: random.Random) -> None:
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 @pytest.mark.parametrize("part_bytes", [1, 700, 1 << 20])
-def test_random_chunks_layers_and_sinks_that_come_late(tmp_path: Path, source_tp: int, sink_tp: int, part_bytes: int) -> None:
+def test_random_chunks_layers_and_sinks_that_come_late(
+    tmp_path: Path, source_tp: int, sink_tp: int, part_bytes: int
+) -> None:
     rng = random.Random()
     movers: list[Counting] = []
 
