@@ -1,7 +1,9 @@
 """Where frames may travel."""
 
 import gc
+import select
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
 
 
 @pytest.fixture
@@ -18,15 +19,78 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def readable(fds: Sequence[int], seconds: float = 5) -> bool:
+    return bool(select.select(fds, [], [], seconds)[0])
+
+
 def test_frames_both_ways(folder: Path) -> None:
     listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
-    dialer.send(listener.address, b"ask")
-    wait([listener.socket], 5)
-    ((conn, frame),) = listener.receive()
+    key = ("a source", listener.address)
+    dialer.send(key, b"ask")
+    while not (came := listener.receive()):
+        assert readable([listener.fileno()])
+    ((conn, frame),) = came
     assert frame == b"ask"
     assert listener.send(conn, b"answer")
-    wait(dialer.sockets, 5)
-    assert dialer.receive() == [(listener.address, b"answer")]
+    while not (answered := dialer.receive()):
+        assert readable(dialer.filenos())
+    assert answered == [(key, b"answer")]
+    dialer.close()
+    listener.close()
+
+
+def test_what_comes_while_a_frame_is_sent_is_not_slept_over(folder: Path) -> None:
+    """Sending takes note of what has come, and the descriptor tells of it no more; `pending` does."""
+    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+    key = ("a source", listener.address)
+    dialer.send(key, b"hello")
+    while not (came := listener.receive()):
+        assert readable([listener.fileno()])
+    ((conn, _),) = came
+    for n in range(200):
+        dialer.send(key, b"ask %d" % n)
+        listener.send(conn, b"answer")
+        while not (came := listener.receive()):
+            assert listener.pending or readable([listener.fileno()])
+        assert [frame for _, frame in came] == [b"ask %d" % n]
+    dialer.close()
+    listener.close()
+
+
+def test_what_one_turn_leaves_behind_is_pending(folder: Path) -> None:
+    """One turn takes 256 frames of a connection, so that no peer holds the others up (KVP-NET-ONE)."""
+    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+    for n in range(600):
+        assert dialer.send(("a source", listener.address), b"%d" % n)
+    found: list[bytes] = []
+    while len(found) < 600:
+        assert listener.pending or readable([listener.fileno()])
+        some = listener.receive()
+        assert len(some) <= 256
+        found += [frame for _, frame in some]
+    assert found == [b"%d" % n for n in range(600)]
+    assert not listener.pending
+    dialer.close()
+    listener.close()
+
+
+def test_connections_by_key(folder: Path) -> None:
+    """Two links to one address are two connections; one that is dropped leaves no descriptor."""
+    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+    keys = [(name, listener.address) for name in ("first", "second")]
+    for key in keys:
+        dialer.send(key, key[0].encode())
+    conns: dict[bytes, Any] = {}
+    while len(conns) < 2:
+        assert listener.pending or readable([listener.fileno()])
+        conns |= {frame: conn for conn, frame in listener.receive()}
+    assert len(set(conns.values())) == len(dialer.filenos()) == 2
+    dialer.drop(lambda key: key == keys[1])
+    assert len(dialer.filenos()) == 1
+    listener.send(conns[b"second"], b"answer")
+    while not (came := dialer.receive()):
+        assert readable(dialer.filenos())
+    assert came == [(keys[1], b"answer")]
     dialer.close()
     listener.close()
 
@@ -36,8 +100,8 @@ def test_what_nobody_closed_ends_with_its_owner(folder: Path) -> None:
     for n in range(3):
         address = private_address(folder, f"kv-{n}")
         listener, dialer = Listener(address), Dialer()
-        assert dialer.send(address, b"hello")
-        assert dialer.send(private_address(folder, "nobody"), b"hello")
+        assert dialer.send((0, address), b"hello")
+        assert dialer.send((0, private_address(folder, "nobody")), b"hello")
         cycle: list[Any] = [listener, dialer]
         cycle.append(cycle)
         ends = [weakref.ref(each) for each in (listener, dialer)]

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvproto.copying.grants import items_needed
 from kvproto import Pool
+from kvproto.copying.grants import items_needed
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Party, SinkEndpoint, SourceEndpoint
 from kvproto.session.events import Event, RegisterAsked, TransferRequested

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvproto import Pool
 from kvproto.errors import RemoteError
-from kvproto.node.pool import Pool, allocate
 from kvproto.session.events import Offered, RegisterAsked, TransferRequested
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from kvproto.wire.messages import Abort, Done, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
+from tests.pools import allocate, memory
 from tests.session.driver import PAGES, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
@@ -45,7 +46,7 @@ class PullWorld(World):
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
         if made.pulls:
-            made.expose((pool.memory.region,), tuple(pool.side.columns.values()), self.now)
+            made.expose((memory(pool).region,), tuple(pool.side.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()
@@ -199,7 +200,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     pool, described = world.pools["d0"], session.described
     session.request(
         Register, 0.0, source=described.digests[0], sink=described.digests[1], epoch=1, access=Access.READ,
-        regions=(pool.memory.region,), columns=tuple(pool.side.columns.values()), plan=described.plan.digest,
+        regions=(memory(pool).region,), columns=tuple(pool.side.columns.values()), plan=described.plan.digest,
         routes=described.refs,
     )  # fmt: skip
     world.run()

@@ -8,13 +8,14 @@ import attrs
 import numpy as np
 import pytest
 
+from kvproto import Pool
 from kvproto.errors import LocalError, RemoteError, WireError
-from kvproto.node.pool import Pool
 from kvproto.session import Registration
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Chunk, Credit, Error, Handle
+from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twisted
 from tests.transport.test_staged import Bytes, Event, Slots
@@ -46,7 +47,7 @@ class Staged(World):
         def registration(source: int) -> Any:
             slots = Slots(SLOTS, SLOT, self.events_)
             self.slots.setdefault(name, []).append(slots)
-            region = attrs.evolve(pool.memory.region, handles=(Handle(transport=Transport.NIXL, data=b""),))
+            region = attrs.evolve(memory(pool).region, handles=(Handle(transport=Transport.NIXL, data=b""),))
             return Registration((region,), StagedReceiver(slots), Transport.NIXL)
 
         return registration
@@ -294,7 +295,7 @@ class Unstaged(Staged):
         def registration(source: int) -> Any:
             made = super(Unstaged, self).staging(name, pool)(source)
             (region,) = made.regions
-            both = attrs.evolve(region, handles=(*pool.memory.region.handles, *region.handles))
+            both = attrs.evolve(region, handles=(*memory(pool).region.handles, *region.handles))
             return attrs.evolve(made, regions=(both,))
 
         return registration
