@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -22,6 +23,8 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Driver", "Node"]
+
+_log = logging.getLogger("kvproto")
 
 
 class Node(Protocol):
@@ -66,8 +69,12 @@ class Driver:
         self._exit = weakref.WeakMethod(self.close)
         atexit.register(_at_exit, self._exit)
         self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
-        with self._lock:
-            self._turn()
+        try:
+            with self._lock:
+                self._turn()
+        except BaseException:
+            self._let_go()
+            raise
         if self._thread is not None:
             self._thread.start()
 
@@ -151,6 +158,9 @@ class Driver:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._call_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
         atexit.unregister(self._exit)
         self._epoll.close()
         os.close(self._bell)
@@ -193,8 +203,9 @@ class Driver:
                         return
                     wait = self._turn()
                     self._asleep_until = time.monotonic() + (_LONGEST if wait is None else wait)
-                if self._later:
-                    self._call_back()
+                self._call_back()
+                if self._closed:  # by a callback: there is nothing left to sleep on
+                    return
                 self._sleep(_LONGEST if wait is None else wait)
                 self._asleep_until = 0.0
         except BaseException:
@@ -218,7 +229,10 @@ class Driver:
 
     def _call_back(self) -> None:
         while self._later:
-            self._later.popleft()()
+            try:
+                self._later.popleft()()
+            except Exception:
+                _log.exception("a callback of %s has raised", self._name)
 
 
 _LONGEST = 60.0

@@ -1,21 +1,20 @@
 """A source node and a sink node with pools on GPUs, and what their bytes must be."""
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvproto import Pool
+from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import Pool, allocate
-from kvproto.session import Party
+from kvproto.node import SinkNode, SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.wire.enums import Outcome
 from kvproto.wire.messages import Ticket
+from tests import pools
 from tests.gpu.memory import Bytes, get, put
+from tests.node.nodes import PREFILL, Nodes, finished
 from tests.session.driver import geometry
 
 ITEMS = {0: 12, 1: 12}
@@ -24,12 +23,12 @@ TOKENS, ROWS = 11, 4
 HERE, THERE = [2, 0, 5], [7, 1, 9]
 """Items of the source, of the sink."""
 TOKEN = {(2, "token"): b"\7\0\0\0"}
-FINISHED = Finished({0: HERE, 1: HERE}, TOKENS, Outcome.CONTINUE, TOKEN)
+FINISHED = finished({0: HERE, 1: HERE}, TOKENS, TOKEN)
 
 
 def filled(device: int, seed: int) -> tuple[Pool, Bytes]:
     """A pool of one rank on a GPU, and its bytes."""
-    pool = allocate(geometry(1), 0, ITEMS, device)
+    pool = pools.allocate(geometry(1), 0, ITEMS, device)
     return pool, fill(pool, seed)
 
 
@@ -41,8 +40,9 @@ def fill(pool: Pool, seed: int) -> Bytes:
 
 
 def device_memory(pool: Pool) -> DeviceMemory:
-    assert isinstance(pool.memory, DeviceMemory)
-    return pool.memory
+    found = pools.memory(pool)
+    assert isinstance(found, DeviceMemory)
+    return found
 
 
 def bytes_of(pool: Pool) -> Bytes:
@@ -55,48 +55,32 @@ def expected(pool: Pool, sent: Bytes, before: Bytes, groups: tuple[int, ...] = (
     for share in pool.side.geometry.ranks[0].owns:
         for layer in [n for n in share.layers.tolist() if n < layers] if share.group in groups else []:
             for part in pool.side.group(share.group).parts:
-                offset, shape = pool.place(share.group, layer, part.name)
-                here, there = (np.ndarray(shape, np.uint8, data, offset) for data in (sent, out))
+                _, offset, shape, strides = pool.place(pool.side.group(share.group).name, layer, part.name)
+                here, there = (np.ndarray(shape, np.uint8, data, offset, strides) for data in (sent, out))
                 for n, (i, j) in enumerate(zip(HERE, THERE, strict=True)):
                     rows = min(ROWS, TOKENS - n * ROWS)
                     there[j, :rows] = here[i, :rows]
     return out
 
 
-class Sink:
-    """A sink node, and what it has told."""
+class Sink(Nodes):
+    """A sink node with sources of this process, and what it has told."""
 
     def __init__(self, address: str, pool: Pool, sources: list[SourceNode]) -> None:
-        self.dialer, self.told, self.sources = Dialer(), list[Any](), sources
-        self.node = SinkNode(Party("d", 0, 0, secrets.randbits(60)), geometry(1), pool, self.dialer, address)
+        self.node = SinkNode(party_of("d", pool), pool, Dialer())
+        self.node.connect(PREFILL, address)
+        super().__init__(sources, [self.node])
         OPEN.append(self)
 
-    def turn(self) -> None:
-        for source in self.sources:
-            self.told += source.poll()
-        self.told += self.node.poll()
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        for _ in range(3000):
-            self.turn()
-            if found := condition():
-                return found
-            wait(self.dialer.sockets, 0.01)
-        raise AssertionError(self.told)
-
     def first(self, *kinds: type) -> Any:
-        return self.until(lambda: [e for e in self.told if isinstance(e, kinds)])[0]
-
-    def close(self) -> None:
-        self.node.close("over")
-        for source in self.sources:
-            source.close("over")
+        self.until(lambda: [e for e in self.told if isinstance(e, kinds)], 0.01)
+        return next(e for e in self.told if isinstance(e, kinds))
 
     def ask(self, made: Ticket) -> int:
         """Once registered."""
-        self.until(lambda: self.node.endpoint.ready)
+        self.ready()
         self.told.clear()
-        return self.node.transfer(made, CONTENT, 0, TOKENS, {0: THERE, 1: THERE})
+        return self.fetch(0, made, CONTENT, TOKENS, {0: THERE, 1: THERE})
 
 
 OPEN: list[Sink] = []
@@ -105,8 +89,7 @@ OPEN: list[Sink] = []
 
 def source(address: str, pool: Pool) -> SourceNode:
     """A source node that hands over every part at once."""
-    party = Party("p", 0, 0, secrets.randbits(60))
-    return SourceNode(party, geometry(1), pool, Listener(address), {0: address}, part=1, late=0)
+    return SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, part_bytes=1, first_part_ratio=0)
 
 
 def place(folder: Path) -> str:

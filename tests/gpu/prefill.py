@@ -7,6 +7,7 @@ It ends with status 3 at a DeviceFault.
 import select
 import sys
 
+import numpy as np
 from cuda.core import LaunchConfig, Program, ProgramOptions, launch
 
 from kvproto.errors import DeviceFault
@@ -38,16 +39,16 @@ def main() -> int:
     address, device, seed, key = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
     pool, _ = filled(device, seed)
     node = source(address, pool)
-    node.expect(Ticket(key=key, engine="p", replica=0, deadline=60_000), CONTENT)
+    node.expect(Ticket(key=key, engine="p", replica=0, deadline=60_000), CONTENT, TOKENS)
     print("listening", flush=True)
     try:
         while True:
-            node.poll()
+            node.turn()
             if not select.select([sys.stdin], [], [], 0.002)[0]:
                 continue
             match sys.stdin.readline().strip():
                 case "part":
-                    node.computed(key, Computed({0: HERE}, TOKENS, (0, 1)))
+                    node.computed(key, Computed({0: np.array(HERE)}, TOKENS, (0, 1)))
                 case "finish":
                     node.finish(key, FINISHED)
                 case "fault":

@@ -12,17 +12,31 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.node import Computed
-from kvproto.node.sink import Received
-from kvproto.session.events import Lost, SessionClosed
+from kvproto.node.told import Received, TransferLost
+from kvproto.session.events import SessionClosed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.transport.cuda.virtual import fabric
-from kvproto.wire.enums import ErrorCode, Proof
+from kvproto.wire.enums import ErrorCode
 from tests.gpu.conftest import FOUND
 from tests.gpu.gate import Gate
 from tests.gpu.memory import get, put
-from tests.gpu.nodes import CONTENT, FINISHED, HERE, OPEN, TOKENS, Sink, bytes_of, expected, fill, filled, place, source
+from tests.gpu.nodes import (
+    CONTENT,
+    FINISHED,
+    HERE,
+    OPEN,
+    TOKENS,
+    Sink,
+    bytes_of,
+    device_memory,
+    expected,
+    fill,
+    filled,
+    place,
+    source,
+)
 from tests.gpu.test_memory import Owner
 from tests.session.driver import ticket
 
@@ -44,11 +58,10 @@ def hand_over(sink: Sink) -> None:
     """One good request of a source of this process; its kernels are loaded from then on."""
     made = ticket()
     node = sink.sources[0]
-    node.expect(made, CONTENT)
+    node.expect(made, CONTENT, TOKENS)
     node.finish(bytes(made.key), FINISHED)
     sink.ask(made)
     sink.first(Received)
-    node.forget(bytes(made.key))
 
 
 def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
@@ -62,18 +75,18 @@ def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
     before = fill(there, 3)
     gate, made = Gate(devices[0]), ticket()
     node, key = sink.sources[0], bytes(made.key)
-    node.expect(made, CONTENT)
+    node.expect(made, CONTENT, TOKENS)
     number = sink.ask(made)
-    node.computed(key, Computed({0: HERE}, TOKENS, (0, 1), 0, gate.handle))
+    node.computed(key, Computed({0: np.array(HERE)}, TOKENS, (0, 1), 0, gate.handle))
     sink.until(lambda: node.reads(key))
-    sink.node.abort(number, "enough")
+    sink.abort(0, number)
     for _ in range(200):
         sink.turn()
-    assert not [e for e in sink.told if isinstance(e, Lost)]
+    assert not [e for e in sink.told if isinstance(e, TransferLost)]
     gate.open()
-    lost = sink.first(Lost)
+    lost = sink.first(TransferLost)
     seen = bytes_of(there)
-    assert (lost.transfer, lost.error.code, lost.proof) == (number, ErrorCode.ABORTED, Proof.PROVEN)
+    assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.ABORTED, True)
     assert np.array_equal(seen, expected(there, sent, before, (0,), 1))  # the part that had begun, and no other
     node.finish(key, FINISHED)
     for _ in range(50):
@@ -90,13 +103,13 @@ def test_a_pool_that_moved_ends_its_transfers_and_one_registered_anew_works(
     there, before = filled(devices[1], 2)
     address, made = place(folder), ticket()
     sink = Sink(address, there, [source(address, here)])
-    sink.sources[0].expect(made, CONTENT)
+    sink.sources[0].expect(made, CONTENT, TOKENS)
     number = sink.ask(made)
-    here.memory.close()  # type: ignore[attr-defined]
+    device_memory(here).close()
     again, sent = filled(devices[0], 3)  # most likely at the same address
     sink.sources[0].finish(bytes(made.key), FINISHED)
-    lost = sink.first(Lost)
-    assert (lost.transfer, lost.error.code, lost.proof) == (number, ErrorCode.POOL_MOVED, Proof.PROVEN)
+    lost = sink.first(TransferLost)
+    assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.POOL_MOVED, True)
     assert np.array_equal(bytes_of(there), before)
     address = place(folder)
     following = Sink(address, there, [source(address, again)])
@@ -145,11 +158,11 @@ def test_a_source_process_that_ends_costs_its_transfer_alone(
     sink = Sink(address, there, [])
     number = sink.ask(made)
     peer.say("part")
-    sink.until(lambda: not np.array_equal(bytes_of(there), before))
+    sink.until(lambda: not np.array_equal(bytes_of(there), before), 0.01)
     peer.process.kill() if end == "kill" else peer.say("fault")
-    lost = sink.first(Lost)
+    lost = sink.first(TransferLost)
     seen = bytes_of(there)
-    assert (lost.transfer, lost.error.code, lost.proof) == (number, ErrorCode.PEER_LOST, Proof.PROVEN)
+    assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
     assert sink.first(SessionClosed).reason == "its process has ended"
     assert sink.node.quarantined == {}
     _, said = peer.process.communicate(timeout=60)

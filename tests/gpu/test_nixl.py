@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import random
-import secrets
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvproto.node.sink
+from kvproto import Pool
 from kvproto.copying.execute import execute
+from kvproto.door import party_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.net.sockets import wait
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pool import allocate
-from kvproto.node.sink import Received
-from kvproto.session import Party
-from kvproto.session.events import Lost, Ready, SessionRefused
+from kvproto.node import SinkNode, SourceNode
+from kvproto.node.told import Received, TransferLost
+from kvproto.session.events import SessionRefused
+from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
@@ -29,14 +27,16 @@ from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, WriteMode, probe
 from kvproto.transport.nixl.handle import Named
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.staging.staged import Link, StagedSender
-from kvproto.wire.enums import ErrorCode, Outcome, Proof
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
-from tests.node.test_nixl_node import FIRST, Chunks, later
+from tests.node.nodes import PREFILL, SINK, Nodes, ahead, changed_our_mind, finished, serve
+from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
+from tests.pools import allocate, memory
 from tests.session.driver import geometry, ticket
 
 pytest.importorskip("nixl")
@@ -180,7 +180,7 @@ def floor(slot_bytes: int) -> float:
 def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
     made = Node(tmp_path, WriteMode.PACKED, slot_bytes=97, loud=True)
     try:
-        refused = made.until(SessionRefused)
+        refused = made.first(SessionRefused)
         assert (refused.error.code, refused.error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
     finally:
         made.close()
@@ -198,22 +198,30 @@ def source_node(
 ) -> None:
     """A prefill rank on GPU 0; with `hold` it stands still when its first chunks are out."""
     pool = allocate(geometry(1), 0, ITEMS, 0)
-    put(pool.memory, noise(0, pool.memory.length, 5))  # type: ignore[arg-type]
-    mover = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
-    node = SourceNode(Party("p", 0, 0, 7), geometry(1), pool, Listener(address), {0: address}, movers=[mover])
+    put(on_gpu(pool), noise(0, on_gpu(pool).length, 5))
+    transport = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
+    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
     chunks = Chunks(node)
-    node.expect(made, CONTENT)
-    node.finish(bytes(made.key), Finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, Outcome.CONTINUE, FIRST))
+    node.expect(made, CONTENT, TOKENS)
+    node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
-    while not conn.poll(0):
-        node.poll()
+
+    def stand_still() -> None:
         if hold and len(chunks.slots.get(1, ())) == slots:
             conn.send("in the middle")
             conn.recv()
+
+    serve(conn, node, stand_still)
     node.close("over")
 
 
-class Node:
+def on_gpu(pool: Pool) -> DeviceMemory:
+    found = memory(pool)
+    assert isinstance(found, DeviceMemory)
+    return found
+
+
+class Node(Nodes):
     """A decode rank on GPU 1, and its source in another process."""
 
     def __init__(
@@ -226,27 +234,22 @@ class Node:
         self.process = multiprocessing.get_context("spawn").Process(target=source_node, args=arguments, daemon=True)
         self.process.start()
         self.pool = allocate(geometry(1), 0, ITEMS, 1)
-        self.dialer = Dialer()
-        mover = NixlTransport(way, slots, slot_bytes, device=1)
-        party = Party("d", 0, 0, secrets.randbits(60))
-        self.told: list[Any] = []
         assert self.conn.poll(LONG)
         assert self.conn.recv() == "listening"
-        self.node = SinkNode(party, geometry(1), self.pool, self.dialer, address, movers=[mover])
+        transport = NixlTransport(way, slots, slot_bytes, device=1)
+        self.node = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=[transport])
+        self.node.connect(PREFILL, address)
+        super().__init__([], [self.node])
 
-    def until(self, *kinds: type) -> Any:
-        for _ in range(20000):
-            self.told.extend(self.node.poll())
-            if found := [e for e in self.told if isinstance(e, kinds)]:
-                return found[-1]
-            wait(self.dialer.sockets, 0 if self.node.busy else 0.005)
-        raise AssertionError(self.told)
+    def first(self, *kinds: type) -> Any:
+        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
+        return next(e for e in self.told if isinstance(e, kinds))
 
     def ask(self) -> int:
-        return self.node.transfer(self.ticket, CONTENT, 0, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
+        return self.fetch(0, self.ticket, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
 
     def close(self) -> None:
-        self.node.close("over")
+        super().close()
         self.process.kill()
         self.process.join()
 
@@ -257,21 +260,20 @@ class Node:
 def test_nodes_hand_over_and_verify(tmp_path: Path, way: WriteMode, slot_bytes: int) -> None:
     made = Node(tmp_path, way, slot_bytes=slot_bytes)
     try:
-        made.until(Ready)
-        assert made.node.endpoint.staged() == ([0] if way is WriteMode.PACKED else [])
+        made.ready()
+        assert staged_ranks(made.node) == ([0] if way is WriteMode.PACKED else [])
         made.ask()
-        received = made.until(Received, Lost)
+        received = made.first(Received, TransferLost)
         assert isinstance(received, Received), received
         assert received.checksums
-        assert all(a == b for a, b in received.checksums.values())
-        data = noise(0, made.pool.memory.length, 5)
-        got, rows = get(made.pool.memory), 0  # type: ignore[arg-type]
+        data = noise(0, on_gpu(made.pool).length, 5)
+        got, rows = get(on_gpu(made.pool)), 0
         for group in (0, 1):
             spec, share = made.pool.side.group(group), made.pool.side.owns(group)
             for layer in share.layers.tolist():
                 for part in spec.parts:
-                    at, shape = made.pool.place(group, layer, part.name)
-                    a, b = (np.ndarray(shape, np.uint8, x, at) for x in (data, got))
+                    _, at, shape, strides = made.pool.place(spec.name, layer, part.name)
+                    a, b = (np.ndarray(shape, np.uint8, x, at, strides) for x in (data, got))
                     there, here = (x[i].reshape(-1, *shape[2:])[:TOKENS] for x, i in ((a, [1, 2, 3]), (b, [4, 5, 6])))
                     assert np.array_equal(there, here)
                     rows += len(here)
@@ -283,17 +285,18 @@ def test_nodes_hand_over_and_verify(tmp_path: Path, way: WriteMode, slot_bytes: 
 def test_pages_after_a_source_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Node(tmp_path, WriteMode.PACKED, hold=True)
     try:
-        made.until(Ready)
+        made.ready()
         number = made.ask()
-        made.node.poll()
+        made.turn()
         assert made.conn.poll(LONG)
         assert made.conn.recv() == "in the middle"
         made.process.kill()
         made.process.join()
-        assert not any(isinstance(e, Lost) for e in made.node.poll())
-        made.node.abort(number, "it takes too long")
-        monkeypatch.setattr(kvproto.node.sink, "time", later(31))
-        lost = made.until(Lost)
-        assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+        made.turn()
+        assert not made.count(TransferLost)
+        made.node.abort(number, changed_our_mind())
+        ahead(monkeypatch, 31, *SINK)
+        lost = made.first(TransferLost)
+        assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
     finally:
         made.close()

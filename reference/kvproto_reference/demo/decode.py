@@ -15,7 +15,7 @@ from kvproto.net.sockets import wait
 from kvproto.node import SinkNode
 from kvproto.node.sink import Received
 from kvproto.session import Party
-from kvproto.session.events import Lost, Proven, Ready, SessionClosed, SessionRefused, ProtocolError
+from kvproto.session.events import Lost, ProtocolError, Proven, Ready, SessionClosed, SessionRefused
 from kvproto.wire import from_json
 from kvproto.wire.enums import Outcome, Proof
 from kvproto.wire.messages import Ticket

@@ -16,7 +16,7 @@ from kvproto.node import Computed, Finished, SourceNode
 from kvproto.node.source import Sent
 from kvproto.planning.geometry import validate
 from kvproto.session import Party
-from kvproto.session.events import Expired, Released, SessionRefused, ProtocolError
+from kvproto.session.events import Expired, ProtocolError, Released, SessionRefused
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Ticket
