@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.node.request import check
+from kvproto.node.request import check_grant
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -17,10 +17,10 @@ def grant(valid: int, state_after: int | None = None) -> Grants:
 def test_valid_beyond_what_was_computed(valid: int, refused: bool) -> None:
     """KVP-GRANT-REAL."""
     if not refused:
-        check(grant(valid), 20)
+        check_grant(grant(valid), 20)
         return
     with pytest.raises(RemoteError) as caught:
-        check(grant(valid), 20)
+        check_grant(grant(valid), 20)
     assert (caught.value.code, caught.value.mine, caught.value.yours) == (ErrorCode.BAD_GRANT, "20", "21")
 
 
@@ -28,8 +28,8 @@ def test_valid_beyond_what_was_computed(valid: int, refused: bool) -> None:
 def test_state_of_another_position(after: int | None, refused: bool) -> None:
     """KVP-GRANT-STATE: state is that after exactly so many tokens, neither more nor fewer."""
     if not refused:
-        check(grant(4, after), 20)
+        check_grant(grant(4, after), 20)
         return
     with pytest.raises(RemoteError) as caught:
-        check(grant(4, after), 20)
+        check_grant(grant(4, after), 20)
     assert caught.value.code == ErrorCode.STATE_POSITION
