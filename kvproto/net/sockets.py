@@ -103,8 +103,8 @@ class Listener:
                 conn, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return found
-            # anything but one frame is malformed, and answered as such
-            found.append((conn, frames[0] if len(frames) == 1 else b""))
+            if len(frames) == 1:  # KVP-NET-ONE
+                found.append((conn, frames[0]))
         return found
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
@@ -160,9 +160,11 @@ class Dialer:
         for address, socket in self._sockets.items():
             while _readable(socket):
                 try:
-                    found.append((address, socket.recv(zmq.NOBLOCK)))
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                if len(frames) == 1:  # KVP-NET-ONE
+                    found.append((address, frames[0]))
         return found
 
     def send(self, address: Hashable, frame: bytes) -> bool:

@@ -80,3 +80,26 @@ def test_directory_that_others_may_enter(folder: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(LocalError, match="0700"):
         Listener(private_address(folder, "kv-0"))
+
+
+def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> None:
+    """KVP-NET-ONE: neither heard nor answered; the next frame is."""
+    listener, dialer = Listener(private_address(folder, "s")), Dialer()
+    dialer.send(listener.address, b"first")
+    wait([listener.socket], 5.0)
+    ((conn, _),) = listener.receive()
+    dialer.sockets[0].send_multipart([b"one", b"two"])
+    dialer.send(listener.address, b"next")
+    listener.socket.send_multipart([conn, b"one", b"two"])
+    listener.send(conn, b"answer")
+    heard: list[bytes] = []
+    while not heard:
+        wait([listener.socket], 5.0)
+        heard += [frame for _, frame in listener.receive()]
+    answers: list[bytes] = []
+    while not answers:
+        wait(dialer.sockets, 5.0)
+        answers += [frame for _, frame in dialer.receive()]
+    assert (heard, answers) == ([b"next"], [b"answer"])
+    dialer.close()
+    listener.close()
