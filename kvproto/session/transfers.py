@@ -156,7 +156,9 @@ class SourceTransfers(Part):
         ):
             if ours != theirs:
                 raise RemoteError(ErrorCode.BAD_GRANT, field, str(ours), str(theirs), advice)
-        check_grants(described.sink, described.ranks[1], epoch.columns, described.groups, message.grants)
+        check_grants(
+            described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps
+        )
 
     def _head(self, message: Transfer) -> dict[str, Any]:
         return {
