@@ -23,16 +23,7 @@ from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.session.phases import Epoch
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire.enums import ErrorCode, Proof, RequestState
-from kvproto.wire.messages import (
-    Abort,
-    Accepted,
-    Done,
-    DoneAck,
-    Drained,
-    Failed,
-    Grants,
-    Transfer,
-)
+from kvproto.wire.messages import Abort, Accepted, Done, DoneAck, Drained, Failed, Grants, Transfer
 
 __all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.planning.geometry import encode_geometry
+from kvproto.planning.geometry import Geometry, Rank, encode_geometry, owns
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
@@ -446,3 +446,23 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     world.run()
     (event,) = world.events("d0", "SessionRefused")
     assert event.error.code == code
+
+
+def test_a_rank_without_a_route_takes_part_in_no_transfer() -> None:
+    """KVP-TRN-DUMMY: three layers are dealt over four ranks that all hold them; the fourth is not among the routed."""
+    groups = geometry(1).groups[:1]
+    ranks = tuple(Rank(rank=r, owns=(owns(groups[0], range(3)),)) for r in range(4))
+    world, made = World(Geometry(replica=0, facts=(), groups=groups, ranks=ranks)), ticket()
+    world.sink("d0", Geometry(replica=0, facts=(), groups=groups, ranks=ranks[:1]))
+    world.run()
+    for source in world.sources.values():
+        source.expect(made, CONTENT, 0.0)
+        source.finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    asked = [address for address in world.sources if world.events(address, "TransferRequested")]
+    for address in asked:
+        world.serve(address)
+    assert asked == ["s0", "s1", "s2"]
+    assert len(world.events("d0", "Arrived")) == 1
+    assert [e.routed for a in world.sources for e in world.events(a, "Released")] == [(0, 1, 2)] * 3
