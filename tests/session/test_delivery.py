@@ -267,7 +267,7 @@ def test_a_bad_done_is_answered_by_error_and_costs_its_transfer_alone(case: str)
 
 
 def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
-    """KVP-TRN-BUSY at the sending side: nothing is sent beyond max_transfers or max_body."""
+    """KVP-TRN-BUSY at the sending side, and KVP-FRAME-W-LENGTH: nothing is sent beyond max_transfers or max_body."""
     world = Heard()
     (session,) = world.sinks["d0"]._peers()
     for limits, code in (({"max_transfers": 2}, ErrorCode.BUSY), ({"max_body": 60}, ErrorCode.TOO_LARGE)):
@@ -461,7 +461,7 @@ def test_a_finished_request_that_nobody_fetches_ends_at_its_deadline() -> None:
 @pytest.mark.parametrize("prompt_first", [True, False])
 @pytest.mark.parametrize("tokens", [5, 6])
 def test_tokens_beyond_the_prompt_are_refused_as_soon_as_both_are_known(prompt_first: bool, tokens: int) -> None:
-    """KVP-GRANT-REAL: the sink asks for 6 tokens."""
+    """KVP-GRANT-PROMPT: the sink asks for 6 tokens."""
     world, made = Heard(), ticket()
     source = world.sources["s0"]
     steps = [
