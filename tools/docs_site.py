@@ -26,9 +26,37 @@ from tools.specgen.clauses import Clause, clauses
 from tools.specgen.registry import ROOT, load
 
 PAGES = ("*.md", "docs/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
-ASSETS = ("docs/**/*.svg", "docs/**/*.css", "spec/v1/registry.json", "spec/v1/vectors/**/*.json", "conformance/testees/c/*.c")
-API = ("kvproto", "kvproto.events", "kvproto.asyncio", "kvproto.errors", "kvproto.wire", "kvproto.planning", "kvproto.copying", "kvproto.session", "kvproto.transport", "kvproto.node")
-WATCHED = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "spec", "conformance", "reference", "examples", "kvproto", "benchmarks/results")
+ASSETS = (
+    "docs/**/*.svg",
+    "docs/**/*.css",
+    "spec/v1/registry.json",
+    "spec/v1/vectors/**/*.json",
+    "conformance/testees/c/*.c",
+)
+API = (
+    "kvproto",
+    "kvproto.events",
+    "kvproto.asyncio",
+    "kvproto.errors",
+    "kvproto.wire",
+    "kvproto.planning",
+    "kvproto.copying",
+    "kvproto.session",
+    "kvproto.transport",
+    "kvproto.node",
+)
+WATCHED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "spec",
+    "conformance",
+    "reference",
+    "examples",
+    "kvproto",
+    "benchmarks/results",
+)
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` ", re.MULTILINE)
 _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
@@ -47,7 +75,7 @@ def on_config(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """The repository's pages and assets at their own paths, and the pages made here."""
-    found = [f for f in files if f.src_dir != config.docs_dir] # of the theme and of plugins
+    found = [f for f in files if f.src_dir != config.docs_dir]  # of the theme and of plugins
     for pattern in (*PAGES, *ASSETS):
         for path in sorted(ROOT.glob(pattern)):
             found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
@@ -133,7 +161,13 @@ def _registry() -> str:
     for title, (key, columns) in tables.items():
         if key not in facts:
             continue
-        rows += ["", f"## {title}", "", "| name | " + " | ".join(columns).replace("doc", "") + " |", "|---" * (len(columns) + 1) + "|"]
+        rows += [
+            "",
+            f"## {title}",
+            "",
+            "| name | " + " | ".join(columns).replace("doc", "") + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         for name, row in facts[key].items():
             cells = (f"`0x{row[c]:04X}`" if c == "code" else str(row.get(c, "")) for c in columns)
             rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
@@ -150,7 +184,16 @@ def _examples() -> str:
         if path.name.startswith("_"):
             continue
         title, _, more = _docstring(path).partition("\n")
-        rows += ["", f"## {path.stem}", "", title, "", more.strip(), "", f"[examples/{path.name}](../examples/{path.name})"]
+        rows += [
+            "",
+            f"## {path.stem}",
+            "",
+            title,
+            "",
+            more.strip(),
+            "",
+            f"[examples/{path.name}](../examples/{path.name})",
+        ]
     return "\n".join(rows)
 
 
@@ -219,16 +262,27 @@ def _results(name: str) -> Any:
 def _host() -> str:
     """Tables and bars of what is measured on a host: medians of benchmarks/results."""
     codec, planned, moved = _results("codec"), _results("plan"), _results("transfer_host")
-    rows = ["# On the host", "", "Medians of what is in `benchmarks/results`; each section names the script that measures it."]
+    rows = [
+        "# On the host",
+        "",
+        "Medians of what is in `benchmarks/results`; each section names the script that measures it.",
+    ]
     said = "Microseconds a message, beside msgspec, the fastest typed msgpack there is for Python, which checks less."
     rows += ["", "## Codec", "", f"{said} `python benchmarks/codec.py`", ""]
-    rows += _figures({shape: {k: median(v) for k, v in row["samples_us"].items()} for shape, row in codec["shapes"].items()}, "us")
+    rows += _figures(
+        {shape: {k: median(v) for k, v in row["samples_us"].items()} for shape, row in codec["shapes"].items()}, "us"
+    )
     rows += ["", "## Planning", "", "Milliseconds for a whole plan. `python benchmarks/plan.py`", ""]
     rows += _figures({name: {"plan": median(some)} for name, some in planned["planning_ms"].items()}, "ms")
     rows += ["", "## Transport nixl between processes", ""]
-    rows += ["GB/s of scattered runs, by their length in bytes; the ceiling is one copy of memory. `python benchmarks/transfer_host.py`", ""]
+    rows += [
+        "GB/s of scattered runs, by their length in bytes; the ceiling is one copy of memory. `python benchmarks/transfer_host.py`",
+        "",
+    ]
     kinds = ("ceiling", "direct", "packed")
-    rows += _figures({f"{int(run):,}": {k: median(row[k]) for k in kinds} for run, row in moved["runs"].items()}, "GB/s")
+    rows += _figures(
+        {f"{int(run):,}": {k: median(row[k]) for k in kinds} for run, row in moved["runs"].items()}, "GB/s"
+    )
     return "\n".join(rows)
 
 
@@ -236,8 +290,10 @@ def _figures(table: dict[str, dict[str, float]], unit: str) -> list[str]:
     """A table, and the same as bars; rows may lack columns."""
     columns = list(dict.fromkeys(name for row in table.values() for name in row))
     lines = [f"| {unit} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {n} | " + " | ".join(f"{r[c]:.3g}" if c in r else "" for c in columns) + " |" for n, r in table.items()]
-    return [*lines, "", _bars(table, columns, unit), ""]
+    lines += [
+        f"| {n} | " + " | ".join(f"{r[c]:.3g}" if c in r else "" for c in columns) + " |" for n, r in table.items()
+    ]
+    return [*lines, "", _bars(table, columns, unit), ""] if len(columns) <= 3 else [*lines, ""]
 
 
 def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> str:
@@ -245,10 +301,12 @@ def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> 
     most = max(max(row.values()) for row in table.values())
     out, y = [], 20
     for i, name in enumerate(columns if len(columns) > 1 else []):
-        out.append(f'<rect x="{260 + 180 * i}" y="2" width="10" height="10" class="bar{i}"/><text x="{275 + 180 * i}" y="11">{html.escape(name)}</text>')
+        out.append(
+            f'<rect x="{260 + 180 * i}" y="2" width="10" height="10" class="bar{i}"/><text x="{275 + 180 * i}" y="11">{html.escape(name)}</text>'
+        )
     for name, row in table.items():
         out.append(f'<text x="250" y="{y + 7 * len(row) + 3}" text-anchor="end">{html.escape(name)}</text>')
-        for i, column in enumerate(c for c in columns if c in row):
+        for column in (c for c in columns if c in row):
             width = max(400 * row[column] / most, 1)
             out.append(f'<rect x="260" y="{y}" width="{width:.1f}" height="12" class="bar{columns.index(column)}"/>')
             out.append(f'<text x="{265 + width:.1f}" y="{y + 10}">{row[column]:.3g} {unit}</text>')

@@ -2,8 +2,8 @@
 
     python -m tools.wheel_test dist/kvproto-*.whl
 
-Installs the wheel there, runs tools/wheel/smoke.py outside of the repository, and type-checks tools/wheel/typed.py against the installed package,
-which fails if py.typed is missing. The exit status is 0 only if everything passed.
+Installs the wheel there, runs tools/wheel/smoke.py outside of the repository, and type-checks tools/wheel/typed.py
+against the installed package, which fails if py.typed is missing. The exit status is 0 only if everything passed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the bare wheel can do: the codec, a plan, and bytes moved by it. Nothing but kvproto's own dependencies is installed here."""
+"""What the bare wheel can do: the codec, a plan, and bytes moved by it, with kvproto's own dependencies alone."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""A user's program that mypy --strict must pass against the installed package: py.typed is there and public names have types."""
+"""A user's program that mypy --strict checks against the installed package, which needs py.typed and public types."""
 
 from typing import assert_type
 
