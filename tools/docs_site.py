@@ -132,18 +132,6 @@ def _drawing(here: str, title: str, link: str) -> str:
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 
 
-def _clause_table() -> str:
-    rows = ["# All clauses", "", "A clause binds one role, by one key word. Each is a link.", ""]
-    by_page: dict[str, list[Clause]] = {}
-    for clause in _clauses().values():
-        by_page.setdefault(clause.page, []).append(clause)
-    for page, some in by_page.items():
-        rows += [f"## {page.removesuffix('.md')}", "", "| clause | binds | key word | error |", "|---|---|---|---|"]
-        rows += [f"| `{c.id}` | {c.role} | {c.keyword} | {f'`{c.error}`' if c.error else ''} |" for c in some]
-        rows.append("")
-    return "\n".join(rows)
-
-
 def _registry() -> str:
     facts = load()
     rows = [
@@ -316,5 +304,5 @@ def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> 
 
 
 MADE: dict[str, Callable[[], str]] = {
-    "clauses": _clause_table, "registry": _registry, "examples": _examples, "handovers": _handovers, "cli": _cli, "api": _api, "host": _host,
+    "registry": _registry, "examples": _examples, "handovers": _handovers, "cli": _cli, "api": _api, "host": _host,
 }  # fmt: skip

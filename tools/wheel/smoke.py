@@ -34,13 +34,13 @@ def moved(source: Geometry, sink: Geometry) -> int:
         for share in geometry.ranks:
             need = items_needed(geometry.groups[0], 0, 0, TOKENS)
             columns, length = pack(geometry, share.rank, {0: need})
-            pools[at, share.rank] = columns, np.full(length, fill, np.uint8), Window(0, TOKENS, np.arange(need))
+            pools[at, share.rank] = columns, bytearray([fill]) * length, Window(0, TOKENS, np.arange(need))
     for a, b in sorted({(r.source, r.sink) for r in made.routes}):
         here, there = pools["source", a], pools["sink", b]
         sides = Side(source, a, here[0]), Side(sink, b, there[0])
         copy = lower(made.between(a, b), *sides, {0: here[2]}, {0: there[2]})
         execute(copy, {0: memoryview(here[1])}, {0: memoryview(there[1])})
-    return sum(int((pools["sink", r.rank][1] == 0).sum()) for r in sink.ranks)
+    return sum(pools["sink", r.rank][1].count(0) for r in sink.ranks)
 
 
 def main() -> None:
