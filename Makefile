@@ -3,8 +3,6 @@ PY := $(VENV)/bin/python
 # Without --no-compile pip would compile all of torch, of which a demo needs a part.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
-# The slow rooms, each left out of the inner loop: real processes, models and transports.
-SLOW := tests/demo tests/reference tests/gpu tests/fuzz tests/transport/test_nixl.py tests/node/test_nixl_node.py
 
 .PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
@@ -32,7 +30,7 @@ test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 quick: $(VENV)/.test
-	@$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(SLOW:%=--ignore=%) $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
 
 check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .

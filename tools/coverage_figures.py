@@ -53,7 +53,7 @@ def summarise(report: dict[str, Any], tree: Path) -> dict[str, dict[str, float]]
         where = room(path.relative_to(tree) if path.is_absolute() else path)
         for key in ("num_statements", "covered_lines", "num_branches", "covered_branches"):
             for row in (where, "all"):
-                sums[row][key] += file["summary"][key]
+                sums[row][key] += file["summary"].get(key, 0)
     return {
         name: {
             "lines": row["num_statements"],

@@ -173,7 +173,8 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     live = [(g.get("live_rows") or g["rows"]) if g["kind"] == "SLOT" else None for g in (src, dst)]
     sizes = int(a["lane_bytes"]), int(b["lane_bytes"])
     whole = [
-        (g["rows"], p["lane_bytes"], g["cp_size"]) + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())
+        (g["rows"], p["lane_bytes"] if a.get("encoding") else None, g["cp_size"])
+        + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())
         for g, p in ((src, a), (dst, b))
     ]
     for code, path, same in (
@@ -184,7 +185,7 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
         ("ROW_MISMATCH", f"{at}.live_rows", live[0] == live[1]),
         ("LAYOUT_OPAQUE", f"{at}.parts[{part}].encoding", a.get("encoding") == b.get("encoding")),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lane_bytes", max(sizes) % min(sizes) == 0),
-        ("LAYOUT_OPAQUE", f"{at}.rows", not a.get("encoding") or whole[0] == whole[1]),
+        ("LAYOUT_OPAQUE", f"{at}.rows", not any(p.get("encoding") for p in dst["parts"]) or whole[0] == whole[1]),
     ):
         if not same:
             raise Refusal(code, path)

@@ -20,7 +20,7 @@ from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _main(argv: list[str] | None) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line: every command with its options."""
     parser = argparse.ArgumentParser(prog="kvproto", description="The contract for handing over KV caches.")
     parser.add_argument(
         "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"
@@ -49,7 +50,12 @@ def _main(argv: list[str] | None) -> int:
     plans.add(commands)
     probe.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _main(argv: list[str] | None) -> int:
+    line = parser()
+    args = line.parse_args(argv)
     if args.command == "errors":
         for code in ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
@@ -59,7 +65,7 @@ def _main(argv: list[str] | None) -> int:
     if args.command == "probe":
         return probe.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:
-        parser.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
+        line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)
 
 

@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
-    """Run every operation; returns the bytes written."""
+    """Copy everything with numpy, between regions by id; return the number of bytes written."""
     lengths = [list(_by_length(m)) for m in program.maps]
     for op in program.ops:
         rows = program.maps[op["map"]]
@@ -31,13 +31,13 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
 
 
 def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
-    """Lengths of runs, and which runs have them."""
+    """Each length of run that occurs, and the indices [n] of the runs that have it."""
     for length in np.unique(rows.rows).tolist():
         yield length, np.flatnonzero(rows.rows == length)
 
 
 def _view(op: Any, side: str, length: int, regions: Regions) -> Bytes:
-    """[item, first row, row of the run, lane, byte]"""
+    """A view [item, first row, row of the run, lane, byte] of a region."""
     items, rows, item_stride, row_stride, lane_stride, offset, region = (
         int(op[f"{side}_{name}"])
         for name in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
@@ -47,7 +47,7 @@ def _view(op: Any, side: str, length: int, regions: Regions) -> Bytes:
 
 
 def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, int]:
-    """Sum over every byte of byte * A(model, layer, part, row) * B(byte on the lane axis) mod 2^64, by sink group.
+    """Checksums by sink group id: the sum of byte * A(model, layer, part, row) * B(byte of the lane axis) mod 2^64.
 
     A and B are odd and depend on the global coordinate only, so both layouts give one value, and one changed byte
     always changes it. Groups that move no row have none. Clauses KVP-VERIFY-SOURCE, KVP-VERIFY-SINK.
@@ -69,7 +69,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
 
 
 def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tuple[npt.NDArray[np.uint64], Bytes]]:
-    """Global rows and bytes of the runs of each length."""
+    """For each length of run, global rows [runs, length] and bytes [runs, length, lane, byte]."""
     item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
     start = rows.ends - rows.rows
     for length, runs in _by_length(rows):
@@ -78,7 +78,7 @@ def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tup
 
 
 def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """What the weights of an operation's rows begin with: of model, layer and part."""
+    """Seeds [operations] of the row weights, from model, layer and part."""
     model, layer, part = (ops[n].astype(np.uint64) for n in ("model", "layer", "part"))
     return _mix((model << np.uint64(48)) + (layer << np.uint64(16)) + part)
 

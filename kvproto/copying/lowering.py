@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvproto.copying.grants import rows_of
 from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RowMap, Side, Window
-from kvproto.errors import PlanError, RemoteError
+from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Group, local_row, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
@@ -31,7 +31,7 @@ _FURTHEST = 1 << 62
 
 @attrs.frozen
 class _Map:
-    """Which rows a map is about: a pair of groups and of token classes."""
+    """What a row map depends on at registration: a pair of groups and a pair of token classes."""
 
     source: Group
     sink: Group
@@ -45,7 +45,7 @@ class _Map:
 
 
 class Pair:
-    """The routes of one rank pair over its two layouts; programs leave hand-off groups out."""
+    """The routes of one rank pair over its two layouts, without hand-off groups; made once, at registration."""
 
     def __init__(self, routes: tuple[Route, ...], source: Side, sink: Side) -> None:
         self.routes, self.source, self.sink = routes, source, sink
@@ -62,8 +62,6 @@ class Pair:
                 if key not in keys:
                     keys[key] = len(self._maps)
                     whole = any(p.encoding for p in dst.parts)
-                    if whole:
-                        _check_alike(src, dst)
                     from_, to = (not whole and _flat(s.columns[g.id], g) for s, g in ((source, src), (sink, dst)))
                     self._maps.append(_Map(src, dst, box.source_class, box.sink_class, from_, to, whole))
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
@@ -72,13 +70,13 @@ class Pair:
 
     @property
     def nothing(self) -> CopyProgram:
-        """The program of a request without rows."""
+        """The copy program of a request without rows."""
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
         ends = tuple(0 if kind_of(m.sink).is_state else None for m in self._maps)
         return CopyProgram(maps, self._ops, self._steps, ends)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
-        """The program of one request; windows by group id of their own side. Raises BAD_GRANT."""
+        """Make the copy program of one request from windows by group id, each of its own side. Raises BAD_GRANT."""
         maps = tuple(_row_map(m, sources[m.source.id], sinks[m.sink.id]) for m in self._maps)
         ends = tuple(_state_after(m.sink, sinks[m.sink.id]) for m in self._maps)
         return CopyProgram(maps, self._ops, self._steps, ends)
@@ -87,16 +85,8 @@ class Pair:
 def lower(
     routes: tuple[Route, ...], source: Side, sink: Side, sources: Mapping[int, Window], sinks: Mapping[int, Window]
 ) -> CopyProgram:
-    """Copy program of one rank pair for one request; a `Pair` that is used once."""
+    """Make the copy program of one rank pair for one request, by a `Pair` that is used once."""
     return Pair(routes, source, sink).lower(sources, sinks)
-
-
-def _check_alike(source: Group, sink: Group) -> None:
-    """Raise LAYOUT_OPAQUE where a plain part of an opaque group comes from items of another size or deal."""
-    mine, yours = (f"{g.rows} rows, {g.cp_size} x {g.interleave} from {g.origin}" for g in (source, sink))
-    if mine != yours:
-        advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
-        raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{sink.name}].rows", mine, yours, advice)
 
 
 def _state_after(group: Group, window: Window) -> int | None:

@@ -1,4 +1,4 @@
-"""Copy programs: strided copies over shared index arrays; never a Python object for a page or a layer.
+"""Copy programs: strided copies over shared index arrays, without a Python object for a page or a layer.
 
 A program is a table of operations (one row for each layer, part and lane piece of a rank pair, made at registration)
 and row maps (which rows of which items, made for each request). An operation runs once over all runs of its map.
@@ -40,7 +40,10 @@ across items.
 
 @attrs.frozen
 class Window:
-    """Tokens [first, first + count) of one group and the items that hold them at one rank, first owned row first."""
+    """Tokens [first, first + count) of one group, and the items [items] that hold them at one rank.
+
+    The first item holds the first row of the window that the rank owns.
+    """
 
     first: int
     count: int
@@ -48,7 +51,7 @@ class Window:
 
 
 def windows(grants: Iterable[Grants]) -> dict[int, Window]:
-    """The windows of grants that were checked, by group."""
+    """Windows by group id, of grants that `check_grants` accepted."""
     made = {}
     for grant in grants:
         items = np.empty(0, np.int64) if grant.items is None else grant.items
@@ -58,19 +61,19 @@ def windows(grants: Iterable[Grants]) -> dict[int, Window]:
 
 @attrs.frozen
 class Side:
-    """One rank's view: what it owns and where that lies."""
+    """One rank's layout: what it owns, and where that lies in its memory."""
 
     geometry: Geometry
     rank: int
     columns: Mapping[int, Columns]
-    """By group id of this side."""
+    """By group id of this side; without hand-off groups."""
 
     def group(self, id: int) -> Group:
-        """The group of that id."""
+        """The group of that id, which must be there."""
         return next(g for g in self.geometry.groups if g.id == id)
 
     def owns(self, id: int) -> Owns:
-        """This rank's share of the group."""
+        """This rank's share of the group, which must be there."""
         rank = next(r for r in self.geometry.ranks if r.rank == self.rank)
         return next(o for o in rank.owns if o.group == id)
 
@@ -93,7 +96,7 @@ def _reach(item: IntArray, row: IntArray, rows: IntArray, few: tuple[list[int], 
 
 @attrs.frozen(eq=False)
 class RowMap:
-    """Runs of rows that lie one after the other on both sides; arrays of equal length, but for the last two."""
+    """Runs of rows that are contiguous on both sides: five arrays [runs], and two [pieces] of global rows."""
 
     source_item: IntArray
     source_row: IntArray
@@ -102,15 +105,15 @@ class RowMap:
     rows: IntArray
     """Rows of each run."""
     piece_first: IntArray
-    """Global rows, in the order of the runs: pieces of consecutive rows, their first ..."""
+    """First global row of each piece of consecutive rows, in the order of the runs."""
     piece_rows: IntArray
-    """... and their number. A run may span pieces, where both sides deal tokens alike."""
+    """Number of rows of each piece. A run may span pieces, where both sides deal tokens alike."""
     whole: bool = False
-    """Whether items are opaque, so that no rows of them can be picked out."""
+    """Whether items are opaque, so that their rows cannot be separated."""
 
     @cached_property
     def size(self) -> int:
-        """Rows in all."""
+        """Number of rows of all runs."""
         return int(self.rows.sum()) if self.numbers is None else sum(self.numbers[4])
 
     @property
@@ -120,35 +123,35 @@ class RowMap:
 
     @cached_property
     def numbers(self) -> tuple[list[int], ...] | None:
-        """Places and rows as Python's own, where there are few runs: a small hand-over waits for each call of numpy."""
+        """Places and rows as lists of int where runs are few, since each call of numpy delays a small hand-over."""
         return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
 
     @cached_property
     def ends(self) -> IntArray:
-        """Rows up to the end of each run."""
+        """Number of rows up to the end of each run [runs]."""
         return np.cumsum(self.rows)
 
     @cached_property
     def source_reach(self) -> Reach:
-        """Of the source's places."""
+        """Extent of the source's places."""
         few = None if self.numbers is None else (self.numbers[0], self.numbers[1], self.numbers[4])
         return _reach(self.source_item, self.source_row, self.rows, few)
 
     @cached_property
     def sink_reach(self) -> Reach:
-        """Of the sink's places."""
+        """Extent of the sink's places."""
         few = None if self.numbers is None else self.numbers[2:]
         return _reach(self.sink_item, self.sink_row, self.rows, few)
 
     @cached_property
     def global_rows(self) -> IntArray:
-        """Every global row, run after run."""
+        """Every global row [rows], run after run."""
         starts = np.cumsum(self.piece_rows) - self.piece_rows
         made: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
         return made
 
     def between(self, lo: int, hi: int) -> RowMap:
-        """The part of global rows [lo, hi): runs are cut, not looked up again. Raises LAYOUT_OPAQUE."""
+        """Cut the runs down to global rows [lo, hi). Raises LAYOUT_OPAQUE where items are opaque."""
         if self.whole:
             advice = "send groups with an opaque part at once, when the prompt is computed"
             raise LocalError(ErrorCode.LAYOUT_OPAQUE, "tokens", "whole items", f"rows {lo} to {hi}", advice)
@@ -177,28 +180,28 @@ EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 @attrs.frozen
 class Runs:
-    """Contiguous runs of bytes: how many, and how long they are on average; what a transport is paid for."""
+    """Number of contiguous runs of bytes, and their total length; the cost of a transport depends on both."""
 
     count: int
     bytes: int
 
     @property
     def mean(self) -> float:
-        """Bytes of a run."""
+        """Average length of a run, in bytes."""
         return self.bytes / self.count if self.count else 0.0
 
 
 @attrs.frozen(eq=False)
 class CopyProgram:
-    """A table of operations over shared row maps."""
+    """What is copied for one request of one rank pair: a table of operations over shared row maps."""
 
     maps: tuple[RowMap, ...]
     ops: npt.NDArray[np.void]
-    """Rows of dtype OP."""
+    """Table [operations] of dtype OP."""
     tokens_per_row: tuple[int, ...]
-    """Of each map."""
+    """For each map."""
     state_after: tuple[int | None, ...] = ()
-    """Of each map: the position that a state is of; None for rows of tokens."""
+    """For each map, the token after which the state is that of the request; None for rows of tokens."""
 
     @cached_property
     def _rows(self) -> IntArray:
@@ -219,12 +222,12 @@ class CopyProgram:
 
     @property
     def early(self) -> frozenset[int]:
-        """Maps whose rows may go before the end: neither opaque items nor state."""
+        """Indices of maps whose rows may be copied before prefill ends: neither opaque items nor state."""
         ends = self.state_after or (None,) * len(self.maps)
         return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None)
 
     def bytes_by_group(self) -> dict[int, int]:
-        """The same, by sink group, of groups that move at all."""
+        """Bytes that the program writes, by the sink's group id, without groups of 0 bytes."""
         found: dict[int, int] = {}
         for group in np.unique(self.ops["group"]).tolist():
             moved = int(self._op_bytes[self.ops["group"] == group].sum())
@@ -233,7 +236,7 @@ class CopyProgram:
         return found
 
     def runs(self) -> Runs:
-        """Contiguous runs of bytes, on both sides at once."""
+        """Runs of bytes that are contiguous on both sides."""
         ops = self.ops
         if not len(ops):
             return Runs(0, 0)
@@ -247,10 +250,9 @@ class CopyProgram:
         return Runs(int(count.sum()), self.bytes)
 
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
-        """The part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
+        """Return the part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
 
-        State goes with the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of layers that have opaque
-        items.
+        State is part of the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of opaque items.
         """
         ops, maps = self.ops, self.maps
         if layers is not None:
@@ -268,10 +270,10 @@ class CopyProgram:
         return CopyProgram(maps, ops, self.tokens_per_row, self.state_after)
 
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
-        """Rows of a model that are complete with `end` tokens and were not with `first`; None: all that are left.
+        """Return the rows of a model that `end` tokens complete and `first` tokens do not; end None: all that are left.
 
-        Rows of several tokens go when their last token is there; opaque items and state go with the end. Operations
-        stay the same array, so that a table of them stays known.
+        A row of several tokens is complete with its last token; opaque items and state are complete at the end.
+        Operations stay the same array, so that caches keyed by it still apply.
         """
         of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
         early, maps = self.early, []
@@ -285,4 +287,4 @@ class CopyProgram:
 
 
 _ALL = 1 << 62
-"""Above any row."""
+"""Greater than any row."""

@@ -1,7 +1,7 @@
-"""What each rank owns, as the Description states it.
+"""What each rank owns, as the Description states it: constructors, invariants, and where tokens go.
 
-The classes are the wire's own (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`); here are plain
-constructors, their invariants, and the two formulas that place a token. `kvproto.planning.layout` states whole engines.
+The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
+`kvproto.planning.layout` describes whole engines.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ def owns(group: Group, layers: Iterable[int], lanes: Sequence[tuple[int, int]] |
 
 
 def facts(equal: Mapping[str, str], warn: Mapping[str, str] | None = None) -> tuple[Fact, ...]:
-    """Identity facts in canonical order."""
+    """Facts of rules EQUAL and WARN, in canonical order; spec/v1/registry/facts.toml has their names."""
     rows = [(n, v, FactRule.EQUAL) for n, v in equal.items()] + [(n, v, FactRule.WARN) for n, v in (warn or {}).items()]
     return tuple(Fact(name=n, value=v, rule=r) for n, v, r in sorted(rows))
 
 
 def encode_geometry(geometry: Geometry) -> bytes:
-    """Canonical bytes, the ones that the digest is taken of."""
+    """Canonical bytes of a Description, of which the digest is taken."""
     return encode_struct(geometry)
 
 
 def decode_geometry(data: bytes | memoryview) -> Geometry:
-    """Geometry of canonical bytes; raises WireError or PlanError(BAD_GEOMETRY)."""
+    """Decode and validate a Description; raises WireError, or PlanError of code BAD_GEOMETRY."""
     geometry = decode_struct(Geometry, data)
     validate(geometry)
     return geometry
@@ -115,19 +115,19 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def owner(group: Group, rows: IntArray) -> IntArray:
-    """cp rank that owns each global row."""
+    """cp rank [rows] that owns each global row [rows]."""
     run, origin = _deal(group)
     return ((rows - origin) // run) % group.cp_size
 
 
 def local_row(group: Group, rows: IntArray) -> IntArray:
-    """Row within its owner's share of each global row."""
+    """Row [rows] within its owner's share, of each global row [rows]."""
     run, origin = _deal(group)
     return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
 
 
 def owned_before(group: Group, cp_rank: int, row: int) -> int:
-    """How many rows below `row` the rank owns."""
+    """Number of global rows below `row` that the cp rank owns."""
     run, origin = _deal(group)
     whole, rest = divmod(max(row - origin, 0), run * group.cp_size)
     return whole * run + min(max(rest - cp_rank * run, 0), run)
@@ -170,7 +170,7 @@ _LARGEST_CLAIM = 1 << 18
 
 def _check_group(group: Group, path: str) -> None:
     plain = (group.model, group.rows, group.tokens_per_row, *(p.lanes for p in group.parts))
-    if group.kind == ItemKind.HANDOFF and plain != (0, 1, 1, *(1 for _ in group.parts)):
+    if not kind_of(group).has_memory and plain != (0, 1, 1, *(1 for _ in group.parts)):
         shape = f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
@@ -183,7 +183,7 @@ def _check_group(group: Group, path: str) -> None:
 
 
 def _check_owns(group: Group, share: Owns, path: str) -> None:
-    if group.kind == ItemKind.HANDOFF and share.layers.tolist() != [0]:
+    if not kind_of(group).has_memory and share.layers.tolist() != [0]:
         raise _bad(f"{path}.layers", "layer 0 of hand-off data", f"layers {share.layers.tolist()[:8]}")
     if share.cp_rank >= group.cp_size:
         raise _bad(f"{path}.cp_rank", f"below {group.cp_size}", str(share.cp_rank))

@@ -13,9 +13,9 @@ __all__ = ["Planner"]
 
 
 class Planner:
-    """Keeps plans by what they depend on: both geometries, the ordinal of the sink, the features; no other ordinal.
+    """Keeps plans by all that they depend on: both geometries, the ordinal of the sink replica, and the features.
 
-    A replica that comes or goes changes no plan between others: a plan has two arguments.
+    A replica that comes or goes changes no plan between others.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Planner:
         self._plans: dict[tuple[bytes, bytes, int, frozenset[int]], Plan] = {}
 
     def plan(self, source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:
-        """The same as `plan.plan`; raises what it raises, each time."""
+        """Return what `plan.plan` returns; raise what it raises, each time."""
         key = self._key(source), self._key(sink), sink.replica, frozenset(features)
         made = self._plans.get(key)
         if made is None:
@@ -31,7 +31,7 @@ class Planner:
         return made
 
     def _key(self, geometry: Geometry) -> bytes:
-        """Digest of what a geometry says but for its replica; kept by the object, which is never changed."""
+        """Digest of a geometry without its replica, remembered by the object, which never changes."""
         held = self._keys.get(id(geometry))
         if held is None:
             key = digest(encode_geometry(attrs.evolve(geometry, replica=0)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan, Route
 from kvproto.session.staging import SlotReader
@@ -56,27 +59,27 @@ class Described:
     request: int
     """Of the Describe."""
 
-    @property
+    @cached_property
     def routes(self) -> tuple[Route, ...]:
         """Of this rank pair."""
         return self.plan.between(*self.ranks)
 
-    @property
+    @cached_property
     def refs(self) -> tuple[RouteRef, ...]:
         """The routes of this rank pair as Register and Registered state them."""
         return tuple(route.ref for route in self.routes)
 
-    @property
+    @cached_property
     def groups(self) -> tuple[int, ...]:
         """The sink's groups that are routed between the two ranks, ascending."""
         return self.plan.send_flags(*self.ranks)
 
-    @property
+    @cached_property
     def drawn(self) -> tuple[int, ...]:
         """The source's groups from which these routes draw, ascending."""
         return tuple(sorted({box.source_group for route in self.routes for box in route.boxes}))
 
-    @property
+    @cached_property
     def writers(self) -> tuple[int, ...]:
         """Source ranks with a route to the sink rank."""
         return self.plan.required(self.ranks[1])
@@ -92,6 +95,8 @@ class Epoch:
     transport: int
     request: int
     """Of the Register."""
+    overlaps: Overlaps
+    """Which of the columns share bytes."""
 
 
 @attrs.frozen

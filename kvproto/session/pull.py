@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import attrs
 import numpy as np
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.grants import check_grants
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session.core import Handler, Session, refused
@@ -153,7 +154,7 @@ class SinkPull(Delivery):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._asked: Register | None = None
+        self._asked: tuple[Register, Overlaps] | None = None
         self._epoch: Epoch | None = None
         self._pulled: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Bytes read of as many attempts as a source may still ask about again."""
@@ -174,7 +175,7 @@ class SinkPull(Delivery):
 
     def _register(self, message: Register, now: float) -> None:
         session = self._session
-        if message == self._asked or session.state == SessionState.REGISTERING:
+        if (self._asked is not None and message == self._asked[0]) or session.state == SessionState.REGISTERING:
             return  # it is being mapped, or has overtaken Registered and comes again
         if self._epoch is not None and self._epoch.request == message.request:
             self._say_registered(self._epoch)
@@ -185,11 +186,11 @@ class SinkPull(Delivery):
             if self._asked is not None or self._epoch is not None:
                 mine = "one Register of a source"
                 raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", mine, str(message.epoch), "negotiate EPOCHS")
-            check_register(message, Access.READ, described, described.source)
+            overlaps = check_register(message, Access.READ, described, described.source)
         except KvprotoError as error:
             session.refuse(message.request, error)
             return
-        self._asked = message
+        self._asked = message, overlaps
         session.tell(RegisterAsked(session.session, message))
 
     def accept_register(self, transport: Transport) -> None:
@@ -197,8 +198,9 @@ class SinkPull(Delivery):
         asked, self._asked = self._asked, None
         if asked is not None and self._session.state == SessionState.READY:
             self._session.step("Registered")
-            columns = {c.group: c for c in asked.columns}
-            self._epoch = Epoch(asked.epoch, columns, transport, asked.request)
+            register, overlaps = asked
+            columns = {c.group: c for c in register.columns}
+            self._epoch = Epoch(register.epoch, columns, transport, register.request, overlaps)
             self._say_registered(self._epoch)
 
     def _say_registered(self, epoch: Epoch) -> None:
@@ -215,7 +217,7 @@ class SinkPull(Delivery):
         asked, self._asked = self._asked, None
         if asked is not None and self._session.state == SessionState.READY:
             self._session.step("Refused")
-            self._session.refuse(asked.request, error)
+            self._session.refuse(asked[0].request, error)
 
     def _offer(self, message: Offer, now: float) -> None:
         transfers = self._session.part(SinkTransfers)
@@ -241,7 +243,9 @@ class SinkPull(Delivery):
         if epoch is None or message.epoch != epoch.number:
             mine = str(epoch.number) if epoch is not None else "none"
             raise RemoteError(ErrorCode.BAD_GRANT, "epoch", mine, str(message.epoch), "name the registered epoch")
-        check_grants(described.source, described.ranks[0], epoch.columns, described.drawn, message.grants)
+        check_grants(
+            described.source, described.ranks[0], epoch.columns, described.drawn, message.grants, epoch.overlaps
+        )
 
     def _say_pulled(self, offer: Offer, count: int) -> None:
         self._session.notice(

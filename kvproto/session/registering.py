@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry
@@ -12,8 +13,8 @@ from kvproto.wire.messages import Register, Registered
 __all__ = ["agrees", "check_register"]
 
 
-def check_register(message: Register, access: Access, described: Described, owner: Geometry) -> None:
-    """Raise what speaks against a Register, whose memory is that of a rank of `owner`.
+def check_register(message: Register, access: Access, described: Described, owner: Geometry) -> Overlaps:
+    """Raise what speaks against a Register, whose memory is that of a rank of `owner`; which of its columns overlap.
 
     Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-COLUMNS.
     """
@@ -37,6 +38,7 @@ def check_register(message: Register, access: Access, described: Described, owne
         raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))
     rank = described.ranks[1] if access == Access.WRITE else described.ranks[0]
     check_columns(owner, rank, regions, message.columns)
+    return Overlaps.of(owner, rank, {c.group: c for c in message.columns})
 
 
 def agrees(message: Registered, described: Described) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry, digest
 from kvproto.planning.plan import Plan, differences, plan
@@ -62,7 +63,7 @@ class SourceSession(Session):
         self._geometry, self._encoded, self._digest = geometry, encoded, digest(encoded)
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
-        self._asked: Register | None = None
+        self._asked: tuple[Register, Overlaps] | None = None
         self._epoch: Epoch | None = None
         self._process: Process | None = None
         self.step("Hello")
@@ -122,7 +123,7 @@ class SourceSession(Session):
         )  # fmt: skip
 
     def _register(self, message: Register, now: float) -> None:
-        if self._asked is not None and self._asked.request == message.request:
+        if self._asked is not None and self._asked[0].request == message.request:
             return  # its memory is being mapped, and it is answered once
         if self._epoch is not None and self._epoch.request == message.request:
             self._say_registered(self._epoch)
@@ -133,12 +134,12 @@ class SourceSession(Session):
                 mine = f"epoch {self._epoch.number}, without the feature EPOCHS"
                 raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", mine, str(message.epoch), "open a new session")
             self.step("Register")
-            check_register(message, Access.WRITE, self.described, self.described.sink)
+            overlaps = check_register(message, Access.WRITE, self.described, self.described.sink)
         except KvprotoError as error:
             self.state = before
             self.refuse(message.request, error)
             return
-        self._asked = message
+        self._asked = message, overlaps
         self.tell(RegisterAsked(self.session, message))
 
     def accept_register(
@@ -153,7 +154,9 @@ class SourceSession(Session):
         if asked is None or self.state != SessionState.REGISTERING:
             return
         self.step("Registered")
-        self._epoch = Epoch(asked.epoch, {c.group: c for c in asked.columns}, transport, asked.request)
+        register, overlaps = asked
+        columns = {c.group: c for c in register.columns}
+        self._epoch = Epoch(register.epoch, columns, transport, register.request, overlaps)
         self._process = process if not self.pulls else None
         if slots is not None:
             self.install(SourceStaged(self, slots))
@@ -173,7 +176,7 @@ class SourceSession(Session):
         asked, self._asked = self._asked, None
         if asked is not None and self.state == SessionState.REGISTERING:
             self.step("Refused")
-            self.refuse(asked.request, error)
+            self.refuse(asked[0].request, error)
 
     def expose(self, regions: tuple[Region, ...], columns: tuple[Columns, ...], now: float) -> None:
         """Register this rank's memory with the sink, to be read (feature PULL)."""

@@ -23,16 +23,7 @@ from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.session.phases import Epoch
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire.enums import ErrorCode, Proof, RequestState
-from kvproto.wire.messages import (
-    Abort,
-    Accepted,
-    Done,
-    DoneAck,
-    Drained,
-    Failed,
-    Grants,
-    Transfer,
-)
+from kvproto.wire.messages import Abort, Accepted, Done, DoneAck, Drained, Failed, Grants, Transfer
 
 __all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
 
@@ -156,7 +147,9 @@ class SourceTransfers(Part):
         ):
             if ours != theirs:
                 raise RemoteError(ErrorCode.BAD_GRANT, field, str(ours), str(theirs), advice)
-        check_grants(described.sink, described.ranks[1], epoch.columns, described.groups, message.grants)
+        check_grants(
+            described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps
+        )
 
     def _head(self, message: Transfer) -> dict[str, Any]:
         return {

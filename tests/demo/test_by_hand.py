@@ -1,6 +1,7 @@
 """Engines started by hand, one in each terminal."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,10 +52,17 @@ def wait_ready(folder: Path, name: str) -> None:
     line.dialer.close()
 
 
-@pytest.mark.parametrize("address", [[], ["--prefill", "tcp://127.0.0.1:27711", "--insecure"]])
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
 def test_a_misfit_is_refused_by_name_and_the_next_is_served(
-    start: Started, folder: Path, tmp_path: Path, address: list[str]
+    start: Started, folder: Path, tmp_path: Path, over: str
 ) -> None:
+    address = ["--prefill", f"tcp://127.0.0.1:{free_port()}", "--insecure"] if over == "tcp" else []
     prefill = start("prefill", "--dir", folder, *address)
     wait_ready(folder, "prefill")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)

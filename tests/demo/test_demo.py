@@ -1,6 +1,8 @@
 """The main job as a stranger would run it, and what they would get wrong."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -20,7 +22,7 @@ from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.memory import SharedMemory
-from kvproto_reference.demo.__main__ import DemoOptions, run
+from kvproto_reference.demo.__main__ import DemoOptions, main, run
 from kvproto_reference.demo.options import parse
 
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
@@ -54,8 +56,22 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def demo(*args: str | int | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=timeout, check=False)
+def demo_process(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+    """The demo as a user starts it."""
+    return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=100, check=False)
+
+
+def demo(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+    """The same within this process, which has imported torch already; the engines are processes of their own."""
+    given, out, err = [*map(str, args)], io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(given)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(given, status, out.getvalue(), err.getvalue())
 
 
 def report(result: subprocess.CompletedProcess[str]) -> Any:
@@ -64,7 +80,7 @@ def report(result: subprocess.CompletedProcess[str]) -> Any:
 
 
 def test_demo_as_in_the_readme() -> None:
-    result = demo()
+    result = demo_process()
     assert result.returncode == 0, result.stderr
     for line in ("P0 -> D0", "P1 -> D0", "decode rank 0 awaits 2 (P0, P1)", "24 of 24 equal", "nothing was lost"):
         assert line in result.stdout
@@ -178,7 +194,7 @@ def bad_prompts(tmp_path: Path, text: str) -> Path:
 
 
 def test_empty_prompt_file(tmp_path: Path) -> None:
-    result = demo("--prompt-file", bad_prompts(tmp_path, "\n\n"))
+    result = demo_process("--prompt-file", bad_prompts(tmp_path, "\n\n"))
     assert result.returncode == 1
     assert "has no prompt in it" in result.stderr
     assert "Traceback" not in result.stderr
@@ -212,7 +228,7 @@ def test_ranks_that_do_not_divide_the_heads(prompts: Path) -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    result = demo("--prefill-tp", "5", "--decode-tp", "1")
+    result = demo_process("--prefill-tp", "5", "--decode-tp", "1")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert "error:" in result.stderr

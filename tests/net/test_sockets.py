@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
@@ -144,3 +145,32 @@ def test_directory_that_others_may_enter(folder: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(LocalError, match="0700"):
         Listener(private_address(folder, "kv-0"))
+
+
+def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> None:
+    """KVP-NET-ONE: neither heard nor answered; the next frame is."""
+    context = zmq.Context()
+    stranger, listener = context.socket(zmq.DEALER), Listener(private_address(folder, "kv-0"))
+    stranger.connect(listener.address)
+    stranger.send_multipart([b"one", b"two"])
+    stranger.send(b"next")
+    heard: list[bytes] = []
+    while not heard:
+        assert listener.pending or readable([listener.fileno()])
+        heard += [frame for _, frame in listener.receive()]
+    assert heard == [b"next"]
+    source, dialer = context.socket(zmq.ROUTER), Dialer()
+    source.bind(private_address(folder, "kv-1"))
+    key = ("a source", private_address(folder, "kv-1"))
+    dialer.send(key, b"ask")
+    conn, _ = source.recv_multipart()
+    source.send_multipart([conn, b"one", b"two"])
+    source.send_multipart([conn, b"answer"])
+    answers: list[bytes] = []
+    while not answers:
+        assert dialer.pending or readable(dialer.filenos())
+        answers += [frame for _, frame in dialer.receive()]
+    assert answers == [b"answer"]
+    dialer.close()
+    listener.close()
+    context.destroy(0)

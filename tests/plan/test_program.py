@@ -423,7 +423,7 @@ def test_worked_examples_of_the_spec() -> None:
 
 def test_worked_example_of_two_deals() -> None:
     """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
-    from kvproto.planning.plan import _class_pairs
+    from kvproto.planning.election import _class_pairs
 
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
     assert len(_class_pairs(a, b)) == 8
@@ -458,8 +458,7 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
 
 @pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
 def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
-    """KVP-GRANT-WHOLE."""
-    """The scale of a page of 4 tokens, of which two are asked for."""
+    """KVP-GRANT-WHOLE: the scale of a page of 4 tokens, of which two are asked for."""
     geometry = lay_out([Cache.page_scales("scales", 1, kv_heads=1, page=4)])
     side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
     asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
@@ -497,9 +496,18 @@ def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
         owned = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
         geometry = Geometry(replica=0, facts=(), groups=groups, ranks=owned)
         sides.append(Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
-    with pytest.raises(RemoteError) as caught:
-        Pair(plan(sides[0].geometry, sides[1].geometry).routes, *sides)
+    with pytest.raises(KvprotoError) as caught:
+        plan(sides[0].geometry, sides[1].geometry)
     assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
+
+
+def test_an_interleave_that_means_nothing_keeps_no_opaque_part_from_moving() -> None:
+    """KVP-PLAN-OPAQUE: what `plan` accepts can be lowered; without a deal, interleave and origin are not compared."""
+    source, theirs = pool(OPAQUE)
+    sink, ours = pool(attrs.evolve(OPAQUE, interleave=64, origin=128))
+    sides = Side(source, 0, theirs), Side(sink, 0, ours)
+    window = {0: Window(0, 8, np.array([0, 1]))}
+    assert Pair(plan(source, sink).routes, *sides).lower(window, window).bytes == 64
 
 
 def test_opaque_rows_of_a_deal_are_counted_globally() -> None:

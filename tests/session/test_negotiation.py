@@ -28,6 +28,7 @@ def terms(row: dict[str, Any]) -> Terms:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
 def test_vectors(case: dict[str, Any]) -> None:
+    """KVP-NEG-VERSION, KVP-NEG-FEATURE, KVP-NEG-CHOOSE, KVP-NEG-IGNORE, KVP-GREASE-TAKE."""
     sink, source = terms(case["sink"]), terms(case["source"])
     if "error" in case:
         with pytest.raises(RemoteError) as caught:
@@ -51,6 +52,7 @@ def welcome(**changes: Any) -> Welcome:
 
 
 def test_welcome_may_choose_only_what_was_offered() -> None:
+    """KVP-NEG-CHECK."""
     mine = Terms((Feature.VERIFY, Feature.PULL), (Feature.VERIFY,))
     check_welcome(mine, welcome())
     check_welcome(mine, welcome(features=(Feature.VERIFY, Feature.PULL)))
@@ -66,6 +68,7 @@ def test_welcome_may_choose_only_what_was_offered() -> None:
 
 
 def test_hello_is_greased() -> None:
+    """KVP-GREASE-SEND."""
     sink = World(geometry(1)).sink("greasy", geometry(1))
     ((_, frame),) = sink.to_send(0.0)
     hello = decode(frame)

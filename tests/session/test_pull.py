@@ -322,6 +322,7 @@ def test_renew_in_time_is_answered_by_what_the_ticket_leaves() -> None:
 
 
 def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
+    """KVP-PUL-RENEW, KVP-PUL-READ."""
     world = ready(1)
     event = offered(world)
     world.now += 10.5
@@ -335,6 +336,7 @@ def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
 
 
 def test_a_copy_that_outlives_its_lease_is_lost() -> None:
+    """KVP-PUL-READ."""
     world = ready(1)
     event = offered(world)
     sink = world.sinks["d0"]
@@ -411,6 +413,7 @@ def test_goodbye_of_a_sink_gives_back_what_it_was_lent() -> None:
 
 
 def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
+    """KVP-PUL-OFFER."""
     world = ready(1)
     made = ticket(300.0)
     source = world.sources["s0"]

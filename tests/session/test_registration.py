@@ -8,11 +8,12 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import encode_geometry, mla
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, DType, ErrorCode, Transport
-from kvproto.wire.messages import Describe, Description, Error, Refused, Register, Registered
-from tests.session.driver import World, geometry
+from kvproto.wire.messages import Describe, Description, Error, Refused, Register, Registered, Transfer
+from tests.session.driver import World, geometry, ticket
 
 
 class Watched(World):
@@ -96,6 +97,34 @@ def test_the_version_of_a_geometry_that_does_not_change() -> None:
     world.sink("d1", geometry(1), engine="e")
     world.run()
     assert len({m.version for m in world.of(Description)}) == 1
+
+
+def test_source_ranks_without_a_route_hear_nothing_of_transfers() -> None:
+    """KVP-TRN-DUMMY: of four ranks that hold the same latent one serves the only layer; three are dummies."""
+    latent = [Cache.mla("target", 1, latent=8, rope=2, page=4)]
+    world = Watched(lay_out(latent, Parallel(tp=4)))
+    heard: dict[str, set[type]] = {}
+
+    def listen(to: str, frame: bytes) -> int:
+        heard.setdefault(to, set()).add(type(decode(frame)))
+        return 1
+
+    world.keep = listen
+    sink = world.sink("d0", lay_out(latent))
+    world.run()
+    made = ticket()
+    world.transfer("d0", made, b"c" * 32)
+    world.run()
+    assert sink.ready
+    routed = [a for a in world.sources if Transfer in heard.get(a, ())]
+    assert len(routed) == 1
+    assert all(not {Register, Transfer} & heard.get(a, set()) for a in world.sources if a not in routed)
+    for address in routed:
+        world.sources[address].expect(made, b"c" * 32, world.now)
+        world.sources[address].finish(bytes(made.key))
+    world.run()
+    world.serve(routed[0])
+    assert len(world.events("d0", "Arrived")) == 1
 
 
 @pytest.mark.parametrize("field", ["source", "sink"])

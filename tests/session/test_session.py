@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.planning.geometry import encode_geometry
+from kvproto.planning.geometry import Geometry, Rank, encode_geometry, owns
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
@@ -50,6 +50,7 @@ def test_transfer_before_during_or_after_prefill(expect_first: bool, finish_firs
 
 
 def test_release_waits_for_every_sink_rank() -> None:
+    """KVP-TRN-HOLD."""
     world, made = ready(1, 2), ticket()
     world.sources["s0"].expect(made, CONTENT, 0.0)
     world.sources["s0"].finish(bytes(made.key))
@@ -65,6 +66,7 @@ def test_release_waits_for_every_sink_rank() -> None:
 
 
 def test_other_prompt_is_refused_before_a_byte_moves() -> None:
+    """KVP-TKT-CONTENT."""
     world, made = ready(1), ticket()
     world.sources["s0"].expect(made, b"x" * 32, 0.0)
     world.transfer("d0", made, CONTENT)
@@ -75,6 +77,7 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
 
 
 def test_ticket_is_bound_to_its_first_sink() -> None:
+    """KVP-TKT-BIND."""
     world, made = ready(1), ticket()
     world.sink("other", geometry(1), engine="e")
     world.run()
@@ -110,6 +113,7 @@ def test_unfetched_prefill_expires() -> None:
 
 
 def test_refused_prompt_reaches_the_sink_before_and_after() -> None:
+    """KVP-TRN-ROOM: whoever waits, or comes later, hears of it."""
     world, made = ready(1), ticket()
     error = LocalError(ErrorCode.PROMPT_TOO_LONG, "prompt", "8 pages", "9 pages")
     world.sources["s0"].expect(made, CONTENT, 0.0)
@@ -123,6 +127,7 @@ def test_refused_prompt_reaches_the_sink_before_and_after() -> None:
 
 
 def test_abort_is_drained_and_proven() -> None:
+    """KVP-END-PROVEN, KVP-END-REUSE."""
     world, made = ready(2), ticket()
     for source in world.sources.values():
         source.expect(made, CONTENT, 0.0)
@@ -245,6 +250,7 @@ def test_frame_of_an_unknown_session_has_no_effect() -> None:
 
 
 def test_session_of_another_connection_cannot_be_used() -> None:
+    """KVP-SES-UNKNOWN."""
     world = ready(1)
     source = world.sources["s0"]
     (number,) = source.sessions
@@ -309,6 +315,7 @@ def test_lost_and_doubled_frames_change_nothing(random: object, rate: float) -> 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=80))
 def test_noise_gets_a_typed_answer_and_costs_nobody_anything(noise: bytes) -> None:
+    """KVP-ERR-ANSWER, KVP-ERR-ALONE."""
     world = ready(1)
     world.sources["s0"].receive("noise", noise, 0.0)
     ((conn, frame),) = world.sources["s0"].to_send(0.0)
@@ -325,6 +332,7 @@ def test_noise_gets_a_typed_answer_and_costs_nobody_anything(noise: bytes) -> No
 
 
 def test_an_error_is_never_answered() -> None:
+    """KVP-ERR-SILENT."""
     world = ready(1)
     world.sources["s0"].receive("d0", encode(Error(code=ErrorCode.BUSY, path="", mine="", yours="")), 0.0)
     assert world.sources["s0"].to_send(0.0) == []
@@ -361,6 +369,7 @@ def test_silent_source_is_given_up() -> None:
 
 
 def test_every_pair_outside_the_tables_is_illegal() -> None:
+    """KVP-SES-STATE."""
     messages = {m for _, m in (*SESSION, *TRANSFER)}
     for state in SessionState:
         for name in messages:
@@ -437,3 +446,23 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     world.run()
     (event,) = world.events("d0", "SessionRefused")
     assert event.error.code == code
+
+
+def test_a_rank_without_a_route_takes_part_in_no_transfer() -> None:
+    """KVP-TRN-DUMMY: three layers are dealt over four ranks that all hold them; the fourth is not among the routed."""
+    groups = geometry(1).groups[:1]
+    ranks = tuple(Rank(rank=r, owns=(owns(groups[0], range(3)),)) for r in range(4))
+    world, made = World(Geometry(replica=0, facts=(), groups=groups, ranks=ranks)), ticket()
+    world.sink("d0", Geometry(replica=0, facts=(), groups=groups, ranks=ranks[:1]))
+    world.run()
+    for source in world.sources.values():
+        source.expect(made, CONTENT, 0.0)
+        source.finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    asked = [address for address in world.sources if world.events(address, "TransferRequested")]
+    for address in asked:
+        world.serve(address)
+    assert asked == ["s0", "s1", "s2"]
+    assert len(world.events("d0", "Arrived")) == 1
+    assert [e.routed for a in world.sources for e in world.events(a, "Released")] == [(0, 1, 2)] * 3

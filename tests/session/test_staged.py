@@ -127,6 +127,7 @@ def test_all_slots_are_granted_once_after_registered() -> None:
 
 
 def test_a_slot_is_returned_when_it_is_unpacked() -> None:
+    """KVP-STG-RETURN."""
     world = Staged()
     world.ask()
     world.chunk(2, 0, SLOT)
@@ -136,7 +137,7 @@ def test_a_slot_is_returned_when_it_is_unpacked() -> None:
 
 
 def test_arrival_waits_for_the_last_byte() -> None:
-    """KVP-STG-END"""
+    """KVP-STG-END: KVP-STG-END"""
     world = Staged()
     world.ask()
     world.stream()
@@ -160,6 +161,7 @@ def test_arrival_waits_for_the_streams_of_all_writers() -> None:
 
 
 def test_done_before_the_last_chunk_loses_the_transfer() -> None:
+    """KVP-STG-FIRST: what a source owes, seen at the sink."""
     world = Staged()
     world.ask()
     world.chunk(0, 0, SLOT)
@@ -197,6 +199,7 @@ def test_what_cannot_be_unpacked_loses_the_transfer() -> None:
 def test_a_refused_chunk_costs_its_transfer_alone(
     slot: int, offset: int, bytes_: int, last: bool, code: ErrorCode
 ) -> None:
+    """KVP-STG-BEYOND, KVP-STG-NEXT."""
     world = Staged(sinks=2)
     world.ask()
     world.chunk(0, 0, SLOT)
@@ -256,6 +259,7 @@ def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again
 
 
 def test_a_credit_for_what_the_source_has_or_for_no_slot_is_refused() -> None:
+    """KVP-STG-TWICE."""
     world = Staged(sinks=2)
     for slots in ((0,), (SLOTS,), (1, 2**32 - 1)):
         assert world.from_sink(credit(world, *slots)) == ErrorCode.CREDIT

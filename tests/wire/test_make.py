@@ -11,6 +11,7 @@ import pytest
 
 from tools.specgen import __main__ as make
 from tools.specgen import clauses, lock, markdown
+from tools.specgen import named as held
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import HEAD, ROOT, SPEC, load
 
@@ -212,3 +213,40 @@ def test_every_clause_of_bytes_has_a_vector() -> None:
 UNSHOWN = {
     "KVP-BODY-IGNORE-LOST",  # of what a program does with a message that it has read
 }
+
+
+def test_every_clause_is_named_or_exempt() -> None:
+    assert held.unnamed(load()) == []
+
+
+def test_a_clause_that_nothing_names_and_a_name_of_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = held.named()
+    gone = dict(seen)
+    del gone["KVP-FRAME-MINOR"]
+    gone["KVP-FRAME-MINUS"] = {"tests/x.py"}
+    gone["KVP-TKT-RETRY"] = {"tests/y.py"}
+    monkeypatch.setattr(held, "named", lambda: gone)
+    assert held.unnamed(load()) == [
+        "framing.md: KVP-FRAME-MINOR is named by no test, vector or case",
+        "tests/x.py: there is no clause KVP-FRAME-MINUS",
+        "exemptions.toml: KVP-TKT-RETRY is named by tests/y.py",
+    ]
+
+
+EXEMPTIONS = {
+    "a clause that is none": '["KVP-FRAME-MINUS"]\nreason = "people"\nnote = "n"',
+    "no note": '["KVP-FRAME-MINOR"]\nreason = "people"',
+    "a reason of its own": '["KVP-FRAME-MINOR"]\nreason = "later"\nnote = "n"',
+    "MUST taken for optional": '["KVP-FRAME-MINOR"]\nreason = "optional"\nnote = "n"',
+    "hardware without a test": '["KVP-FRAME-MINOR"]\nreason = "hardware"\nnote = "n"\nshown = "tests/gpu/test_memory.py::test_nothing"',
+    "a draft of a stable feature": '["KVP-FRAME-MINOR"]\nreason = "draft"\nnote = "n"\nshown = "VERIFY"',
+}
+
+
+@pytest.mark.parametrize("case", EXEMPTIONS)
+def test_exemptions_have_a_reason_that_holds(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "exemptions.toml"
+    path.write_text(EXEMPTIONS[case])
+    monkeypatch.setattr(held, "EXEMPTIONS", path)
+    with pytest.raises(RegistryError):
+        held.exemptions(load())

@@ -60,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     if len(differing) > _SHOWN:
         print(f"... and {len(differing) - _SHOWN} more")
     for line in unnamed if args.check else ():
-        print(f"warning: {line}")
+        print(f"unheld: {line}")
     if differing and args.check:
         print('a change of what is locked needs a reason: python -m tools.specgen --lock "why"')
-    return 1 if args.check and (stale or differing) else 0
+    return 1 if args.check and (stale or differing or unnamed) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""Whether two Descriptions fit at all: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
+
+Of each error `mine` is the source's value and `yours` the sink's; the session turns them round when the sink refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvproto.errors import PlanError
+from kvproto.planning.geometry import Geometry, Group
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+
+__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing"]
+
+
+def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
+    """Facts of rule WARN that differ, as (path, the source's value, the sink's value)."""
+    return [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
+
+
+def check_facts(source: Geometry, sink: Geometry) -> None:
+    """Raise IDENTITY_MISMATCH for the first fact of rule EQUAL that differs."""
+    for path, mine, yours, rule in _fact_differences(source, sink):
+        if rule == FactRule.EQUAL:
+            raise incompatible(ErrorCode.IDENTITY_MISMATCH, path, mine, yours, "load the same model on both sides")
+
+
+def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str, FactRule]]:
+    mine, yours = ({f.name: f for f in g.facts} for g in (source, sink))
+    for name in sorted(mine | yours):
+        a, b = mine.get(name), yours.get(name)
+        if a is None or b is None or a.value != b.value:
+            values = [f.value if f else "(absent)" for f in (a, b)]
+            rule = min(f.rule for f in (a, b) if f)
+            yield f"facts[{name}]", values[0], values[1], FactRule(rule)
+
+
+def check_pair(src: Group, dst: Group, name: str) -> None:
+    """Raise KIND_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE where the part of that name cannot be mapped."""
+    a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
+    path = f"groups[{dst.name}]"
+    at = f"{path}.parts[{name}]"
+    for code, where, mine, yours in (
+        (ErrorCode.KIND_MISMATCH, f"{path}.kind", ItemKind(src.kind).name, ItemKind(dst.kind).name),
+        (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
+        (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a.lanes, a.lane_bytes), _extent(b.lanes, b.lane_bytes)),
+        (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),
+        (ErrorCode.ROW_MISMATCH, f"{path}.live_rows", _live(src), _live(dst)),
+        (ErrorCode.LAYOUT_OPAQUE, f"{at}.encoding", str(a.encoding), str(b.encoding)),
+    ):
+        same = a.lanes * a.lane_bytes == b.lanes * b.lane_bytes if code == ErrorCode.LANE_MISMATCH else mine == yours
+        if not same:
+            raise incompatible(code, where, mine, yours, "make the two sides equal")
+    if max(a.lane_bytes, b.lane_bytes) % min(a.lane_bytes, b.lane_bytes):
+        raise incompatible(
+            ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple"
+        )
+    if any(part.encoding for part in dst.parts):
+        deals = [
+            f"{g.rows} rows"
+            + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None)
+            + (f", dealt {g.cp_size} x {g.interleave} from {g.origin}" * (g.cp_size > 1))
+            for g, p in ((src, a), (dst, b))
+        ]
+        if deals[0] != deals[1]:
+            advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
+            raise incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
+
+
+def _extent(lanes: int, size: int) -> str:
+    return f"{lanes} lanes of {size} bytes"
+
+
+def _live(group: Group) -> str:
+    return str((group.live_rows or group.rows) if kind_of(group).is_state else None)
+
+
+def missing(group: Group, part: str, layer: int, part_known: bool) -> PlanError:
+    path = f"groups[{group.name}].parts[{part}]"
+    if part_known:
+        mine, yours, advice = f"no layer {layer}", f"layer {layer} of model {group.model}", "serve the same layers"
+        return incompatible(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
+    advice = "serve the same models and caches"
+    return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
+
+
+def incompatible(code: ErrorCode, path: str, mine: str, yours: str, advice: str) -> PlanError:
+    """`mine` is the source's value, `yours` the sink's; the session turns them when the sink refuses."""
+    return PlanError(code, path, mine, yours, advice)

@@ -1,0 +1,194 @@
+"""Who could send each byte to whom, and which of them does (spec/v1/planning.md, steps 3 and 4)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import lcm
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.planning.compare import incompatible
+from kvproto.planning.geometry import Geometry, Group
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Cells", "Claim", "Claims", "Layers", "Places", "alike", "claims_of", "elect", "places_of", "whole"]
+
+
+_LARGEST_PERIOD = 1 << 22
+"""The most rows after which both token deals may repeat."""
+
+
+@attrs.frozen
+class Claim:
+    """One lane interval that a rank owns of a part, in bytes [lo, hi), with its layers and its share of the tokens."""
+
+    rank: int
+    group: Group
+    lo: int
+    hi: int
+    cp_rank: int
+    layers: tuple[tuple[int, int], ...]
+    """Intervals of layers, ascending."""
+
+
+Claims = dict[tuple[int, str], list[Claim]]
+"""(model, part name) -> claims."""
+Layers = tuple[tuple[int, int], ...]
+Key = tuple[int, int, int, int]
+"""(source rank, sink rank, source class, sink class)"""
+Places = dict[tuple[int, int], tuple[int, npt.NDArray[np.int64]]]
+"""(rank, group id) -> place of the group's first layer among all layers of the rank, and its layer ids [layers]."""
+Cells = dict[Key, list[tuple[int, int, Layers]]]
+"""(first byte, byte after the last, layers) of the lane axis, by who sends which token class to whom."""
+
+
+def claims_of(geometry: Geometry) -> Claims:
+    groups = {g.id: g for g in geometry.groups}
+    claims: Claims = defaultdict(list)
+    for rank in geometry.ranks:
+        for share in rank.owns:
+            group = groups[share.group]
+            layers = _intervals(share.layers.astype(np.int64))
+            for span in share.lanes:
+                part = group.parts[span.part]
+                size = part.lane_bytes
+                claim = Claim(rank.rank, group, span.lo * size, span.hi * size, share.cp_rank, layers)
+                claims[group.model, part.name].append(claim)
+    return claims
+
+
+def _intervals(numbers: npt.NDArray[np.int64]) -> Layers:
+    """Ascending numbers [n] as intervals [lo, hi)."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    starts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def alike(sources: list[Claim], sinks: list[Claim]) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]]:
+    """Sets of the sink's layers that the same claims own on both sides, with these claims."""
+    cuts = sorted({x for claim in (*sources, *sinks) for interval in claim.layers for x in interval})
+    at = {x: i for i, x in enumerate(cuts)}
+    owners: tuple[list[list[int]], ...] = ([[] for _ in cuts], [[] for _ in cuts])
+    for side, claims in enumerate((sources, sinks)):
+        for n, claim in enumerate(claims):
+            for lo, hi in claim.layers:
+                for i in range(at[lo], at[hi]):
+                    owners[side][i].append(n)
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for i, (a, b) in enumerate(zip(*owners, strict=True)):
+        if b:
+            alike[tuple(a), tuple(b)].append((cuts[i], cuts[i + 1]))
+    for (a, b), layers in alike.items():
+        yield tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(layers)
+
+
+def places_of(geometry: Geometry) -> Places:
+    """Number all layers that each rank owns, group after group, hand-off groups included (KVP-PLAN-EXACT)."""
+    found: Places = {}
+    for rank in geometry.ranks:
+        start = 0
+        for share in rank.owns:
+            found[rank.rank, share.group] = start, share.layers.astype(np.int64)
+            start += share.layers.size
+    return found
+
+
+def whole(
+    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], part: str
+) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...]]]:
+    """Families of an opaque part, which moves whole: sinks and sources that own the same intervals in the same order.
+
+    Raises LAYOUT_OPAQUE (KVP-PLAN-OPAQUE).
+    """
+    owned: tuple[dict[int, list[tuple[int, int]]], ...] = ({}, {})
+    for held, claims in zip(owned, (sources, sinks), strict=True):
+        for claim in claims:
+            held.setdefault(claim.rank, []).append((claim.lo, claim.hi))
+    for spans in sorted({tuple(v) for v in owned[1].values()}):
+        some = tuple(c for c in sources if tuple(owned[0][c.rank]) == spans)
+        if not some:
+            theirs = sorted({tuple(v) for v in owned[0].values()})
+            where = f"groups[{sinks[0].group.name}].parts[{part}]"
+            raise incompatible(ErrorCode.LAYOUT_OPAQUE, where, str(theirs), str(spans), "divide opaque parts alike")
+        yield some, tuple(c for c in sinks if tuple(owned[1][c.rank]) == spans)
+
+
+def elect(
+    sources: tuple[Claim, ...],
+    sinks: tuple[Claim, ...],
+    layers: Layers,
+    places: Places,
+    ordinal: int,
+    part: str,
+    cells: Cells,
+) -> None:
+    """Choose a source for each cell of each sink and add it to `cells`; without `places` layers are not dealt.
+
+    Raises COVERAGE (KVP-PLAN-COVER).
+    """
+    cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
+    pairs = _class_pairs(sources[0].group, sinks[0].group)
+    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
+    numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
+    dealt: dict[tuple[int, int, int, int], list[Layers]] = {}
+    for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for c, d in pairs:
+            needy, candidates = want[i].get(d, ()), have[i].get(c, ())
+            if needy and not candidates:
+                where = f"groups[{sinks[0].group.name}].parts[{part}]"
+                raise incompatible(
+                    ErrorCode.COVERAGE,
+                    where,
+                    f"no rank owns bytes {lo}..{hi} of cp rank {c}",
+                    f"rank {needy[0]} needs them",
+                    "state every rank in the Description",
+                )
+            few, many = len(candidates), len(needy)
+            for j, rank in enumerate(needy):
+                if many >= few or not places:
+                    cells[candidates[j * few // many], rank, c, d].append((lo, hi, layers))
+                    continue
+                key = (rank, few, many, j)
+                if key not in dealt:
+                    start, held = places[rank, sinks[0].group.id]
+                    turn = ((start + np.searchsorted(held, numbers)) * many + j + ordinal) % few
+                    dealt[key] = [_intervals(some) if (some := numbers[turn == k]).size else () for k in range(few)]
+                for source, share in zip(candidates, dealt[key], strict=True):
+                    if share:
+                        cells[source, rank, c, d].append((lo, hi, share))
+
+
+def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, list[int]]]:
+    """For each interval between two cuts: the ranks that own it, ascending, by cp rank."""
+    at = {x: i for i, x in enumerate(cuts)}
+    found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
+    for claim in claims:
+        for i in range(at[claim.lo], at[claim.hi]):
+            found[i][claim.cp_rank].add(claim.rank)
+    return [{k: sorted(v) for k, v in row.items()} for row in found]
+
+
+def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
+    """Pairs (source cp rank, sink cp rank) that share a row at all."""
+    if src.cp_size == dst.cp_size == 1:
+        return [(0, 0)]
+    step = src.tokens_per_row
+    runs = [g.interleave // step if g.cp_size > 1 else 1 for g in (src, dst)]
+    start = max(g.origin for g in (src, dst)) // step
+    period = lcm(src.cp_size * runs[0], dst.cp_size * runs[1])
+    if period > _LARGEST_PERIOD:
+        deals = [f"{g.cp_size} ranks of {g.interleave} tokens" for g in (src, dst)]
+        path = f"groups[{dst.name}].interleave"
+        advice = "use interleaves with a small common multiple"
+        raise incompatible(ErrorCode.ROW_MISMATCH, path, deals[0], deals[1], advice)
+    rows = np.arange(period, dtype=np.int64)
+    # rows from the later origin on, counted from each side's own, modulo its deal: an origin may be beyond int64
+    turns = [
+        (rows + (start - g.origin // step) % (run * g.cp_size)) // run % g.cp_size
+        for g, run in zip((src, dst), runs, strict=True)
+    ]
+    both = np.unique(turns[0] * dst.cp_size + turns[1])
+    return [divmod(int(x), dst.cp_size) for x in both]

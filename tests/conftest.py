@@ -1,0 +1,54 @@
+"""What the inner loop leaves out, and which tests run on one worker."""
+
+from pathlib import Path
+
+import pytest
+
+SLOW = {
+    "calibration/test_probe.py",
+    "cli/test_probe.py",
+    "demo",
+    "fuzz",
+    "gpu",
+    "node/test_nixl_node.py",
+    "reference",
+    "transport/test_nixl.py",
+    "node/test_parts.py::test_parts_of_any_program_add_up_to_it",
+    "plan/test_program.py::test_every_byte_against_brute_force",
+    "transport/test_cuda_kernel.py",
+    "transport/test_cuda_stream.py::test_any_program_cut_anywhere",
+    "transport/test_packed.py::test_any_two_engines_agree_on_the_stream",
+}
+"""Folders, files and tests that take seconds each: models, real transports, and the longest searches of their rooms."""
+
+ONE_WORKER = {
+    "node/test_nixl_node.py": "nixl",
+    "transport/test_nixl.py": "nixl",
+}
+"""Files whose tests share what is started once in a process: UCX, and a server of processes that have it."""
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests, files that hold nothing else are not even imported: some import torch and models."""
+    without = config.getoption("markexpr") == "not slow"
+    return True if without and collection_path.relative_to(HERE).as_posix() in SLOW else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by the two tables above."""
+    for item in items:
+        file = item.path.relative_to(HERE).as_posix()
+        name = item.name.split("[")[0]
+        if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
+            item.add_marker(pytest.mark.slow)
+        if file in ONE_WORKER:
+            item.add_marker(pytest.mark.xdist_group(ONE_WORKER[file]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A name in the tables that no longer exists is an error."""
+    gone = [name for name in (*SLOW, *ONE_WORKER) if not (HERE / name.split("::")[0]).exists()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py names what is not there: {', '.join(sorted(gone))}")

@@ -1,0 +1,585 @@
+"""Requests and their answers: resends, repeats, limits, refusals, silence; each test names the clauses that it holds."""
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto.errors import LocalError, RemoteError
+from kvproto.session.limits import MAX_TRANSFERS, PING_SILENCE, RESEND
+from kvproto.session.table import SessionState
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
+from kvproto.wire.messages import (
+    Abort,
+    Accepted,
+    Checksum,
+    Describe,
+    Done,
+    DoneAck,
+    Drained,
+    Error,
+    Failed,
+    HandOff,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Transfer,
+    Unregister,
+    Welcome,
+)
+from tests.session.driver import World, geometry, grants, ticket
+
+CONTENT = b"c" * 32
+
+
+class Heard(World):
+    """A world that keeps what was said, by its receiver."""
+
+    def __init__(self, tp: int = 1, sinks: int = 1) -> None:
+        super().__init__(geometry(tp))
+        self.heard: list[tuple[str, Any]] = []
+        self.keep = self.hear
+        for rank in range(sinks):
+            self.sink(f"d{rank}", geometry(sinks), rank)
+        self.run()
+
+    def hear(self, to: str, frame: bytes) -> int:
+        self.heard.append((to, decode(frame)))
+        return 1
+
+    def of(self, kind: type, to: str | None = None) -> list[Any]:
+        return [m for t, m in self.heard if isinstance(m, kind) and to in (None, t)]
+
+    def say(self, message: Any, name: str = "d0") -> list[Any]:
+        """Give the source a message of a sink; its answers."""
+        source = self.sources["s0"]
+        source.receive(name, message if isinstance(message, bytes) else encode(message), self.now)
+        return [decode(frame) for conn, frame in source.to_send(self.now) if conn == name]
+
+    def asked(self, name: str = "d0", finished: bool = True, tokens: int | None = None) -> Any:
+        """A request that is asked for; its ticket."""
+        made = ticket(300.0)
+        for source in self.sources.values():
+            source.expect(made, CONTENT, self.now, tokens)
+            if finished:
+                source.finish(bytes(made.key))
+        self.transfer(name, made, CONTENT)
+        self.run()
+        return made
+
+    def serves(self, name: str = "d0") -> None:
+        before = len(self.events(name, "Arrived"))
+        for each in self.told.values():
+            each[:] = [e for e in each if type(e).__name__ != "TransferRequested"]
+        self.asked(name)
+        for address in self.sources:
+            self.serve(address)
+        assert len(self.events(name, "Arrived")) == before + 1
+
+
+# requests and repeats
+
+
+def test_more_transfers_than_any_memory_of_replies_survive_a_pause_of_the_source() -> None:
+    """KVP-SES-REPLY, KVP-SES-RESEND: 200 Transfers come twice after their Accepted was lost."""
+    world = Heard()
+    source, made = world.sources["s0"], [ticket(300.0) for _ in range(200)]
+    for each in made:
+        source.expect(each, CONTENT, world.now)
+    world.keep = lambda to, frame: not (to == "d0" and isinstance(decode(frame), Accepted))
+    for each in made:
+        world.transfer("d0", each, CONTENT)
+    world.run()
+    world.keep = world.hear
+    for each in made:
+        source.finish(bytes(each.key))
+    world.pass_time(RESEND)
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 200
+    assert not world.events("d0", "Lost")
+
+
+def test_a_repeated_transfer_is_answered_by_the_present_state() -> None:
+    """KVP-SES-REPLY, KVP-SES-ECHO: what was PENDING is READY once the prompt is finished."""
+    world, made = Heard(), ticket()
+    source = world.sources["s0"]
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    (transfer,) = world.of(Transfer)
+    states = []
+    for change in (lambda: None, lambda: source.expect(made, CONTENT, 0.0), lambda: source.finish(bytes(made.key))):
+        change()
+        (answer,) = [m for m in world.say(transfer) if isinstance(m, Accepted)]
+        assert answer.request == transfer.request
+        states.append(answer.state)
+    assert states == [RequestState.PENDING, RequestState.RUNNING, RequestState.READY]
+
+
+def test_requests_carry_the_session_and_ids_of_their_own() -> None:
+    """KVP-SES-ID, KVP-SES-REQUEST-ID, KVP-TRN-SEQUENCE, KVP-TRN-ALL."""
+    world = Heard(tp=2)
+    for _ in range(3):
+        world.asked()
+    for address, source in world.sources.items():
+        (number,) = source.sessions
+        requests = [m for m in world.of(object, address) if not isinstance(m, Hello)]
+        assert {m.session for m in requests} == {number}
+        ids = [m.request for m in requests if hasattr(m, "request")]
+        assert len(ids) == len(set(ids))
+        transfers = world.of(Transfer, address)
+        assert [t.sequence for t in transfers] == [1, 2, 3]
+        assert all(t.writers.tolist() == [0, 1] for t in transfers)
+
+
+def test_session_ids_are_not_minted_twice() -> None:
+    """KVP-SES-FRESH: a Hello that asks to resume gets another session."""
+    world = Heard()
+    (number,) = world.sources["s0"].sessions
+    (hello,) = world.of(Hello)
+    (again,) = [m for m in world.say(hello) if isinstance(m, Welcome)]
+    assert again.session == number  # the same Hello, once more
+    (other,) = [m for m in world.say(attrs.evolve(hello, request=77, resume=number), "again") if isinstance(m, Welcome)]
+    assert other.session != number
+
+
+# refusals
+
+
+def test_a_message_out_of_state_or_of_a_feature_not_chosen_is_refused() -> None:
+    """KVP-SES-STATE, KVP-NEG-UNUSED, KVP-ERR-ALONE: draft messages stand behind their features."""
+    world = Heard()
+    (number,) = world.sources["s0"].sessions
+    describe = world.of(Describe)[0]
+    progress = Progress(session=number, sequence=1, attempt=1, state=RequestState.READY)
+    unregister = Unregister(session=number, request=90, epoch=1)
+    for message in (attrs.evolve(describe, request=91), unregister):
+        (answer,) = world.say(message)
+        assert (answer.code, answer.request) == (ErrorCode.UNEXPECTED_MESSAGE, message.request)
+    world.sinks["d0"].receive("s0", encode(progress), world.now)
+    assert world.sinks["d0"].take_events()[-1].error.code == ErrorCode.UNEXPECTED_MESSAGE  # type: ignore[union-attr]
+    world.serves()
+
+
+def test_a_request_that_cannot_be_read_is_answered_with_its_id() -> None:
+    """KVP-ERR-ANSWER, KVP-ERR-REPORT."""
+    world = Heard()
+    frame = bytearray(encode(Abort(session=5, request=4711, sequence=1, attempt=1, reason="x")))
+    frame[-1] = 0xFF  # no UTF-8
+    (answer,) = world.say(bytes(frame))
+    assert isinstance(answer, Error)
+    assert (answer.code, answer.request, answer.about) == (ErrorCode.BAD_TEXT, 4711, Abort.TYPE)
+    assert (answer.path, bool(answer.mine or answer.yours)) == ("reason", True)
+
+
+@pytest.mark.parametrize("message", [
+    DoneAck(session=1, request=1, sequence=1, attempt=1),
+    Pong(session=1, request=1),
+    Progress(session=1, sequence=1, attempt=1, state=RequestState.READY),
+    Error(code=ErrorCode.BUSY, path="", mine="", yours=""),
+])  # fmt: skip
+def test_replies_notices_and_errors_that_cannot_be_read_are_not_answered(message: Any) -> None:
+    """KVP-ERR-SILENT."""
+    world = Heard()
+    frame = encode(message)
+    cut = frame[:12] + (len(frame) - 17).to_bytes(4, "little") + frame[16:-1]
+    assert world.say(cut) == []
+    world.sinks["d0"].receive("s0", cut, 0.0)
+    assert world.sinks["d0"].to_send(0.0) == []
+
+
+def test_an_unknown_error_code_is_internal() -> None:
+    """KVP-ERR-UNKNOWN."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,) = world.of(Transfer)
+    failed = Failed(
+        session=transfer.session,
+        request=transfer.request,
+        sequence=1,
+        attempt=1,
+        code=0xABCD,
+        path="",
+        mine="",
+        yours="",
+    )
+    world.sinks["d0"].receive("s0", encode(failed), world.now)
+    world.run()
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
+
+
+def test_a_source_greets_no_source() -> None:
+    """KVP-NEG-ROLE."""
+    world = Heard()
+    (answer,) = world.say(attrs.evolve(world.of(Hello)[0], role=Role.SOURCE, request=50), "new")
+    assert isinstance(answer, Refused)
+    assert (answer.code, answer.path, answer.request) == (ErrorCode.WRONG_PEER, "role", 50)
+
+
+# how a sink refuses
+
+BAD_DONE: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
+    "another writer": ({"writer": 7}, ErrorCode.WRONG_PEER, "writer"),  # KVP-TRN-WRITER
+    "other groups": ({"groups": np.array([0], np.uint32)}, ErrorCode.WRONG_PEER, "groups"),
+    "no hand-off": ({"handoff": ()}, ErrorCode.WRONG_PEER, "handoff"),  # KVP-HND-GROUPS
+    "hand-off of an unknown group": ({"handoff": (HandOff(group=9, data=b"toke"),)}, ErrorCode.WRONG_PEER, "handoff"),
+    "hand-off of a page group": ({"handoff": (HandOff(group=0, data=b"toke"),)}, ErrorCode.WRONG_PEER, "handoff"),
+    "short hand-off": ({"handoff": (HandOff(group=2, data=b"t"),)}, ErrorCode.OUT_OF_RANGE, "handoff.data"),
+    "no checksums": ({"checksums": None}, ErrorCode.MISSING_FIELD, "checksums"),  # KVP-VERIFY-SOURCE
+    "checksums of others": ({"checksums": (Checksum(group=2, value=1),)}, ErrorCode.WRONG_PEER, "checksums"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DONE)
+def test_a_bad_done_is_answered_by_error_and_costs_its_transfer_alone(case: str) -> None:
+    """KVP-TRN-REFUSE, KVP-TRN-REFUSED, KVP-TRN-WRITER, KVP-HND-GROUPS, KVP-HND-BYTES, KVP-TRN-SET."""
+    changes, code, path = BAD_DONE[case]
+    world = Heard()
+    world.asked()
+    source, honest = world.sources["s0"], world.sources["s0"].to_send
+
+    def lie(now: float) -> list[Any]:
+        out = []
+        for conn, frame in honest(now):
+            message = decode(frame)
+            out.append((conn, encode(attrs.evolve(message, **changes)) if isinstance(message, Done) else frame))
+        return out
+
+    source.to_send = lie  # type: ignore[method-assign]
+    world.serve()
+    (done,) = world.of(Done)
+    assert [(e.code, e.path, e.request) for e in world.of(Error, "s0")] == [(code, path, done.request)]
+    assert not world.of(DoneAck)
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert not world.events("d0", "Arrived")
+    world.pass_time(3 * RESEND)
+    assert len(world.of(Done)) == 1  # nothing is sent again
+    assert len(world.events("s0", "Released")) == 1
+    source.to_send = honest  # type: ignore[method-assign]
+    world.serves()
+
+
+# limits
+
+
+def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
+    """KVP-TRN-BUSY at the sending side, and KVP-FRAME-W-LENGTH: nothing is sent beyond max_transfers or max_body."""
+    world = Heard()
+    (session,) = world.sinks["d0"]._peers()
+    for limits, code in (({"max_transfers": 2}, ErrorCode.BUSY), ({"max_body": 60}, ErrorCode.TOO_LARGE)):
+        before = session._peer_limits
+        assert before is not None
+        session._peer_limits = attrs.evolve(before, **limits)
+        for _ in range(limits.get("max_transfers", 0)):
+            world.asked(finished=False)
+        with pytest.raises(LocalError) as caught:
+            world.asked(finished=False)
+        assert caught.value.code == code
+        session._peer_limits = before
+    assert len(world.of(Transfer)) == 2
+
+
+def test_a_transfer_beyond_the_window_is_busy_and_its_abort_is_remembered() -> None:
+    """KVP-TRN-BUSY, KVP-END-UNSEEN, KVP-END-PROVEN: what was called PROVEN is never accepted later."""
+    world = Heard()
+    world.asked()
+    (transfer,) = world.of(Transfer)
+    far = attrs.evolve(transfer, request=900, sequence=MAX_TRANSFERS + 1)
+    (busy,) = world.say(far)
+    assert (type(busy), busy.code) == (Failed, ErrorCode.BUSY)
+    abort = Abort(session=far.session, request=901, sequence=far.sequence, attempt=1, reason="")
+    (drained,) = world.say(abort)
+    assert (type(drained), drained.proof) == (Drained, Proof.PROVEN)
+    world.serve()  # the window moves
+    (answer,) = world.say(far)
+    assert (type(answer), answer.code) == (Failed, ErrorCode.ABORTED)
+
+
+def test_an_abort_ends_the_resends_of_its_transfer() -> None:
+    """KVP-END-UNSEEN: a Transfer that was aborted is not asked again."""
+    world = Heard()
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Transfer | Abort)
+    number = world.transfer("d0", ticket(), CONTENT)
+    world.run()
+    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.pass_time(RESEND)
+    world.pass_time(RESEND)
+    assert (len(world.of(Transfer)), len(world.of(Abort)) > 1) == (1, True)
+
+
+# silence, and going away
+
+
+def test_silence_is_asked_about_and_proves_nothing() -> None:
+    """KVP-SES-PING, KVP-SES-PONG, KVP-SES-DEAD, KVP-SES-LOST."""
+    world = Heard()
+    for endpoint in (world.sinks["d0"], world.sources["s0"]):
+        assert endpoint.next_deadline() == PING_SILENCE
+    world.pass_time(PING_SILENCE)
+    assert len(world.of(Ping)) == len(world.of(Pong)) == 2
+    assert world.sinks["d0"].ready
+    world.asked(finished=False)
+    world.keep = lambda to, frame: 0  # from now on nobody hears anything
+    for _ in range(60):
+        world.pass_time(1.0)
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
+    assert world.sinks["d0"].next_deadline() is None
+
+
+def test_ping_is_answered_in_every_state_with_a_session() -> None:
+    """KVP-SES-PONG: also before the Descriptions are known."""
+    world = World(geometry(1))
+    sink, source = world.sink("d0", geometry(1)), world.sources["s0"]
+    ((_, hello),) = sink.to_send(0.0)
+    source.receive("d0", hello, 0.0)
+    (number,) = source.sessions
+    source.to_send(0.0)
+    source.receive("d0", encode(Ping(session=number, request=5)), 0.0)
+    ((_, frame),) = source.to_send(0.0)
+    assert decode(frame) == Pong(session=number, request=5)
+    assert source.sessions[number].state == SessionState.OPEN
+
+
+def test_a_late_drained_is_proof() -> None:
+    """KVP-END-REUSE: the pages of a transfer that was lost to silence are free when the source speaks again."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,) = world.of(Transfer)
+    world.keep = lambda to, frame: 0
+    for _ in range(60):
+        world.pass_time(1.0)
+    assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
+    late = Drained(session=transfer.session, request=9, sequence=1, attempt=1, proof=Proof.PROVEN)
+    world.sinks["d0"].receive("s0", encode(late), world.now)
+    world.run()
+    assert len(world.events("d0", "Proven")) == 1
+
+
+def test_a_source_that_does_not_know_the_session_ends_what_waits() -> None:
+    """KVP-SES-UNKNOWN, KVP-SES-LOST: the transfers are lost at once, and nothing of them is proven."""
+    world = Heard()
+    source = world.sources["s0"]
+    source.sessions.clear()
+    world.transfer("d0", ticket(), CONTENT)
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
+
+
+def test_a_greater_incarnation_replaces_a_smaller_one() -> None:
+    """KVP-SES-SUPERSEDE, KVP-SES-REPLACED, KVP-SES-INCARNATION, KVP-END-INCARNATION."""
+    world = Heard()
+    made = world.asked(finished=False)
+    (hello,) = world.of(Hello)
+    (transfer,) = world.of(Transfer)
+    newer = attrs.evolve(hello, incarnation=hello.incarnation + 10, request=1)
+    assert isinstance(world.say(newer, "new")[0], Welcome)
+    (error,) = world.say(Abort(session=transfer.session, request=70, sequence=1, attempt=1, reason=""))
+    assert (type(error), error.code) == (Error, ErrorCode.SUPERSEDED)  # and no Drained: nothing is proven
+    older = attrs.evolve(hello, incarnation=hello.incarnation + 9, request=2)
+    (refused,) = world.say(older, "old")
+    assert (type(refused), refused.code) == (Refused, ErrorCode.SUPERSEDED)
+    assert (refused.mine, refused.yours) == (str(newer.incarnation), str(older.incarnation))
+    world.sources["s0"].finish(bytes(made.key))
+    assert not [e for e in world.sources["s0"].take_events() if type(e).__name__ == "TransferRequested"]
+
+
+@pytest.mark.parametrize("goodbye", [False, True])
+def test_an_engine_that_goes_away_takes_nothing_new(goodbye: bool) -> None:
+    """KVP-SES-DRAINING."""
+    world = Heard()
+    made = world.asked()
+    (hello,), (transfer,) = world.of(Hello), world.of(Transfer)
+    source = world.sources["s0"]
+    source.goodbye("over") if goodbye else source.drain()
+    assert decode_all(source)[:1] == (["Goodbye"] if goodbye else [])
+    (refused,) = world.say(attrs.evolve(hello, request=5), "new")
+    (failed,) = world.say(attrs.evolve(transfer, request=60, sequence=2, ticket=ticket().key))
+    assert [(type(m), m.code) for m in (refused, failed)] == [
+        (Refused, ErrorCode.DRAINING), (Failed, ErrorCode.DRAINING),
+    ]  # fmt: skip
+    if not goodbye:
+        world.serve()
+        assert len(world.events("d0", "Arrived")) == 1
+    assert made
+
+
+def decode_all(endpoint: Any) -> list[str]:
+    return [type(decode(frame)).__name__ for _, frame in endpoint.to_send(0.0)]
+
+
+# tickets, tokens and attempts
+
+
+def test_a_ticket_belongs_to_one_sequence() -> None:
+    """KVP-TKT-USED, KVP-TKT-MEMORY: while it runs, and until its deadline when it is over."""
+    world = Heard()
+    made = world.asked()
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.TICKET_USED
+    world.serve()
+    assert len(world.events("s0", "Released")) == 1
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    error = world.events("d0", "Lost")[1].error
+    assert (error.code, error.path) == (ErrorCode.TICKET_USED, "ticket")
+    world.serves()
+
+
+def test_a_ticket_without_its_prompt_says_so() -> None:
+    """KVP-TKT-EARLY: Accepted PENDING, then Failed that tells that the prompt never came."""
+    world = Heard()
+    world.transfer("d0", ticket(), CONTENT)
+    world.run()
+    assert [a.state for a in world.of(Accepted)] == [RequestState.PENDING]
+    assert world.sources["s0"].next_deadline() == 10.0
+    world.pass_time(10.0)
+    (failed,) = world.of(Failed)
+    assert failed.code == ErrorCode.UNKNOWN_TICKET
+    assert "never came to this source" in failed.advice
+
+
+def test_a_finished_request_that_nobody_fetches_ends_at_its_deadline() -> None:
+    """KVP-TKT-DEADLINE, KVP-TRN-HOLD: its items are held until then."""
+    world, made = Heard(), ticket(20.0)
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.pass_time(19.0)
+    assert not world.events("s0", "Expired")
+    world.pass_time(1.0)
+    assert len(world.events("s0", "Expired")) == 1
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.DEADLINE
+
+
+@pytest.mark.parametrize("prompt_first", [True, False])
+@pytest.mark.parametrize("tokens", [5, 6])
+def test_tokens_beyond_the_prompt_are_refused_as_soon_as_both_are_known(prompt_first: bool, tokens: int) -> None:
+    """KVP-GRANT-PROMPT: the sink asks for 6 tokens."""
+    world, made = Heard(), ticket()
+    source = world.sources["s0"]
+    steps = [
+        lambda: source.expect(made, CONTENT, 0.0, tokens),
+        lambda: world.transfer("d0", made, CONTENT, tokens=6),
+    ]
+    for step in steps if prompt_first else reversed(steps):
+        step()
+        world.run()
+    lost = world.events("d0", "Lost")
+    assert [(e.error.code, e.error.path) for e in lost] == (
+        [] if tokens == 6 else [(ErrorCode.BAD_GRANT, "grants[0].valid")]
+    )
+
+
+def test_attempts_follow_one_another() -> None:
+    """KVP-TRN-ATTEMPT, KVP-TRN-STALE, KVP-END-ATTEMPT: attempt 2 is legal when attempt 1 has ended."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,) = world.of(Transfer)
+    second = attrs.evolve(transfer, request=80, attempt=2)
+    (early,) = world.say(second)
+    assert (early.code, early.path) == (ErrorCode.UNEXPECTED_MESSAGE, "attempt")
+    (known,) = world.say(attrs.evolve(transfer, request=81))
+    assert (type(known), known.code) == (Failed, ErrorCode.STALE_TRANSFER)
+    world.sources["s0"].expect(ticket(), CONTENT, 0.0)
+    source = world.sources["s0"]
+    (session,) = source.sessions.values()
+    session.attempts[1].copying = True  # so that the record of attempt 1 stays
+    world.say(Abort(session=transfer.session, request=82, sequence=1, attempt=1, reason=""))
+    assert world.say(attrs.evolve(second, request=83))[0].path == "attempt"  # not Drained yet
+
+
+def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes() -> None:
+    """KVP-END-UNSEEN: sequence 2 is aborted before it comes; sequence 1 keeps the record alive."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,) = world.of(Transfer)
+    head = {"session": transfer.session, "sequence": 2, "attempt": 1}
+    (drained,) = world.say(Abort(request=70, reason="", **head))
+    assert drained.proof == Proof.PROVEN
+    (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
+    assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
+
+
+def test_drained_waits_for_the_copy() -> None:
+    """KVP-END-PROVEN, KVP-TRN-ORDER."""
+    world = Heard()
+    world.asked()
+    (asked,) = world.events("s0", "TransferRequested")
+    source = world.sources["s0"]
+    source.copying(asked)
+    world.sinks["d0"].abort(1, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    assert (len(world.of(Abort)), world.of(Drained)) == (1, [])
+    source.failed(asked, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    world.run()
+    assert [d.proof for d in world.of(Drained)] == [Proof.PROVEN]
+    assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
+
+
+def test_the_failure_of_one_rank_aborts_the_others() -> None:
+    """KVP-END-FAILED, KVP-TRN-SET: one Done of two is not enough."""
+    world = Heard(tp=2)
+    world.asked()
+    world.serve("s1")
+    assert not world.events("d0", "Arrived")
+    (asked,) = world.events("s0", "TransferRequested")
+    world.sources["s0"].failed(asked, RemoteError(ErrorCode.INTERNAL, "", "", ""), 0.0)
+    world.run()
+    assert len(world.of(Abort, "s0")) == 1
+    assert not world.of(Abort, "s1")  # its Done is here
+    assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
+
+
+# the order of checks of a Transfer, last first: each row mends the one before it
+
+ORDER: tuple[tuple[dict[str, Any], ErrorCode, str], ...] = (
+    ({"attempt": 2}, ErrorCode.UNEXPECTED_MESSAGE, "attempt"),
+    ({"attempt": 1, "sequence": MAX_TRANSFERS + 2}, ErrorCode.BUSY, "sequence"),
+    ({"sequence": 2, "source_version": 9}, ErrorCode.BAD_GRANT, "source_version"),
+    ({"sequence": 3, "source_version": 1, "sink_version": 9}, ErrorCode.BAD_GRANT, "sink_version"),
+    ({"sequence": 4, "sink_version": 1, "epoch": 9}, ErrorCode.BAD_GRANT, "epoch"),
+    ({"sequence": 5, "epoch": 1, "writers": np.array([9], np.uint32)}, ErrorCode.BAD_GRANT, "writers"),
+    ({"sequence": 6, "writers": np.array([0], np.uint32), "grants": 1}, ErrorCode.BAD_GRANT, "grants"),
+    ({"sequence": 7, "grants": 3, "content": b"x" * 32}, ErrorCode.CONTENT_MISMATCH, "content"),
+    ({"sequence": 8, "content": CONTENT}, ErrorCode.TICKET_USED, "ticket"),
+)
+
+
+def test_the_order_of_the_checks_of_a_transfer() -> None:
+    """KVP-TRN-CHECKS, KVP-TRN-AGREE, KVP-TKT-CONTENT: every Transfer is wrong in all that the later rows mend."""
+    world = Heard()
+    world.asked(finished=False)
+    (good,) = world.of(Transfer)
+    every = tuple(grants(world.pools["d0"], 6).values())
+    wrong = {"source_version": 9, "sink_version": 9, "epoch": 9, "content": b"x" * 32, "attempt": 2, "sequence": 2000}
+    message = attrs.evolve(good, writers=np.array([9], np.uint32), grants=every[:1], **wrong)
+    for i, (changes, code, path) in enumerate(ORDER):
+        given = {**changes, "request": 500 + i}
+        if "grants" in given:
+            given["grants"] = every[: given["grants"]]
+        message = attrs.evolve(message, **given)
+        (failed,) = world.say(message)
+        assert (type(failed), failed.code, failed.path) == (Failed, code, path), changes
+
+
+def test_features_that_were_not_chosen_are_not_used() -> None:
+    """KVP-NEG-UNUSED: without VERIFY, Done needs no checksums."""
+    world = type("Plain", (World,), {"features": ()})(geometry(1)).ready()
+    made = ticket()
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.sources["s0"].finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    (asked,) = world.events("s0", "TransferRequested")
+    handoff = world.handoff("s0", asked.session)
+    world.sources["s0"].done(asked, 0.0, 1, Outcome.CONTINUE, handoff, None)
+    world.run()
+    assert len(world.events("d0", "Arrived")) == 1
+    assert Feature.VERIFY not in world.sinks["d0"].features()

@@ -1,0 +1,308 @@
+"""The hook of mkdocs: the site has the repository's own pages at their own paths, so links work in both.
+
+It adds to them: an anchor for each clause and a link wherever one is named, source files below paragraphs that only link to one, drawings
+inside their pages, and the pages that are made from code and data (clauses, registry, examples, command line, API).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from tools.specgen.clauses import Clause, clauses
+from tools.specgen.registry import ROOT, load
+
+PAGES = ("*.md", "docs/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
+ASSETS = (
+    "docs/**/*.svg",
+    "docs/**/*.css",
+    "spec/v1/registry.json",
+    "spec/v1/vectors/**/*.json",
+    "conformance/testees/c/*.c",
+)
+API = (
+    "kvproto",
+    "kvproto.events",
+    "kvproto.asyncio",
+    "kvproto.errors",
+    "kvproto.wire",
+    "kvproto.planning",
+    "kvproto.copying",
+    "kvproto.session",
+    "kvproto.transport",
+    "kvproto.node",
+)
+WATCHED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "spec",
+    "conformance",
+    "reference",
+    "examples",
+    "kvproto",
+    "benchmarks/results",
+)
+_BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` ", re.MULTILINE)
+_NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
+_ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
+_DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+
+
+def _clauses() -> dict[str, Clause]:
+    return clauses(load())
+
+
+def on_config(config: Any) -> None:
+    """`mkdocs serve` builds anew when any of this changes."""
+    config.watch += [str(ROOT / name) for name in WATCHED if (ROOT / name).exists()]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """The repository's pages and assets at their own paths, and the pages made here."""
+    found = [f for f in files if f.src_dir != config.docs_dir]  # of the theme and of plugins
+    for pattern in (*PAGES, *ASSETS):
+        for path in sorted(ROOT.glob(pattern)):
+            found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    found += [File.generated(config, f"docs/{name}.md", content=make()) for name, make in MADE.items()]
+    return Files(found)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Clauses are anchors, mentions of them links; files that are not pages are shown or named."""
+    here = page.file.src_uri
+    known = _clauses()
+    own = {name for name, clause in known.items() if here == f"spec/v1/{clause.page}"}
+
+    def to(name: str) -> str:
+        target = f"spec/v1/{known[name].page}"
+        return f"#{name}" if target == here else f"{_relative(target, here)}#{name}"
+
+    text = _ONLY_CODE.sub(lambda m: m[0] + "\n\n" + _code(here, m[1]), markdown)
+    text = _DRAWING.sub(lambda m: _drawing(here, m[1], m[2]), text)
+    anchor = '* <span id="{0}" class="clause">[`{0}`](#{0})</span> '
+    text = _BULLET.sub(lambda m: anchor.format(m[1]) if m[1] in own else m[0], text)
+    text = _NAMED.sub(lambda m: f"[`{m[1]}`]({to(m[1])})" if m[1] in known else m[0], text)
+    return _LINK.sub(lambda m: _link(here, m, files), text)
+
+
+def _relative(target: str, here: str) -> str:
+    return os.path.relpath(target, Path(here).parent.as_posix())
+
+
+def _target(here: str, link: str) -> str:
+    return os.path.normpath((Path(here).parent / link).as_posix())
+
+
+def _link(here: str, match: re.Match[str], files: Files) -> str:
+    """The link, where the site has its target; else its text and the path within the repository."""
+    target = _target(here, match[2])
+    if files.get_file_from_path(target) is not None or not (ROOT / target).exists():
+        return match[0]
+    text = match[1]
+    return text if text.strip("`") == target else f"{text} (`{target}`)"
+
+
+def _code(here: str, link: str) -> str:
+    path = ROOT / _target(here, link)
+    return f"```python\n{path.read_text().rstrip()}\n```" if path.exists() else ""
+
+
+def _drawing(here: str, title: str, link: str) -> str:
+    """A drawing of docs/assets stands in the page itself, so that it takes the page's colours."""
+    path = ROOT / _target(here, link)
+    if path.parent != ROOT / "docs/assets" or not path.exists():
+        return f"![{title}]({link})"
+    drawing = re.sub(r"\s*\n\s*", " ", path.read_text().strip())
+    return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
+
+
+def _registry() -> str:
+    facts = load()
+    rows = [
+        "# Registry",
+        "",
+        "Every fact has one home, `spec/v1/registry/*.toml`; for programs it is [registry.json](../spec/v1/registry.json). Messages, structs and enums",
+        "are on [their own page](../spec/v1/messages.md), states in [session](../spec/v1/session.md).",
+    ]
+    tables = {
+        "Features": ("feature", ("value", "status", "doc")),
+        "Limits": ("limit", ("value", "unit", "doc")),
+        "Names of facts": ("fact", ("rule", "doc")),
+        "Errors": ("error", ("code", "class", "recovery", "doc")),
+    }
+    for title, (key, columns) in tables.items():
+        if key not in facts:
+            continue
+        rows += [
+            "",
+            f"## {title}",
+            "",
+            "| name | " + " | ".join(columns).replace("doc", "") + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for name, row in facts[key].items():
+            cells = (f"`0x{row[c]:04X}`" if c == "code" else str(row.get(c, "")) for c in columns)
+            rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def _examples() -> str:
+    rows = ["# Examples", "", "Each of these files is in `examples/` and runs in `make test`."]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        if path.name.startswith("_"):
+            continue
+        title, _, more = _docstring(path).partition("\n")
+        rows += [
+            "",
+            f"## {path.stem}",
+            "",
+            title,
+            "",
+            more.strip(),
+            "",
+            f"[examples/{path.name}](../examples/{path.name})",
+        ]
+    return "\n".join(rows)
+
+
+def _handovers() -> str:
+    """From the table of examples/handovers.py: a name, and an object with what each side has and who refuses it."""
+    rows = [
+        "# Hand-overs that other engines refuse",
+        "",
+        "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Each of these geometries, which serving engines",
+        "of today refuse, is handed over by one command, and every byte is compared.",
+    ]
+    path = ROOT / "examples/handovers.py"
+    if not path.exists():
+        return "\n".join(rows)
+    spec = importlib.util.spec_from_file_location("handovers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    rows += ["", "| | source | sink | why others refuse it |", "|---|---|---|---|"]
+    table: dict[str, Any] = module.HANDOVERS
+    for name, row in table.items():
+        said = [str(getattr(row, key, "")) for key in ("source_text", "sink_text", "refused")]
+        rows.append(f"| `python examples/handovers.py {name}` | " + " | ".join(said) + " |")
+    return "\n".join(rows)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _parsers(sub)
+
+
+def _cli() -> str:
+    os.environ["COLUMNS"] = "100"
+    from kvproto.cli.main import parser
+
+    rows = ["# Command line", ""]
+    for one in _parsers(parser()):
+        rows += [f"## {one.prog}", "", "```text", one.format_help().rstrip(), "```", ""]
+    return "\n".join(rows)
+
+
+def _api() -> str:
+    rows = [
+        "# Python",
+        "",
+        "An engine needs `kvproto` alone: `from kvproto import Source, Sink, Prompt, Options, Pool`. The packages below it are for tools, and for those who",
+        "build something else on the same parts.",
+        "",
+    ]
+    for name in API:
+        path = ROOT / name.replace(".", "/")
+        if path.is_dir() or path.with_suffix(".py").exists():
+            rows += [f"::: {name}", ""]
+    return "\n".join(rows)
+
+
+def _results(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def _host() -> str:
+    """Tables and bars of what is measured on a host: medians of benchmarks/results."""
+    codec, planned, moved = _results("codec"), _results("plan"), _results("transfer_host")
+    rows = [
+        "# On the host",
+        "",
+        "Medians of what is in `benchmarks/results`; each section names the script that measures it.",
+    ]
+    said = "Microseconds a message, beside msgspec, the fastest typed msgpack there is for Python, which checks less."
+    rows += ["", "## Codec", "", f"{said} `python benchmarks/codec.py`", ""]
+    rows += _figures(
+        {shape: {k: median(v) for k, v in row["samples_us"].items()} for shape, row in codec["shapes"].items()}, "us"
+    )
+    rows += ["", "## Planning", "", "Milliseconds for a whole plan. `python benchmarks/plan.py`", ""]
+    rows += _figures({name: {"plan": median(some)} for name, some in planned["planning_ms"].items()}, "ms")
+    rows += ["", "## Transport nixl between processes", ""]
+    rows += [
+        "GB/s of scattered runs, by their length in bytes; the ceiling is one copy of memory. `python benchmarks/transfer_host.py`",
+        "",
+    ]
+    kinds = ("ceiling", "direct", "packed")
+    rows += _figures(
+        {f"{int(run):,}": {k: median(row[k]) for k in kinds} for run, row in moved["runs"].items()}, "GB/s"
+    )
+    return "\n".join(rows)
+
+
+def _figures(table: dict[str, dict[str, float]], unit: str) -> list[str]:
+    """A table, and the same as bars; rows may lack columns."""
+    columns = list(dict.fromkeys(name for row in table.values() for name in row))
+    lines = [f"| {unit} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [
+        f"| {n} | " + " | ".join(f"{r[c]:.3g}" if c in r else "" for c in columns) + " |" for n, r in table.items()
+    ]
+    return [*lines, "", _bars(table, columns, unit), ""] if len(columns) <= 3 else [*lines, ""]
+
+
+def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> str:
+    """Horizontal bars as a drawing that takes the page's colours."""
+    most = max(max(row.values()) for row in table.values())
+    out, y = [], 20
+    for i, name in enumerate(columns if len(columns) > 1 else []):
+        out.append(
+            f'<rect x="{260 + 180 * i}" y="2" width="10" height="10" class="bar{i}"/><text x="{275 + 180 * i}" y="11">{html.escape(name)}</text>'
+        )
+    for name, row in table.items():
+        out.append(f'<text x="250" y="{y + 7 * len(row) + 3}" text-anchor="end">{html.escape(name)}</text>')
+        for column in (c for c in columns if c in row):
+            width = max(400 * row[column] / most, 1)
+            out.append(f'<rect x="260" y="{y}" width="{width:.1f}" height="12" class="bar{columns.index(column)}"/>')
+            out.append(f'<text x="{265 + width:.1f}" y="{y + 10}">{row[column]:.3g} {unit}</text>')
+            y += 14
+        y += 8
+    return f'<figure class="drawing"><svg viewBox="0 0 760 {y}" xmlns="http://www.w3.org/2000/svg">{"".join(out)}</svg></figure>'
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "registry": _registry, "examples": _examples, "handovers": _handovers, "cli": _cli, "api": _api, "host": _host,
+}  # fmt: skip
