@@ -36,7 +36,8 @@ def party_of(name: str, pool: Pool) -> Party:
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
     """The transports that the options name, opened for the pool; raises LocalError(NO_TRANSPORT)."""
-    return [load(each).open(pool.memories) if isinstance(each, str) else each for each in options.transports]
+    made = options.transports
+    return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
 
 
 class Handle(Generic[Result]):
