@@ -53,7 +53,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def demo(*args: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def demo(*args: object, timeout: float = 110) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=timeout, check=False)
 
 
