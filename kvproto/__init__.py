@@ -19,6 +19,7 @@ _CATALOGUE = {
     "LocalError": "errors",
     "Options": "options",
     "Parallel": "planning.layout",
+    "Plan": "planning.plan",
     "Pool": "pool",
     "Prompt": "prompt",
     "RemoteError": "errors",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvproto.options import Options
     from kvproto.planning.geometry import Geometry
     from kvproto.planning.layout import Block, Cache, Parallel, lay_out
-    from kvproto.planning.plan import plan
+    from kvproto.planning.plan import Plan, plan
     from kvproto.pool import Pool
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
     from kvproto.sink import Fetch, Sink
@@ -58,6 +59,7 @@ __all__ = [
     "LocalError",
     "Options",
     "Parallel",
+    "Plan",
     "Pool",
     "Prompt",
     "RemoteError",

@@ -36,7 +36,8 @@ def party_of(name: str, pool: Pool) -> Party:
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
     """The transports that the options name, opened for the pool; raises LocalError(NO_TRANSPORT)."""
-    return [load(each).open(pool.memories) if isinstance(each, str) else each for each in options.transports]
+    made = options.transports
+    return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
 
 
 class Handle(Generic[Result]):
@@ -88,13 +89,13 @@ class Handle(Generic[Result]):
                 return
         self._door._driver.later(lambda: call(self))
 
-    def _post(self, work: Callable[[], None]) -> None:
-        if self.done:
-            advice = "this request is over; make a new ticket"
-            raise LocalError(
-                ErrorCode.UNEXPECTED_MESSAGE, repr(self), "a request under way", "one that is over", advice
-            )
-        self._door._driver.post(work)
+    def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
+        """Run work on the node, unless the request is over by then, as it may be at any time.
+
+        `wait`: in this thread if possible, else later.
+        """
+        post = self._door._driver.post if wait else self._door._driver.leave
+        post(lambda: None if self.done else work())
 
     def _end(self, result: Result | None, error: BaseException | None = None) -> None:
         with self._door._handles_lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -12,6 +12,7 @@ from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
     from kvproto.transport.base import Transport
+    from kvproto.transport.bench import Measured
 
 __all__ = ["Options"]
 
@@ -24,11 +25,15 @@ def _within(low: float, high: float, word: str) -> Any:
     return check
 
 
+def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """Choices of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome."""
 
-    transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=tuple)
+    transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)
     """Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the pool's memory."""
     verify: bool | Literal["pages"] = True
     """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY).
@@ -36,6 +41,8 @@ class Options:
     "pages" finds faults: where a checksum differs, the error names the first layer and page that do, if the peer says
     "pages" too. It costs both sides a pass over their memory for each page.
     """
+    measured: Sequence[Measured] = ()
+    """What `kvproto probe` measured here; transports that are named choose by it how to move runs of each length."""
     pull: bool = False
     """Whether the sink reads instead of the source writing, if both sides say so (feature PULL)."""
     insecure: bool = False

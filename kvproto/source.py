@@ -41,12 +41,14 @@ class Request(Handle[Freed | Expired]):
     ) -> None:  # fmt: skip
         """Say that positions [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
 
-        What is there is copied while prefill goes on. `after` is the handle of a CUDA event after which the rows are
-        there. Raises LocalError for pages or tokens that cannot be.
+        What is there is copied while prefill goes on: by the I/O thread or the next `step`, so that a forward is not
+        held up. `after` is the handle of a CUDA event after which the rows are there. Harmless once the request is
+        over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
         """
         items = tables_of(self._source.pool.side, pages, self._checked(tokens))
         span = layers or self._source.layers(model)
-        self._post(lambda: self._source._node.computed(self._key, Computed(items, tokens, span, model, after)))
+        computed = Computed(items, tokens, span, model, after)
+        self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 
     def finish(
         self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
@@ -55,7 +57,8 @@ class Request(Handle[Freed | Expired]):
         """Say that prefill is over: positions [0, `tokens`) are in the pages (None: the whole prompt).
 
         `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says
-        that the first token ends the text. The pages stay as they are until this handle is done. Raises LocalError.
+        that the first token ends the text. The pages stay as they are until this handle is done. Harmless once the
+        request is over. Raises LocalError.
         """
         number = self._checked(len(self.prompt) if tokens is None else tokens)
         items = tables_of(self._source.pool.side, pages, number)

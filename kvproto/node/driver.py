@@ -96,6 +96,12 @@ class Driver:
             if self._thread is None or not rested or self._later:
                 self._ring()
 
+    def leave(self, work: Callable[[], None]) -> None:
+        """Have the I/O thread, or the next `step`, run work on the node: the caller goes on at once."""
+        self.check()
+        self._inbox.append(work)
+        self._ring()
+
     def later(self, call: Callable[[], object]) -> None:
         """Run a callback of the engine, outside the lock."""
         if self._elsewhere is not None:

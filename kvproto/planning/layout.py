@@ -35,9 +35,15 @@ class Block:
 
     lanes: int
     unit: int = 1
+    shares: tuple[tuple[int, int], ...] | None = None
+    """Lanes [lo, hi) of each rank, for engines that divide them in another way."""
 
     def cut(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Lanes [lo, hi) of one of `ranks` ranks."""
+        """Lanes [lo, hi) of one of `ranks` ranks; raises LocalError where the shares are of other ranks."""
+        if self.shares is not None:
+            if len(self.shares) != ranks:
+                raise _bad("Cache.divided", f"lanes of each of the {ranks} ranks that share them", len(self.shares))
+            return self.shares[rank]
         units = self.lanes // self.unit
         lo = units * rank // ranks
         hi = lo + 1 if ranks >= units else units * (rank + 1) // ranks
@@ -183,6 +189,19 @@ class Cache:
         """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
         group = g.handoff(0, name, parts)
         return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
+
+    def divided(self, shares: Sequence[tuple[int, int]]) -> Cache:
+        """The same cache where tensor-parallel rank i holds lanes (KV heads) [lo, hi) = `shares[i]` of every part.
+
+        For engines whose ranks do not hold what `Block.cut` says: shares may overlap, and together cover all lanes.
+        Raises LocalError for shares that are outside the lanes of a part, or that leave one out.
+        """
+        ranks = tuple((int(lo), int(hi)) for lo, hi in shares)
+        for part in self.group.parts:
+            held = {lane for lo, hi in ranks for lane in range(max(lo, 0), min(hi, part.lanes))}
+            if len(held) < part.lanes or any(not 0 <= lo < hi <= part.lanes for lo, hi in ranks):
+                raise _bad(f"shares of {part.name!r}", f"[lo, hi) within {part.lanes} lanes, each held", ranks)
+        return attrs.evolve(self, blocks=tuple((Block(part.lanes, 1, ranks),) for part in self.group.parts))
 
     @classmethod
     def _conv(

@@ -295,9 +295,9 @@ class Provider(ABC):
         """Names of the GPUs that this transport sees, in order, and the version of their driver."""
         return (), None
 
-    @abstractmethod
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
         """How to time each way on this machine, of so many GPUs, in `memory` bytes; and what cannot be timed."""
+        return [], []
 
 
 def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:

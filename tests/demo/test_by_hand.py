@@ -48,8 +48,8 @@ def wait_ready(folder: Path, name: str) -> None:
     line = Line(folder, name)
     line.send("hello")
     while not [word for word in line.receive() if word["op"] == "ready"]:
-        line.dialer.sockets[0].poll(100)
-    line.dialer.close()
+        line.socket.poll(100)
+    line.close()
 
 
 def free_port() -> int:
@@ -98,6 +98,8 @@ def test_address_in_use(start: Started, folder: Path) -> None:
         (["--prefill", "tcp://127.0.0.1:27712"], "--insecure"),
         (["--tp", "0"], "at least 1"),
         (["--pools", "jax"], "--transport cuda"),
+        (["--transport", "pigeon"], "one of cuda, nixl, shm"),
+        (["--devices", "0"], "--devices needs --transport cuda or nixl"),
         (["--draft", "/no/such/checkpoint"], "checkpoint folder /no/such/checkpoint does not exist"),
     ],
 )

@@ -15,18 +15,18 @@ from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
+from kvproto import Cache, Pool, lay_out
 from kvproto.calibration.results import Host, Probe, save
+from kvproto.door import transports_of
 from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
-from kvproto.transport.shm.memory import SharedMemory
-from kvproto_reference.demo.__main__ import DemoOptions, main, run
+from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
 
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
-FLIP = str(Path(__file__).with_name("flip.py"))
+FAULTY = str(Path(__file__).with_name("faulty"))
 TEXT = "Alice was beginning to get very tired of sitting by her sister\n\nThe cat said\n\nbut the Rabbit actually took a watch out"
 
 
@@ -94,7 +94,9 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
     assert result.returncode == 0, result.stderr
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
-    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(0, d, g) for d in (0, 1) for g in "01"}
+    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
+        (0, d, g) for d in (0, 1) for g in ("target", "draft")
+    }
     assert max(r["acceptance"] for r in told["requests"]) > 1.5
 
 
@@ -109,15 +111,19 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
         save(Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64"), tuple(ways)), tmp_path / "costs.json")
         tmp_path.chmod(0o700)
         options = parse("decode", ["--dir", str(tmp_path), "--transport", "nixl", *map(str, args)])
-        (mover,) = options.movers({0: SharedMemory(16)})
-        assert isinstance(mover, NixlTransport)
-        assert mover.mode == Costs(1e-6, 1e9, 0.2)
-        mover.close()
+        chosen = options.kvproto()
+        with Pool.allocate(lay_out([Cache.mla("kv", 1, latent=8, rope=8, page=4)]), 1) as pool:
+            (tuned,) = transports_of(chosen, pool)
+            assert isinstance(tuned, NixlTransport)
+            assert tuned.mode == Costs(1e-6, 1e9, 0.2)
+            tuned.close()
     result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
     assert result.returncode == 0, result.stderr
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
-    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {(p, 0, g) for p in (0, 1) for g in "01"}
+    assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
+        (p, 0, g) for p in (0, 1) for g in ("target", "draft")
+    }
 
 
 @pytest.mark.parametrize("tp", [("1", "2"), ("2", "1")])
@@ -144,7 +150,7 @@ def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     assert result.returncode == 0, result.stderr
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
-    pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in "01"}
+    pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in ("target", "draft")}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
 
@@ -155,33 +161,47 @@ def test_first_token_that_ends_the_text() -> None:
     assert request["tokens"] == [256]
 
 
-def flipped(group: str, verify: bool, prompts: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
-    command = (sys.executable, FLIP, group)
-    status = run(
-        DemoOptions(prefill_tp=1, json=True, verify=verify, prompt_file=prompts, decode_command=command, max_new=24),
-        Console(),
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's transports are installed, which flip a bit of what they copy."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FAULTY, *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+def flipped(group: str, prompts: Path, *args: str) -> tuple[int, Any]:
+    result = demo(
+        "--transport",
+        f"flips-{group}",
+        "--prefill-tp",
+        "1",
+        "--json",
+        "--max-new",
+        "24",
+        "--prompt-file",
+        prompts,
+        *args,
     )
-    return status, json.loads(capsys.readouterr().out)
+    return result.returncode, report(result)
 
 
+@pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize("group", ["target", "draft"])
-def test_flipped_bit_fails_verify_and_the_demo(group: str, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = flipped(group, True, prompts, capsys)
+def test_flipped_bit_fails_verify_and_the_demo(group: str, prompts: Path) -> None:
+    status, told = flipped(group, prompts)
     assert status == 1
     assert not told["verdicts"]["checksums"]
     assert all(f"VERIFY_FAILED at checksums[{group}]" in r["error"] for r in told["requests"])
 
 
-def test_flipped_target_changes_tokens_without_verify(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = flipped("target", False, prompts, capsys)
+@pytest.mark.usefixtures("faulty")
+def test_flipped_target_changes_tokens_without_verify(prompts: Path) -> None:
+    status, told = flipped("target", prompts, "--no-verify")
     assert status == 1
     assert not told["verdicts"]["tokens"]
 
 
-def test_flipped_draft_changes_acceptance_but_no_token_without_verify(
-    prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, told = flipped("draft", False, prompts, capsys)
+@pytest.mark.usefixtures("faulty")
+def test_flipped_draft_changes_acceptance_but_no_token_without_verify(prompts: Path) -> None:
+    status, told = flipped("draft", prompts, "--no-verify")
     assert status == 1
     assert told["verdicts"]["tokens"]
     assert not told["verdicts"]["acceptance"]

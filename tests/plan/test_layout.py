@@ -280,3 +280,23 @@ def test_a_draft_has_the_layers_that_predict_and_the_sizes_of_its_target(nested:
     assert draft is not None
     assert [(s.layers, s.group.parts[0].lane_bytes) for s in specs(draft, 1)] == [((0, 1), 16)]
     assert draft_of(draft) is None
+
+
+def test_an_engine_may_divide_heads_in_its_own_way() -> None:
+    cache = Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16)
+    made = lay_out([cache.divided([(0, 1), (1, 3), (2, 4)])], Parallel(tp=3))
+    spans = [[(s.part, s.lo, s.hi) for s in rank.owns[0].lanes] for rank in made.ranks]
+    assert spans == [[(0, 0, 1), (1, 0, 1)], [(0, 1, 3), (1, 1, 3)], [(0, 2, 4), (1, 2, 4)]]
+    validate(made)
+
+
+@pytest.mark.parametrize("shares", [[(0, 1), (2, 4)], [(0, 2), (2, 5)], [(0, 4), (2, 2)]])
+def test_shares_that_leave_a_head_out_or_are_none_are_refused(shares: list[tuple[int, int]]) -> None:
+    with pytest.raises(LocalError, match="shares of 'k'"):
+        Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16).divided(shares)
+
+
+def test_shares_of_another_number_of_ranks_are_refused() -> None:
+    cache = Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16).divided([(0, 2), (2, 4)])
+    with pytest.raises(LocalError, match=r"each of the 4 ranks"):
+        lay_out([cache], Parallel(tp=4))

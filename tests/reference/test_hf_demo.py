@@ -11,17 +11,16 @@ import torch
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvproto.node.pool import allocate
-from kvproto.wire.enums import DType
+from kvproto import DType
 from kvproto_reference import checkpoint
 from kvproto_reference.data import load_text
 from kvproto_reference.demo.__main__ import main, parse, run
 from kvproto_reference.demo.options import parse as parse_engine
 from kvproto_reference.demo.options import shared_tokenizer
 from kvproto_reference.engine import KVPool, ModelRunner, Undivided
-from kvproto_reference.engine.description import DRAFT, TARGET, adopt, geometry
+from kvproto_reference.engine.description import DRAFT, TARGET, geometry, hand_over
+from kvproto_reference.engine.memory import shareable
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import SOLO
 from tests.reference.hf_tiny import write
 
 VOCAB = 320
@@ -67,20 +66,21 @@ def test_two_prefill_ranks_to_one_decode_rank(
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert status == 0
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
-    assert {(m["source"], m["group"]) for m in told["matrix"]} == {(s, g) for s in (0, 1) for g in "01"}
+    assert {(m["source"], m["group"]) for m in told["matrix"]} == {(s, g) for s in (0, 1) for g in (TARGET, DRAFT)}
     assert [r["prompt_tokens"] for r in told["requests"]][1] < len("The White Rabbit")
     assert all(r["tokens"] == r["undivided_tokens"] != [] for r in told["requests"])
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
-def test_cache_in_bfloat16_is_stated_and_adopted(folders: dict[str, Path], name: str) -> None:
+def test_cache_in_bfloat16_is_stated_and_handed_over(folders: dict[str, Path], name: str) -> None:
     folder, draft = folders[name], folders["qwen3"]
     configs = checkpoint.load_config(folder, "bfloat16"), checkpoint.load_config(draft, "bfloat16")
     stated = geometry(folder, draft, configs, "tokens", 1, 8)
     assert {part.dtype for group in stated.groups[:2] for part in group.parts} == {DType.BF16}
-    pool = allocate(stated, 0, {TARGET: 6, DRAFT: 6})
+    caches = [KVPool.allocate(config, 6, 8, memory=shareable) for config in configs]
+    pool = hand_over(stated, dict(zip((TARGET, DRAFT), caches, strict=True)), 0)
     model = checkpoint.load(folder, dtype="bfloat16")
-    ours, alone = adopt(pool, model.config, TARGET, SOLO), KVPool.allocate(model.config, 6, 8)
+    ours, alone = caches[0], KVPool.allocate(model.config, 6, 8)
     logits = [ModelRunner(model, one, 8).run([3, 1, 4, 1, 5, 9, 2, 6, 5], 0, [4, 2]) for one in (ours, alone)]
     assert torch.equal(*logits)
     part = model.config.parts[0]

@@ -8,7 +8,7 @@ import torch
 
 from kvproto_reference.engine import KVPool, ModelRunner, PageAllocator
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import SOLO, Decoder, DenseCache, TensorParallel
+from kvproto_reference.models import Decoder, DenseCache, TensorParallel
 
 Make = Callable[[str, int], Decoder]
 KINDS = ("gqa", "mla")
@@ -68,15 +68,18 @@ def test_moved_rows_continue_in_other_pages_and_page_size(make: Make, kind: str)
     torch.testing.assert_close(logits, full(model, ids)[21:], atol=1e-4, rtol=0)
 
 
-def test_shapes_are_ordered_and_wrap_shares_memory(make: Make) -> None:
+def test_a_pool_has_a_tensor_for_each_layer_and_part_and_wrap_shares_memory(make: Make) -> None:
     gqa, mla = make("gqa", 0).config, make("mla", 0).config
-    wanted = KVPool.shapes(gqa, TensorParallel(3, 4), 5, 8)
-    assert wanted == [(layer, part, (5, 8, 1, 8)) for layer in (0, 1) for part in ("k", "v")]
-    assert KVPool.shapes(mla, TensorParallel(1, 2), 5, 8) == [
-        (0, "latent", (5, 8, 1, 16)),
-        (1, "latent", (5, 8, 1, 16)),
-    ]
-    arrays = {(layer, part): np.zeros(shape, np.float32) for layer, part, shape in KVPool.shapes(gqa, SOLO, 5, 8)}
+    shapes = {
+        key: tuple(tensor.shape) for key, tensor in KVPool.allocate(gqa, 5, 8, TensorParallel(3, 4)).tensors.items()
+    }
+    assert list(shapes.items()) == [((layer, part), (5, 8, 1, 8)) for layer in (0, 1) for part in ("k", "v")]
+    latents = KVPool.allocate(mla, 5, 8, TensorParallel(1, 2)).tensors
+    assert {key: tuple(tensor.shape) for key, tensor in latents.items()} == {
+        (0, "latent"): (5, 8, 1, 16),
+        (1, "latent"): (5, 8, 1, 16),
+    }
+    arrays = {key: np.zeros(tensor.shape, np.float32) for key, tensor in KVPool.allocate(gqa, 5, 8).tensors.items()}
     pool = KVPool.wrap(gqa, {key: torch.from_numpy(array) for key, array in arrays.items()})
     ModelRunner(make("gqa", 0), pool, 8).run([1, 2, 3], 0, [4])
     assert all((array[4, :3] != 0).any() and not array[4, 3:].any() for array in arrays.values())

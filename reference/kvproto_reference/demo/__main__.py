@@ -18,13 +18,13 @@ from rich.table import Table
 
 from kvproto.errors import KvprotoError
 
-from ..engine.description import device_of
+from ..engine.memory import device_of
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
-from .options import POOLS, TRANSPORTS, add_models, checkpoint_folder, numbers, shared_tokenizer
+from .options import POOLS, TRANSPORT_HELP, add_models, checkpoint_folder, numbers, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
 from .router import LOAD, START, Engines, Request, Router, engine_command
@@ -53,8 +53,6 @@ class DemoOptions:
     costs: Path | None = None
     pages: int = 160
     attach: Path | None = None
-    decode_command: tuple[str, ...] | None = None
-    """Another decode engine to start in place of ours."""
 
 
 def parse(argv: list[str] | None) -> DemoOptions:
@@ -66,7 +64,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
     add_models(parser)
-    add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
+    add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
     add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
     add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
@@ -111,7 +109,7 @@ def run(options: DemoOptions, console: Console) -> int:
             router.stop()
         with console.status("the same in one undivided engine") if not options.json else contextlib.nullcontext():
             compared = _compare(router, options)
-    verdicts = verdict(compared, options.verify)
+    verdicts = verdict(router, compared, options.verify)
     if options.json:
         print(json.dumps(as_json(router, compared, verdicts, tokenizer)))
     else:
@@ -143,11 +141,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))
-    decode_options = [*shared, *there, "--tp", str(options.decode_tp)]
-    if options.decode_command is not None:
-        engines.start("decode", [*options.decode_command, *decode_options])
-    else:
-        engines.start("decode", engine_command("decode", decode_options))
+    engines.start("decode", engine_command("decode", [*shared, *there, "--tp", str(options.decode_tp)]))
 
 
 def _devices(options: DemoOptions) -> tuple[str, str]:

@@ -1,31 +1,22 @@
 """Options that prefill and decode engines share."""
 
 import argparse
-import os
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
-from kvproto.calibration.results import Probe
-from kvproto.calibration.results import load as load_costs
-from kvproto.errors import LocalError
-from kvproto.node.pool import Pool, allocate
-from kvproto.node.source import PART
-from kvproto.planning.geometry import Geometry
-from kvproto.session import new_incarnation
-from kvproto.transport import load, names
-from kvproto.transport.base import Memory, Transport
-from kvproto.wire.enums import ErrorCode
+from kvproto import Options
+from kvproto.calibration.results import Probe, load
 
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
+from ..engine.memory import Allocate, of_jax, shareable
 from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
-TRANSPORTS = names()
-POOLS = ("own", "jax")
+POOLS = {"own": shareable, "jax": of_jax}
+"""Who allocates them."""
+TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -38,10 +29,12 @@ class EngineOptions:
     """How to start one engine."""
 
     name: str
+    source: str
+    """Name of the prefill engine."""
     folder: Path
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
-    """Rank 0 of the prefill engine; rank r has `-r` appended, or r added to a TCP port."""
+    """Of the prefill engine: rank r has `-r` appended, or r added to a TCP port."""
     target: Path
     draft: Path
     dtype: str
@@ -49,42 +42,43 @@ class EngineOptions:
     pages: int
     page_size: int
     chunk: int
-    part: int
+    part: int | None
+    """Bytes of computed rows that are worth a copy of their own; None: kvproto's default."""
     speculate: int
     verify: bool
     insecure: bool
     seed: int
     transport: str
     devices: tuple[int, ...]
-    """GPUs of the ranks, in turn, with transport cuda or nixl; none: the host."""
+    """GPUs of the ranks, in turn; none: the host."""
     pull: bool = False
     """Whether decode reads, rather than prefill writes."""
     pools: str = "own"
     """Who allocates the pools."""
     costs: Probe | None = None
-    """What a transport's choices by run length depend on."""
+    """What `kvproto probe` measured: a transport chooses by it how to move runs of each length."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
-        return self.devices[rank % len(self.devices)] if self.devices and self.transport != "shm" else None
+        return self.devices[rank % len(self.devices)] if self.devices else None
 
-    def allocate(self, geometry: Geometry, rank: int, items: Mapping[int, int]) -> Pool:
-        """The pools of a rank."""
-        device = self.device(rank)
-        if self.pools == "jax" and device is not None:
-            from ..engine import jax_memory
-
-            return jax_memory.allocate(geometry, rank, items, device)
-        return allocate(geometry, rank, items, device)
+    @property
+    def memory(self) -> Allocate:
+        """Where the pools' bytes come from."""
+        return POOLS[self.pools]
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
         """Of target and draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
-    def movers(self, memories: Mapping[int, Memory]) -> tuple[Transport, ...]:
-        """The transport for the node of a rank, by what was measured if anything was."""
-        return (load(self.transport).open(memories, self.costs.measured if self.costs else ()),)
+    def kvproto(self) -> Options:
+        """How the Source or the Sink of a rank works."""
+        options = Options(
+            transports=(self.transport,), measured=self.costs.measured if self.costs else (), verify=self.verify,
+            pull=self.pull, insecure=self.insecure,
+        )  # fmt: skip
+        return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -116,32 +110,39 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
-    part = "bytes from which on computed rows are sent while others compute (default 16 MiB)"
-    add("--part", type=int, default=PART, help=part)
+    part = "send computed rows while others compute once they are so many bytes (default 16 MiB)"
+    add("--part", type=int, help=part)
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
-    add("--transport", choices=TRANSPORTS, default="shm", help="how the bytes move")
-    gpus = "GPUs of the ranks, with --transport cuda (default 0) or nixl (default: the host)"
+    add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
+    gpus = "GPUs of the ranks (default 0 with --transport cuda, else none: the host)"
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
-    add("--name", default=role, help=f"engine id (default {role})")
+    add("--name", default=role, help=f"name of this engine (default {role})")
+    if role == "decode":
+        add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
     args = parser.parse_args(argv)
-    for name in ("tp", "pages", "page_size", "chunk", "part", "speculate"):
+    if args.part is not None and args.part < 1:
+        raise EngineError(f"--part must be at least 1, not {args.part}")
+    for name in ("tp", "pages", "page_size", "chunk", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.pools == "jax" and args.transport != "cuda":
         raise EngineError("--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared")
     if args.pull and args.transport == "nixl":
         raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
+    if args.devices and args.transport == "shm":
+        raise EngineError("--devices needs --transport cuda or nixl: shm moves memory of the host")
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
-        name=args.name, folder=private_folder(args.dir), tp=args.tp, pages=args.pages, page_size=args.page_size,
+        name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), tp=args.tp,
+        pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
-        costs=args.costs and load_costs(args.costs),
+        costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 
@@ -172,11 +173,14 @@ def checkpoint_folder(role: str, name: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """The directory, made with mode 0700 if missing."""
+    """The directory, made with mode 0700 if it is missing; raises EngineError where others may enter it."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as e:
-        raise LocalError(ErrorCode.INTERNAL, "--dir", "a directory", f"{folder}: {e.strerror}", "choose another") from e
+        mode = folder.stat().st_mode & 0o777
+    except OSError as error:
+        raise EngineError(f"--dir {folder} is no directory for sockets: {error.strerror}; choose another") from error
+    if mode & 0o077:
+        raise EngineError(f"--dir {folder} has mode {mode:04o}, and needs mode 0700: chmod 700 {folder}")
     return folder.absolute()
 
 
@@ -185,11 +189,6 @@ def rank_address(address: str, rank: int) -> str:
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < int(port) + rank < 65536:
-            raise LocalError(ErrorCode.INTERNAL, "--prefill", "tcp://HOST:PORT", address, "give a port number")
+            raise EngineError(f"--prefill must be an ipc address or tcp://HOST:PORT, not {address}")
         return f"{host}:{int(port) + rank}"
     return f"{address}-{rank}"
-
-
-def incarnation() -> int:
-    """The incarnation of a run that begins now."""
-    return new_incarnation(time.time(), int.from_bytes(os.urandom(4), "little"))

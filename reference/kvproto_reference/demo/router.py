@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import Any
 
 import attrs
+import zmq
 
-from kvproto.net.sockets import wait
-from kvproto.wire import to_json
-from kvproto.wire.messages import Ticket
+from kvproto import new_ticket, write_ticket
 
 from ..engine.launch import die_with_parent
 from ..errors import EngineError
@@ -22,11 +21,11 @@ from .control import Line
 from .prompts import Prompt
 
 DEADLINE = 60.0
-"""Seconds a ticket is good for."""
+"""Seconds that a ticket is good for."""
 START = 60.0
-"""Seconds an engine that runs already may take to answer."""
+"""Seconds that an engine may take to answer when it runs already ..."""
 LOAD = 900.0
-"""Seconds an engine that we started may take to load its models."""
+"""... and when it was started here and has to load its models."""
 
 
 @attrs.define
@@ -34,11 +33,11 @@ class Request:
     """One prompt on its way."""
 
     id: str
+    """Its name between router and engines, which serve other routers too; kvproto's is the ticket."""
     prompt: Prompt
-    key: str = attrs.field(repr=False)
     tokens: list[int] = attrs.Factory(list)
     arrived: list[dict[str, Any]] | None = None
-    """By decode rank: seconds, bytes by source rank, checksums."""
+    """Of each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
     stats: dict[str, Any] | None = None
     error: str | None = None
 
@@ -91,6 +90,9 @@ class Router:
 
     def __init__(self, folder: Path, prefill_name: str, engines: Engines) -> None:
         self._lines = {name: Line(folder, name) for name in ("prefill", "decode")}
+        self._poller = zmq.Poller()
+        for line in self._lines.values():
+            self._poller.register(line.socket, zmq.POLLIN)
         self._prefill_name, self._engines = prefill_name, engines
         self.requests: dict[str, Request] = {}
         self.sent: list[dict[str, Any]] = []
@@ -117,12 +119,11 @@ class Router:
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
         """Make a ticket for each prompt and hand both to both engines."""
-        for number, prompt in enumerate(prompts):
-            key = secrets.token_bytes(16)
-            ticket = Ticket(key=key, engine=self._prefill_name, replica=0, deadline=int(DEADLINE * 1000))
-            request = Request(str(number), prompt, key.hex())
+        for prompt in prompts:
+            ticket = new_ticket(self._prefill_name, deadline=DEADLINE)
+            request = Request(secrets.token_hex(8), prompt)
             self.requests[request.id] = request
-            body = {"id": request.id, "ticket": to_json(ticket), "prompt": prompt.tokens, "max_new": max_new,
+            body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens, "max_new": max_new,
                     "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
             self._lines["prefill"].send("prefill", **body)
             self._lines["decode"].send("decode", **body)
@@ -130,7 +131,7 @@ class Router:
     def collect(self, on_news: Callable[[Request], None]) -> None:
         """Until every request is over and prefill has freed what it held."""
         until = time.monotonic() + DEADLINE + 30
-        while not all(r.over and (r.key in self.freed or r.error) for r in self.requests.values()):
+        while not all(r.over and (r.id in self.freed or r.error) for r in self.requests.values()):
             for _, word in self._listen():
                 self._take(word, on_news)
             self._engines.check()
@@ -145,14 +146,11 @@ class Router:
                 self.sent.append(word)
                 return
             case "freed":
-                self.freed.add(word["key"])
+                self.freed.add(word["id"])
                 return
-            case "refused":
-                request = next(r for r in self.requests.values() if r.key == word["key"])
-                request.error = request.error or word["error"]
-            case "failed" | "arrived" | "tokens" | "finished":
+            case "refused" | "failed" | "arrived" | "tokens" | "finished":
                 request = self.requests[word["id"]]
-                if word["op"] == "failed":
+                if word["op"] in ("refused", "failed"):
                     request.error = request.error or word["error"]
                 elif word["op"] == "finished":
                     request.stats = word
@@ -164,7 +162,7 @@ class Router:
         on_news(request)
 
     def _listen(self) -> list[tuple[str, dict[str, Any]]]:
-        wait([s for line in self._lines.values() for s in line.dialer.sockets], 0.05)
+        self._poller.poll(50)
         return [(name, word) for name, line in self._lines.items() for word in line.receive()]
 
     def stop(self) -> None:
@@ -178,4 +176,4 @@ class Router:
     def close(self) -> None:
         """Close the lines."""
         for line in self._lines.values():
-            line.dialer.close()
+            line.close()

@@ -1,65 +1,52 @@
-"""What a prefill or decode engine of this package tells kvproto about itself."""
+"""What an engine of this package tells kvproto about itself: its caches, its ranks, its tensors."""
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-import torch.utils.dlpack
-
-from kvproto.node.pool import Pool
-from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
-from kvproto.wire.enums import DType
+from kvproto import Cache, DType, Geometry, Parallel, Pool, lay_out
 
 from ..checkpoint import fingerprint
-from ..models import ModelConfig, TensorParallel, kv_head_range
+from ..models import ModelConfig, kv_head_range
 from .pool import KVPool
 
-TARGET, DRAFT, FIRST = 0, 1, 2
-"""Group ids: the target's cache, the draft's, the first token."""
+TARGET, DRAFT, FIRST = "target", "draft", "first token"
+"""Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
 
-_TYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 
 def geometry(
     target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, tp: int, page_size: int
 ) -> Geometry:
-    """The Description of one replica: two models on `tp` ranks, every rank holding the logits."""
-    groups = [_group(m, c, page_size) for m, c in enumerate(configs)]
-    groups.append(handoff(FIRST, "first token", {"token": (DType.U32, 4)}))
-    identity = facts(
-        {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
-    )
-    ranks = []
-    for rank in range(tp):
-        shares = [owns(g, range(c.layers), [_lanes(c, rank, tp)]) for g, c in zip(groups, configs, strict=False)]
-        ranks.append(Rank(rank=rank, owns=(*shares, owns(groups[FIRST], [0]))))
-    return Geometry(replica=0, facts=identity, groups=tuple(groups), ranks=tuple(ranks))
+    """What the ranks of one replica own: the caches of two models, and on every rank the first token.
+
+    `tokenizer` is the tokenizer's identity. Raises EngineError where `tp` ranks are too many for a model's heads.
+    """
+    caches = [_cache(model, config, tp, page_size) for model, config in enumerate(configs)]
+    facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
+    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], Parallel(tp=tp), facts=facts)
 
 
-def _group(model: int, config: ModelConfig, page_size: int) -> Group:
-    name = ("target", "draft")[model]
-    dtype, row_bytes = _TYPES[config.dtype], config.row_dim * getattr(torch, config.dtype).itemsize
+def _cache(model: int, config: ModelConfig, tp: int, page_size: int) -> Cache:
+    name, dtype = (TARGET, DRAFT)[model], _DTYPES[config.dtype]
     if config.kind == "mla":
-        return mla(model, name, model, row_bytes, page_size, dtype)
-    return gqa(model, name, model, config.kv_heads, row_bytes, page_size, dtype)
+        kv_head_range(config, 0, tp)  # raises for too many ranks
+        return Cache.mla(
+            name, config.layers, latent=config.latent, rope=config.rope_dim, page=page_size, dtype=dtype, model=model
+        )
+    cache = Cache.gqa(
+        name, config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=page_size, dtype=dtype,
+        model=model,
+    )  # fmt: skip
+    return cache.divided([kv_head_range(config, rank, tp) for rank in range(tp)])
 
 
-def _lanes(config: ModelConfig, rank: int, tp: int) -> tuple[int, int]:
-    return kv_head_range(config, rank, tp)
+def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Pool:
+    """The pool of one rank, made of the tensors that the engine computes with, by group name."""
+    return Pool(geometry, {name: _by_part(cache) for name, cache in caches.items()}, rank=rank)
 
 
-def device_of(number: int | None) -> torch.device:
-    """Where torch puts what a rank computes."""
-    return torch.device("cpu") if number is None else torch.device("cuda", number)
-
-
-def adopt(pool: Pool, config: ModelConfig, group: int, tp: TensorParallel) -> KVPool:
-    """The engine's tensors over the registered memory of one group."""
-    items = pool.side.columns[group].items
-    memory = torch.utils.dlpack.from_dlpack(pool.memory).view(torch.uint8)
-    tensors = {}
-    for layer, part, shape in KVPool.shapes(config, tp, items, pool.side.group(group).rows):
-        offset, bytes_ = pool.place(group, layer, part)
-        column = memory[offset : offset + math.prod(bytes_)]
-        tensors[layer, part] = column.view(getattr(torch, config.dtype)).reshape(shape)
-    return KVPool.wrap(config, tensors)
+def _by_part(cache: KVPool) -> dict[str, list[object]]:
+    """One tensor [pages, page_size, heads, row_dim] for each layer, by part name."""
+    layers = range(cache.config.layers)
+    return {part: [cache.tensors[layer, part] for layer in layers] for part in cache.config.parts}

@@ -1,5 +1,6 @@
 """Paged KV pool of one model on one TP rank, and a sequence's view of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..models import SOLO, ModelConfig, TensorParallel, kv_head_range
+from .memory import Allocate, private
 
 Key = tuple[int, str]
-Shape = tuple[int, int, int, int]
 
 
 @attrs.frozen
@@ -27,16 +28,9 @@ class KVPool:
         """Where the tensors are."""
         return next(iter(self.tensors.values())).device
 
-    @staticmethod
-    def shapes(config: ModelConfig, tp: TensorParallel, pages: int, page_size: int) -> list[tuple[int, str, Shape]]:
-        """Needed tensors as (layer, part, [pages, page_size, local KV heads, row_dim]), by layer, then part."""
-        lo, hi = kv_head_range(config, tp.rank, tp.size)
-        shape = (pages, page_size, hi - lo, config.row_dim)
-        return [(layer, part, shape) for layer in range(config.layers) for part in config.parts]
-
     @classmethod
     def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor]) -> "KVPool":
-        """Adopt tensors that someone else allocated, without copying; all share one shape of `shapes`."""
+        """Adopt tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
         keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
         if set(tensors) != set(keys):
             raise EngineError(
@@ -60,11 +54,14 @@ class KVPool:
         page_size: int,
         tp: TensorParallel = SOLO,
         device: torch.device | str = "cpu",
+        memory: Allocate = private,
     ) -> "KVPool":
-        """A pool in private memory, zeroed."""
-        wanted, dtype = cls.shapes(config, tp, pages, page_size), getattr(torch, config.dtype)
-        zeros = {(layer, part): torch.zeros(shape, dtype=dtype, device=device) for layer, part, shape in wanted}
-        return cls.wrap(config, zeros)
+        """A zeroed pool of one rank: one allocation, and in it a tensor for each layer and part."""
+        lo, hi = kv_head_range(config, tp.rank, tp.size)
+        keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
+        shape, dtype = (len(keys), pages, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
+        whole = memory(math.prod(shape) * dtype.itemsize, torch.device(device)).view(dtype).view(shape)
+        return cls.wrap(config, dict(zip(keys, whole, strict=True)))
 
 
 class PagedCache:

@@ -1,0 +1,39 @@
+"""What an engine's own thread may rely on while it computes."""
+
+from pathlib import Path
+
+import pytest
+
+from kvproto import Options
+from kvproto import events as told
+
+from .doors import PROMPT, STEPPED, rows, two
+
+
+def test_computed_copies_nothing_in_the_thread_of_the_engine(tmp_path: Path) -> None:
+    with two(tmp_path, Options(thread=False, part_bytes=1)) as both:
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request = both.source.request(both.ticket, PROMPT)
+        request.computed({"kv": [3]}, 4)
+        both.until(lambda: rows(both.sink.pool, [9], 0, 4).all())
+        request.computed({"kv": [3, 1]}, 8)
+        assert not rows(both.sink.pool, [9, 0], 4, 8).any()
+        both.until(lambda: rows(both.sink.pool, [9, 0], 4, 8).all())
+        assert not found.done
+
+
+@pytest.mark.parametrize("options", [Options(), STEPPED])
+def test_a_request_that_is_over_takes_further_words_without_harm(tmp_path: Path, options: Options) -> None:
+    with two(tmp_path, options) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: found.done and request.done)
+        request.computed({"kv": [3]}, 4)
+        request.finish({"kv": [3, 1, 2]})
+        request.fail("too late")
+        assert isinstance(request.wait(0), told.Freed)
+
+
+def test_one_transport_may_be_named_as_it_is() -> None:
+    assert Options(transports="shm").transports == ("shm",)
