@@ -45,7 +45,7 @@ format: $(VENV)/.check
 	@$(VENV)/bin/ruff format .
 
 docs: $(VENV)/.docs
-	@$(PY) -m mkdocs build --strict -q
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
 	@echo "the site is in build/site: open build/site/index.html, or $(PY) -m mkdocs serve"
 
 coverage: $(VENV)/.test $(VENV)/.coverage

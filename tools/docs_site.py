@@ -10,7 +10,6 @@ import argparse
 import ast
 import html
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -101,6 +100,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _LINK.sub(lambda m: _link(here, m, files), text)
 
 
+def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
+    """A page that is alone below its tab has no list of pages beside it."""
+    alone = page.parent is None or len(page.parent.children) == 1
+    page.meta["hide"] = ["navigation"] if alone else []
+    return context
+
+
 def _relative(target: str, here: str) -> str:
     return os.path.relpath(target, Path(here).parent.as_posix())
 
@@ -128,7 +134,8 @@ def _drawing(here: str, title: str, link: str) -> str:
     path = ROOT / _target(here, link)
     if path.parent != ROOT / "docs/assets" or not path.exists():
         return f"![{title}]({link})"
-    drawing = re.sub(r"\s*\n\s*", " ", path.read_text().strip())
+    drawing = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)  # site.css has the page's colours
+    drawing = re.sub(r"\s*\n\s*", " ", drawing.strip())
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 
 
@@ -186,27 +193,24 @@ def _examples() -> str:
 
 
 def _handovers() -> str:
-    """From the table of examples/handovers.py: a name, and an object with what each side has and who refuses it."""
+    """From the table of examples/handover_table.py, which examples/handovers.py runs."""
     rows = [
         "# Hand-overs that other engines refuse",
         "",
-        "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Each of these geometries, which serving engines",
-        "of today refuse, is handed over by one command, and every byte is compared.",
+        "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Each of these, which serving engines of today",
+        "refuse, is one command: it opens a Source or a Sink for every rank and compares every byte.",
     ]
-    path = ROOT / "examples/handovers.py"
-    if not path.exists():
+    folder = ROOT / "examples"
+    if not (folder / "handover_table.py").exists():
         return "\n".join(rows)
-    spec = importlib.util.spec_from_file_location("handovers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    rows += ["", "| | source | sink | why others refuse it |", "|---|---|---|---|"]
-    table: dict[str, Any] = module.HANDOVERS
-    for name, row in table.items():
-        said = [str(getattr(row, key, "")) for key in ("source_text", "sink_text", "refused")]
-        rows.append(f"| `python examples/handovers.py {name}` | " + " | ".join(said) + " |")
+    sys.path.insert(0, str(folder))
+    try:
+        table = importlib.import_module("handover_table").HANDOVERS
+    finally:
+        sys.path.remove(str(folder))
+    for row in table:
+        rows += ["", f"## {row.name}", "", f"{row.what}.", "", f"*Why it is refused elsewhere.* {row.refused}", ""]
+        rows += ["```", f"python examples/handovers.py {row.name}", "```"]
     return "\n".join(rows)
 
 
@@ -279,9 +283,13 @@ def _figures(table: dict[str, dict[str, float]], unit: str) -> list[str]:
     columns = list(dict.fromkeys(name for row in table.values() for name in row))
     lines = [f"| {unit} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += [
-        f"| {n} | " + " | ".join(f"{r[c]:.3g}" if c in r else "" for c in columns) + " |" for n, r in table.items()
+        f"| {n} | " + " | ".join(_short(r[c]) if c in r else "" for c in columns) + " |" for n, r in table.items()
     ]
     return [*lines, "", _bars(table, columns, unit), ""] if len(columns) <= 3 else [*lines, ""]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> str:
@@ -290,14 +298,14 @@ def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> 
     out, y = [], 20
     for i, name in enumerate(columns if len(columns) > 1 else []):
         out.append(
-            f'<rect x="{260 + 180 * i}" y="2" width="10" height="10" class="bar{i}"/><text x="{275 + 180 * i}" y="11">{html.escape(name)}</text>'
+            f'<rect x="{300 + 130 * i}" y="2" width="10" height="10" class="bar{i}"/><text x="{315 + 130 * i}" y="11">{html.escape(name)}</text>'
         )
     for name, row in table.items():
-        out.append(f'<text x="250" y="{y + 7 * len(row) + 3}" text-anchor="end">{html.escape(name)}</text>')
+        out.append(f'<text x="290" y="{y + 7 * len(row) + 3}" text-anchor="end">{html.escape(name)}</text>')
         for column in (c for c in columns if c in row):
             width = max(400 * row[column] / most, 1)
-            out.append(f'<rect x="260" y="{y}" width="{width:.1f}" height="12" class="bar{columns.index(column)}"/>')
-            out.append(f'<text x="{265 + width:.1f}" y="{y + 10}">{row[column]:.3g} {unit}</text>')
+            out.append(f'<rect x="300" y="{y}" width="{width:.1f}" height="12" class="bar{columns.index(column)}"/>')
+            out.append(f'<text x="{305 + width:.1f}" y="{y + 10}">{_short(row[column])} {unit}</text>')
             y += 14
         y += 8
     return f'<figure class="drawing"><svg viewBox="0 0 760 {y}" xmlns="http://www.w3.org/2000/svg">{"".join(out)}</svg></figure>'

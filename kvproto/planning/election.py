@@ -21,6 +21,10 @@ _LARGEST_PERIOD = 1 << 22
 """The most rows after which both token deals may repeat."""
 
 
+_MOST_PIECES = 1 << 20
+"""Pieces of lane intervals over all ranks, and of token classes, that are looked at for one part."""
+
+
 @attrs.frozen
 class Claim:
     """One lane interval that a rank owns of a part, in bytes [lo, hi), with its layers and its share of the tokens."""
@@ -127,10 +131,16 @@ def elect(
 ) -> None:
     """Choose a source for each cell of each sink and add it to `cells`; without `places` layers are not dealt.
 
-    Raises COVERAGE (KVP-PLAN-COVER).
+    Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
     """
     cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
     pairs = _class_pairs(sources[0].group, sinks[0].group)
+    at = {x: i for i, x in enumerate(cuts)}
+    pieces = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
+    if pieces > _MOST_PIECES:
+        where = f"groups[{sinks[0].group.name}].parts[{part}]"
+        mine, advice = f"at most {_MOST_PIECES} pieces of lanes and token classes", "cut lanes at fewer places"
+        raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(pieces), advice)
     have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
     numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
     dealt: dict[tuple[int, int, int, int], list[Layers]] = {}

@@ -364,6 +364,17 @@ def tiled(number: int, ranks: int, swap: bool = False) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
 
 
+def test_a_pair_of_descriptions_that_would_take_minutes_to_plan_is_refused() -> None:
+    """KVP-PLAN-SIZE: a few kilobytes cut 600 replicas of the lanes into 2,048 pieces each."""
+    group = gqa(0, "target", 0, 2048, 8, 4)
+    whole = [Rank(rank=r, owns=(owns(group, [0]),)) for r in range(600)]
+    cut = Rank(rank=600, owns=(owns(group, [0], [(n, n + 1) for n in range(0, 2048, 2)]),))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*whole, cut))
+    with pytest.raises(PlanError) as caught:
+        plan(geometry, geometry)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.TOO_LARGE, "groups[target].parts[k]")
+
+
 def test_opaque_parts_move_between_ranks_that_divide_alike() -> None:
     assert [plan(tiled(4, 2), tiled(4, 2)).required(d) for d in (0, 1)] == [(0,), (1,)]
     # two heads on four ranks: the replicas of a head are the family that its one sink is dealt over
