@@ -67,11 +67,11 @@ class EndlessTransport(ShmTransport):
         return {}
 
 
-def prefill(conn: Connection, address: str, made: Ticket, endless: bool) -> None:
+def prefill(conn: Connection, address: str, made: Ticket, endless: bool, engine: str = "p") -> None:
     """A prefill rank; with `endless` it writes until it is killed."""
     pool = allocate(geometry(1), 0, ITEMS)
     transports = [EndlessTransport()] if endless else []
-    party = party_of("p", pool)
+    party = party_of(engine, pool)
     node = SourceNode(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
     put(pool, 7)
     node.expect(made, CONTENT, TOKENS)

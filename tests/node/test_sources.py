@@ -1,0 +1,265 @@
+"""One sink rank and several source replicas over one pool: what one of them does costs the others nothing."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kvproto import Ticket
+from kvproto.door import party_of
+from kvproto.net import Dialer, Listener, private_address
+from kvproto.node import SinkNode, SourceNode
+from kvproto.node.sink import Replica
+from kvproto.node.told import Received, RequestOver, TransferLost, TransferProven
+from kvproto.planning.geometry import Geometry
+from kvproto.session.events import SessionRefused
+from kvproto.wire.enums import ErrorCode
+from tests.node.nodes import SINK, Nodes, ahead, begin, finished, put
+from tests.node.test_death import prefill
+from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
+from tests.node.test_pull import SlowMover
+from tests.pools import allocate, column, memory
+from tests.session.driver import geometry, ticket
+
+P0, P1, Q0 = ("p", 0), ("p", 1), ("q", 0)
+PAGES = {P0: [1, 2, 3], P1: [4, 5, 6], Q0: [7, 8, 9]}
+"""Of the sink, for a request of each replica."""
+HELD = [0, 1, 2]
+"""Of every source."""
+
+
+class Fleet(Nodes):
+    """A sink and the sources that a test opens; each source's memory holds a byte of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        self.folder = folder
+        self.pool = allocate(geometry(1), 0, ITEMS)
+        self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer())
+        super().__init__([], [self.sink])
+
+    def address(self, replica: Replica) -> str:
+        return private_address(self.folder, f"{replica[0]}-{replica[1]}")
+
+    def source(self, replica: Replica, byte: int, to: Geometry | None = None, **options: Any) -> SourceNode:
+        """A source replica of one rank, in this process."""
+        made = attrs.evolve(to or geometry(1), replica=replica[1])
+        pool, address = allocate(made, 0, ITEMS), self.address(replica)
+        put(pool, byte)
+        node = SourceNode(party_of(replica[0], pool), pool, Listener(address), {0: address}, **options)
+        self.sources.append(node)
+        return node
+
+    def end(self, source: SourceNode) -> None:
+        """Its process goes on."""
+        self.sources.remove(source)
+        source.close("over")
+        memory(source.pool).close()
+
+    def connect(self, *replicas: Replica) -> None:
+        for replica in replicas:
+            self.sink.connect(replica, self.address(replica))
+
+    def request(self, replica: Replica, source: SourceNode | None) -> Ticket:
+        """A request that its source has computed; without one, that nobody knows."""
+        made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
+        if source is not None:
+            source.expect(made, CONTENT, TOKENS)
+            source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+        return made
+
+    def ask(self, replica: Replica, source: SourceNode | None = None, made: Ticket | None = None) -> int:
+        made = made or self.request(replica, source)
+        return self.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[replica]))
+
+    def ended(self, number: int) -> Any:
+        """What a transfer has come to."""
+        kinds = Received | TransferLost
+        self.until(lambda: any(isinstance(e, kinds) and e.number == number for e in self.told))
+        return next(e for e in self.told if isinstance(e, kinds) and e.number == number)
+
+    def holds(self, replica: Replica, byte: int) -> bool:
+        return bool((column(self.pool, 0, 0, "latent")[PAGES[replica][:2]] == byte).all())
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with contextlib.closing(Fleet(tmp_path)) as made:
+        yield made
+
+
+def test_replicas_and_engines_write_one_pool(fleet: Fleet) -> None:
+    sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, P1, Q0), 10)}
+    fleet.connect(*sources)
+    numbers = {replica: fleet.ask(replica, source) for replica, source in sources.items()}  # before they are ready
+    for byte, (replica, number) in enumerate(numbers.items(), 10):
+        assert isinstance(fleet.ended(number), Received)
+        assert fleet.holds(replica, byte)
+    fleet.ends(RequestOver, 3)
+    assert fleet.idle()
+
+
+def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(fleet: Fleet) -> None:
+    """Where it listened before, and its other requests go on meanwhile."""
+    fleet.connect(P0, Q0)
+    stays = fleet.source(Q0, 2)
+    for byte in (10, 11, 12):
+        source = fleet.source(P0, byte)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert fleet.holds(P0, byte)
+        fleet.end(source)
+        fleet.until(lambda: fleet.sink.links()[P0].over)
+        assert isinstance(fleet.ended(fleet.ask(Q0, stays)), Received)
+    lost = fleet.ended(fleet.ask(P0))  # greets a listener that is no more
+    assert lost.error.code == ErrorCode.PEER_LOST
+
+
+def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) -> None:
+    fleet.connect(P0)
+
+    def round_trip() -> tuple[int, int]:
+        source = fleet.source(P0, 1)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        fleet.end(source)
+        fleet.until(lambda: fleet.sink.links()[P0].over)
+        return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in Path("/proc/self/maps").open())
+
+    for _ in range(3):
+        round_trip()
+    fds, maps = round_trip()
+    counts = [round_trip() for _ in range(5)]
+    assert max(f for f, _ in counts) <= fds + 2  # ZeroMQ closes a socket when it likes
+    assert all(m <= maps for _, m in counts)
+
+
+def test_a_source_that_never_answers(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-PATIENCE: it is lost after a while, not before; others serve meanwhile; when it comes, it is heard."""
+    other = fleet.source(Q0, 2)
+    fleet.connect(P0, Q0)
+    number = fleet.ask(P0)
+    assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
+    assert not fleet.count(TransferLost)
+    with monkeypatch.context() as patch:
+        ahead(patch, 31, *SINK)
+        lost = fleet.ended(number)
+    assert (lost.error.code, lost.proven) == (ErrorCode.PEER_LOST, True)
+    late = fleet.source(P0, 1)
+    assert isinstance(fleet.ended(fleet.ask(P0, late)), Received)
+    assert fleet.holds(P0, 1)
+
+
+def test_a_source_of_other_weights_is_refused_and_costs_the_others_nothing(fleet: Fleet) -> None:
+    other = fleet.source(Q0, 2)
+    wrong = fleet.source(P0, 1, geometry(1, weights="b"))
+    fleet.connect(P0, Q0)
+    for _ in range(2):  # a later fetch asks again, and is told the same
+        lost = fleet.ended(fleet.ask(P0, wrong))
+        assert (lost.error.code, lost.proven) == (ErrorCode.IDENTITY_MISMATCH, True)
+    assert fleet.count(SessionRefused)
+    assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
+
+
+def test_a_source_that_nobody_connected(fleet: Fleet) -> None:
+    lost = fleet.ended(fleet.ask(P0))
+    assert (lost.error.code, lost.proven) == (ErrorCode.WRONG_PEER, True)
+
+
+def test_abort_of_a_fetch_that_waits_for_its_link(fleet: Fleet) -> None:
+    fleet.connect(P0)
+    number = fleet.ask(P0)
+    fleet.abort(0, number)
+    lost = fleet.ended(number)
+    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    assert fleet.idle()
+
+
+def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
+    """What has not been asked is lost at once; what was asked is lost too, and the source frees its pages."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    made = attrs.evolve(ticket(), engine="p")
+    source.expect(made, CONTENT, TOKENS)
+    number = fleet.ask(P0, made=made)
+    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    fleet.sink.disconnect(P0, "enough")
+    assert fleet.ended(number).error.code in (ErrorCode.PEER_LOST, ErrorCode.ABORTED)
+    source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+    fleet.ends(RequestOver, 1)
+    lost = fleet.ended(fleet.ask(P0, source))
+    assert lost.error.code == ErrorCode.WRONG_PEER
+    fleet.connect(P0)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+
+
+def test_a_later_run_of_a_sink_takes_over(fleet: Fleet) -> None:
+    """KVP-SES-SUPERSEDE: the earlier one is told, again and again, and the later one is served."""
+    slow = SlowMover()
+    source = fleet.source(P0, 1, transports=[slow])
+    fleet.connect(P0)
+    number = fleet.ask(P0, source)
+    fleet.until(lambda: slow.started)
+    later = SinkNode(party_of("d", fleet.pool), fleet.pool, Dialer())
+    fleet.sinks.append(later)
+    later.connect(P0, fleet.address(P0))
+    fleet.ready()
+    slow.finished = True
+    fleet.sinks.remove(later)
+    lost = fleet.ended(number)
+    assert lost.error.code in (ErrorCode.SUPERSEDED, ErrorCode.PEER_LOST)
+    lost = fleet.ended(fleet.ask(P0, source))
+    assert lost.error.code == ErrorCode.SUPERSEDED
+    fleet.sinks.insert(0, later)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+
+
+def other_process(stack: contextlib.ExitStack, fleet: Fleet, replica: Replica, endless: bool) -> tuple[Ticket, Any]:
+    made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
+    return made, begin(stack, prefill, fleet.address(replica), made, endless, replica[0])[0]
+
+
+def test_a_process_that_hangs_and_dies_holds_its_own_pages_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-END-REUSE: one quarantine for the pool, and the others go on; killed, it gives its pages back, and a new run
+    at its address serves.
+    """
+    with contextlib.ExitStack() as stack:
+        made, process = other_process(stack, fleet, Q0, endless=True)
+        sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, P1), 20)}
+        fleet.connect(P0, P1, Q0)
+        number = fleet.ask(Q0, made=made)
+        fleet.until(lambda: column(fleet.pool, 0, 0, "latent")[PAGES[Q0][:2]].any(), 0.01)
+        os.kill(process.pid, signal.SIGSTOP)
+        fleet.abort(0, number)
+        with monkeypatch.context() as patch:
+            ahead(patch, 40, *SINK)
+            lost = fleet.ended(number)
+        assert not lost.proven
+        assert fleet.sink.quarantined == {0: 3, 1: 3}
+        for byte, (replica, source) in enumerate(sources.items(), 20):
+            assert isinstance(fleet.ended(fleet.ask(replica, source)), Received)
+            assert fleet.holds(replica, byte)
+        assert fleet.sink.quarantined == {0: 3, 1: 3}
+        os.kill(process.pid, signal.SIGKILL)
+        fleet.ends(TransferProven, 1)
+        assert fleet.sink.quarantined == {}
+        made, _ = other_process(stack, fleet, Q0, endless=False)
+        assert isinstance(fleet.ended(fleet.ask(Q0, made=made)), Received)
+        assert fleet.holds(Q0, 7)
+
+
+def test_every_process_that_dies_is_seen(fleet: Fleet) -> None:
+    """Also one whose descriptor has the number of another that died before."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            made, process = other_process(stack, fleet, Q0, endless=True)
+            fleet.connect(Q0)
+            number = fleet.ask(Q0, made=made)
+            fleet.until(lambda: column(fleet.pool, 0, 0, "latent")[PAGES[Q0][:2]].any(), 0.01)
+            process.kill()
+            lost = fleet.ended(number)
+            assert (lost.error.code, lost.proven) == (ErrorCode.PEER_LOST, True)
+            put(fleet.pool, 0)
