@@ -1,0 +1,163 @@
+"""Which rows go now: decisions over an attempt and a request, without a copy."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvproto.node.request import Request
+from kvproto.node.scheduler import NOTHING, Attempt, Scheduler
+from kvproto.transport.base import Layer
+from kvproto.transport.shm.transport import ShmTransport
+from kvproto.wire.enums import ErrorCode
+from tests.node.nodes import finished
+from tests.node.stages import HERE, LAYER, TOKENS, Stage, able, computed
+
+DRAFT = 2 * 2 * 16 * TOKENS
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.source.close()
+    made.sink.close()
+
+
+def attempt(stage: Stage, first: int = 0, **capabilities: Any) -> Attempt:
+    return stage.attempt(stage.peer(able(ShmTransport(), **capabilities)), first=first)
+
+
+def sizes(parts: Any) -> list[tuple[tuple[int, int] | None, int]]:
+    return [(part.layers, part.bytes) for part in parts]
+
+
+def end(tokens: int = TOKENS, after: int | None = None) -> Any:
+    return finished({0: HERE, 1: HERE}, tokens, {(2, "token"): b"\7\0\0\0"}, after)
+
+
+def test_all_at_once_where_nothing_was_said_before(stage: Stage) -> None:
+    made, request = attempt(stage), Request(finished=end(after=77))
+    (part,) = Scheduler(1, None).parts(made, request)
+    assert (part.layers, part.bytes, part.after, part.grows) == (None, 3 * LAYER + DRAFT, (77,), False)
+    assert made.program is part.program
+
+
+def test_what_is_computed_goes_once(stage: Stage) -> None:
+    """Each layer when it is there, with the events that it waits for; then what is left, and no byte twice."""
+    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    assert scheduler.parts(made, request) == []
+    request.add(computed(TOKENS, (0, 1), after=5))
+    (part,) = scheduler.parts(made, request)
+    assert (part.layers, part.bytes, part.after) == ((0, 1), LAYER, (5,))
+    made.progress.advance(request.available)
+    assert scheduler.parts(made, request) == []  # no news
+    request.add(computed(6, (1, 3), after=6))
+    (part,) = scheduler.parts(made, request)
+    assert (part.layers, part.bytes, part.after) == ((1, 3), 2 * 40 * 6, (6,))
+    made.progress.advance(request.available)
+    request.finished = end()
+    assert sizes(scheduler.parts(made, request)) == [((1, 3), 2 * 40 * 5), ((0, 1), DRAFT)]
+
+
+def test_a_part_that_is_too_small_waits_for_more(stage: Stage) -> None:
+    scheduler, made, request = Scheduler(2 * LAYER, 0), attempt(stage), Request()
+    request.add(computed(TOKENS, (0, 1)))
+    assert scheduler.parts(made, request) == []
+    request.add(computed(TOKENS, (1, 2)))
+    assert sizes(scheduler.parts(made, request)) == [((0, 2), 2 * LAYER)]
+
+
+@pytest.mark.parametrize(("ratio", "layers"), [(0, 1), (1, 2), (3, 3)])
+def test_the_first_part_waits_as_the_engine_or_the_link_says(stage: Stage, ratio: float, layers: int) -> None:
+    for scheduler, made in (
+        (Scheduler(1, ratio), attempt(stage)),
+        (Scheduler(1, None), attempt(stage, first_part_ratio=ratio)),
+    ):
+        request = Request()
+        for n in range(1, layers + 1):
+            assert not scheduler.parts(made, request)
+            request.add(computed(TOKENS, (n - 1, n)))
+        assert sizes(scheduler.parts(made, request)) == [((0, layers), layers * LAYER)]
+
+
+def test_tokens_that_the_sink_holds_already_do_not_count(stage: Stage) -> None:
+    """Neither as waiting nor as to come: 8 of 11 are cached (KVP-HND-WINDOW: the hand-off's window says nothing)."""
+    scheduler, made, request = Scheduler(1, 1), attempt(stage, first=8), Request()
+    request.add(computed(8, (0, 3)))
+    assert scheduler.parts(made, request) == []
+    request.add(computed(10, (0, 3)))
+    assert sizes(scheduler.parts(made, request)) == [((0, 3), 3 * 40 * 2)]
+
+
+def test_a_transport_that_is_not_incremental_gets_all_at_the_end(stage: Stage) -> None:
+    scheduler, made, request = Scheduler(1, 0), attempt(stage, incremental=False), Request()
+    request.add(computed(TOKENS, (0, 3)))
+    assert scheduler.parts(made, request) == []
+    request.finished = end()
+    assert sizes(scheduler.parts(made, request)) == [(None, 3 * LAYER + DRAFT)]
+
+
+def test_for_a_sink_that_reads_a_copy_of_nothing_waits_for_the_rows(stage: Stage) -> None:
+    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    made.peer.reads = True
+    request.add(computed(TOKENS, (0, 3)))
+    assert scheduler.parts(made, request) == []
+    request.finished = end(after=9)
+    (part,) = scheduler.parts(made, request)
+    assert (part.program, part.bytes, part.after) == (NOTHING, 0, (9,))
+    assert made.program is not None
+    assert made.program.bytes == 3 * LAYER + DRAFT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fewer_tokens_than_were_asked_for_is_a_failure(stage: Stage, stream: bool) -> None:
+    """KVP-GRANT-REAL."""
+    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request(finished=end(TOKENS - 1))
+    if stream:
+        assert scheduler.stream_rows(made, request) is None
+    else:
+        assert scheduler.parts(made, request) == []
+    assert made.failure is not None
+    assert (made.failure.code, made.failure.mine, made.failure.yours) == (ErrorCode.BAD_GRANT, "10", "11")
+
+
+def test_before_the_end_a_page_that_is_not_named_is_no_failure(stage: Stage) -> None:
+    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    request.add(computed(TOKENS, (0, 1)))
+    request.items = {group: pages[:1] for group, pages in request.items.items()}
+    assert scheduler.parts(made, request) == []
+    assert made.failure is None
+    request.add(computed(TOKENS, (1, 2)))
+    assert sizes(scheduler.parts(made, request)) == [((0, 2), 2 * LAYER)]
+
+
+def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
+    """All tokens that the sink asked for, each layer's events once; at the end of all of them."""
+    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+
+    def told() -> tuple[frozenset[Layer] | None, tuple[int, ...]] | None:
+        rows = scheduler.stream_rows(made, request)
+        return None if rows is None else (rows.layers, rows.after)
+
+    assert told() is None
+    request.add(computed(6, (0, 3), after=1))
+    assert told() == (frozenset(), ())
+    request.add(computed(TOKENS, (0, 2), after=2))
+    assert told() == (frozenset({(0, 0), (0, 1)}), (2,))
+    assert told() is None
+    request.add(computed(TOKENS, (2, 3), after=3))
+    assert told() == (frozenset({(0, 0), (0, 1), (0, 2)}), (3,))
+    request.finished = end(after=4)
+    assert told() == (None, (4,))
+
+
+def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: Stage) -> None:
+    made = attempt(stage)
+    made.peer.connection.link = SimpleNamespace()  # type: ignore[assignment]
+    request = Request()
+    request.add(computed(6, (0, 3)))
+    request.add(computed(6, (0, 1), model=1))
+    (part,) = Scheduler(1 << 30, 1e9).parts(made, request)
+    assert (part.grows, part.layers, part.bytes) == (True, None, 3 * LAYER + DRAFT)
