@@ -64,12 +64,19 @@ class SourceNode:
         """What sinks may read, and since when."""
         self._peers: dict[int, PeerMapping] = {}
         """By session."""
+        self._computing: set[bytes] = set()
+        """Requests of which some rows are there, and not all."""
+        self._news: set[bytes] = set()
+        """Requests of which the next turn may hand over more."""
+        self._refused = False
+        """Whether the engine has refused a request since the last turn."""
 
     # what the engine says
 
     def expect(self, ticket: Ticket, content: bytes, tokens: int) -> None:
         """The request of this ticket is here; its prompt has so many tokens."""
         self._requests.setdefault(bytes(ticket.key), Request())
+        self._news.add(bytes(ticket.key))
         self.endpoint.expect(ticket, content, time.monotonic(), tokens)
 
     def computed(self, key: bytes, computed: Computed) -> None:
@@ -81,11 +88,15 @@ class SourceNode:
         """
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.add(computed)
+            self._computing.add(key)
+            self._news.add(key)
 
     def finish(self, key: bytes, finished: Finished) -> None:
         """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.finished = finished
+            self._computing.discard(key)
+            self._news.add(key)
             self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
@@ -93,6 +104,7 @@ class SourceNode:
         are free at RequestOver.
         """
         self.endpoint.refuse(key, error, time.monotonic())
+        self._refused = True
         request = self._requests.get(key)
         if request is not None and request.finished is None:
             self._over.setdefault(key, RequestOver(key, ()))
@@ -115,17 +127,19 @@ class SourceNode:
                 transport.acknowledge()
         told: list[Any] = []
         if self._dispatcher.busy:  # a sink may be waiting for it
-            self._complete(told)
-        now = time.monotonic()
+            self._complete(told, False)
+        now, heard, self._refused = time.monotonic(), self._refused, False
         for conn, frame in self._listener.receive():
             self.endpoint.receive(conn, frame, now)
+            heard = True
         self.endpoint.on_time(now)
         while True:
             events = self.endpoint.take_events()
             for event in events:
                 told += self._hear(event)
-            self._copy()
-            moved = self._complete(told)
+            heard = heard or bool(events)
+            self._copy(heard)
+            moved = self._complete(told, heard)
             for key in [key for key in self._over if not self.reads(key)]:
                 told += self._release(self._over.pop(key))
             self._unmap()
@@ -165,6 +179,8 @@ class SourceNode:
 
     def _release(self, over: RequestOver) -> list[Any]:
         self._offers = {key: each for key, each in self._offers.items() if each[0].asked.key != over.key}
+        self._computing.discard(over.key)
+        self._news.discard(over.key)
         return [over] if self._requests.pop(over.key, None) is not None else []
 
     def _unmap(self) -> None:
@@ -225,15 +241,21 @@ class SourceNode:
         peer = self._peers.get(asked.session)
         if peer is not None and key not in self._attempts:  # its session may be over already
             self._attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
+            self._news.add(asked.key)
 
-    def _copy(self) -> None:
-        """Start copies for all sinks that have asked and can be served, as one where that is better."""
-        for key, request in self._requests.items():
-            if request.finished is None:
-                for asked in self.endpoint.asking(key):
-                    self._join(asked)
+    def _copy(self, heard: bool) -> None:
+        """Start copies for all sinks that have asked and can be served, as one where that is better.
+
+        Only requests of which there is news are looked at; `heard`: sinks may have asked for others.
+        """
+        for key in list(self._computing if heard else self._computing & self._news):
+            for asked in self.endpoint.asking(key):
+                self._join(asked)
+        if not self._news:
+            return
+        news, self._news = self._news, set()
         batches: dict[int, list[tuple[Attempt, Sequence[Part]]]] = {}
-        for attempt in self._attempts.values():
+        for attempt in [each for each in self._attempts.values() if each.asked.key in news]:
             if attempt.last is not None or attempt.failure is not None or self._unwanted(attempt) is not None:
                 continue
             known = self._requests.get(attempt.asked.key)
@@ -254,6 +276,7 @@ class SourceNode:
     def _start(self, batch: Sequence[tuple[Attempt, Sequence[Part]]]) -> None:
         copying = self._dispatcher.start(batch, lambda attempt: self._requests[attempt.asked.key].finished is None)
         if copying is None:
+            self._news |= {attempt.asked.key for attempt, _ in batch if attempt.failure is None}
             return
         now = time.monotonic()
         for attempt, parts in batch:
@@ -287,13 +310,14 @@ class SourceNode:
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
         self.endpoint.chunk(attempt.asked, piece)
 
-    def _complete(self, told: list[Any]) -> bool:
+    def _complete(self, told: list[Any], heard: bool) -> bool:
         """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether
-        any.
+        any. `heard`: somebody may have said that nobody does.
         """
-        if self._dispatcher.busy:
-            self._dispatcher.advance()
-        over = [a for a in self._attempts.values() if not a.copies and (a.last or a.failure or self._unwanted(a))]
+        if self._dispatcher.busy and self._dispatcher.advance():
+            heard = True
+        idle = [a for a in self._attempts.values() if not a.copies]
+        over = [a for a in idle if a.last or a.failure or (heard and self._unwanted(a))]
         for attempt in over:
             del self._attempts[attempt.key]
             told += self._answer(attempt)
