@@ -29,7 +29,7 @@ class Named(ShmTransport):
     """Shared memory under the name of another transport, which may fail at any step."""
 
     def __init__(self, code: Code, fails: str = "", extra: int = 0) -> None:
-        self.capabilities: Capabilities = attrs.evolve(ShmTransport.capabilities, code=code)  # type: ignore[misc]
+        self.capabilities: Capabilities = attrs.evolve(ShmTransport.capabilities, code=code)
         self._fails, self._extra = fails, extra
         self.connected: list[Connection] = []
         self.next_ids: list[int] = []
