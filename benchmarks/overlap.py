@@ -31,15 +31,14 @@ from facts import facts
 from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
+from kvproto import Pool
+from kvproto.door import party_of
 from kvproto.net import Dialer, Listener
 from kvproto.node import Computed, Finished, SinkNode, SourceNode
-from kvproto.node.pool import Pool, allocate
-from kvproto.node.sink import Received
-from kvproto.node.source import Sent
+from kvproto.node.pages import grants_of
+from kvproto.node.told import Copied, Received
 from kvproto.planning.describe import describe
-from kvproto.planning.geometry import Geometry
-from kvproto.session import Party
-from kvproto.session.events import Ready
+from kvproto.session.events import Planned
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
@@ -88,12 +87,12 @@ class Model:
             for _ in range(LAYERS)
         ]
         self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
-        bytes_ = torch.from_dlpack(pool.memory).view(torch.uint8)
+        bytes_ = torch.from_dlpack(pool.memories[0]).view(torch.uint8)
         self.pages = []
         for layer in range(LAYERS):
             views = []
             for part in pool.side.group(0).parts:
-                offset, (n, rows, lanes, width) = pool.place(0, layer, part.name)
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.side.group(0).name, layer, part.name)
                 views.append(bytes_[offset : offset + n * rows * lanes * width].view(torch.bfloat16).view(n, rows, kv))
             self.pages.append(views)
         self.items = torch.tensor(items, device="cuda:0")
@@ -173,36 +172,33 @@ class Marked(CudaTransport):
 class Pair:
     """A source and a sink, ready."""
 
-    def __init__(self, geometry: Geometry, pools: Sequence[Pool], way: str) -> None:
+    def __init__(self, pools: Sequence[Pool], way: str) -> None:
         address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
-        options, late = WAYS[way]
+        options, ratio = WAYS[way]
         self.behind = way not in (AFTER, POKED)
         self.poke = [DeviceMemory(POKE, d) for d in (0, 1)] if way == POKED else []
         self.side = torch.cuda.Stream(0)
         self.mover = Marked(0, **options)
         self.source = SourceNode(
-            Party("prefill", 0, 0, 1),
-            geometry,
-            pools[0],
-            Listener(address),
-            {0: address},
-            verify=False,
-            movers=[self.mover],
-            late=late,
-        )
-        self.sink = SinkNode(Party("decode", 0, 0, 2), geometry, pools[1], Dialer(), address, verify=False)
-        while not any(isinstance(e, Ready) for e in self.sink.poll()):
-            self.source.poll()
+            party_of("prefill", pools[0]), pools[0], Listener(address), {0: address}, verify=False,
+            transports=[self.mover], first_part_ratio=ratio,
+        )  # fmt: skip
+        self.sink = SinkNode(party_of("decode", pools[1]), pools[1], Dialer(), verify=False)
+        self.sink.connect(("prefill", 0), address)
+        while not any(isinstance(e, Planned) for e in self.sink.turn()):
+            self.source.turn()
         self.number = 0
 
     def ask(self, items: list[int]) -> bytes:
         """The sink asks for the next request."""
         self.number += 1
         ticket = Ticket(key=self.number.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
-        self.source.expect(ticket, bytes(32))
-        self.sink.transfer(ticket, bytes(32), 0, TOKENS, {0: items})
+        self.source.expect(ticket, bytes(32), TOKENS)
+        side = self.sink.pool.side
+        grants = grants_of(side, {side.group(0).name: items}, 0, TOKENS)
+        self.sink.fetch(self.number, ("prefill", 0), bytes(ticket.key), bytes(32), grants)
         while not self.source.endpoint.asking(bytes(ticket.key)):
-            self.source.poll(), self.sink.poll()
+            self.source.turn(), self.sink.turn()
         return bytes(ticket.key)
 
     def close(self) -> None:
@@ -215,7 +211,7 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
 
     Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
     """
-    key = pair.ask(to)
+    key, tables = pair.ask(to), {0: np.array(items)}
     sent: list[Any] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
@@ -234,21 +230,20 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
         if pair.behind and (tokens, layers) != (TOKENS, LAYERS):
             events.append(torch.cuda.Event())
             events[-1].record(stream)
-            pair.source.computed(key, Computed({0: items}, tokens, (layers - 1, layers), after=events[-1].cuda_event))
-            sent += pair.source.poll()
+            pair.source.computed(key, Computed(tables, tokens, (layers - 1, layers), after=events[-1].cuda_event))
+            sent += pair.source.turn()
     end.record(stream)
-    pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
+    pair.source.finish(key, Finished({0: np.array(items)}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
     clock.read(1)
     while not end.query():
-        sent += pair.source.poll()
+        sent += pair.source.turn()
     over = time.perf_counter()
-    while not any(isinstance(e, Received) for e in pair.sink.poll()):
-        sent += pair.source.poll()
+    while not any(isinstance(e, Received) for e in pair.sink.turn()):
+        sent += pair.source.turn()
     known = time.perf_counter()
-    while not (last := next((e for e in sent if isinstance(e, Sent)), None)):
-        sent += pair.source.poll()
-    pair.source.poll()
-    pair.source.forget(key)
+    while not (last := next((e for e in sent if isinstance(e, Copied)), None)):
+        sent += pair.source.turn()
+    pair.source.turn()
     pair.mover.landed.synchronize()
     return {
         "compute": begin.elapsed_time(end) / 1000,
@@ -267,28 +262,29 @@ def idle_rate(model: Model, pair: Pair, items: list[int], to: list[int]) -> floa
     with torch.cuda.device(0):
         torch.cuda._sleep(20_000_000)  # so that what the host does lies before it
         start.record()
-    pair.source.finish(key, Finished({0: items}, TOKENS, Outcome.CONTINUE, {}, after=start.cuda_event))
+    pair.source.finish(key, Finished({0: np.array(items)}, TOKENS, Outcome.CONTINUE, {}, after=start.cuda_event))
     sent: list[Any] = []
-    while not any(isinstance(e, Sent) for e in sent):
-        sent += pair.source.poll()
-    while not any(isinstance(e, Received) for e in pair.sink.poll()):
+    while not any(isinstance(e, Copied) for e in sent):
+        sent += pair.source.turn()
+    while not any(isinstance(e, Received) for e in pair.sink.turn()):
         pass
-    pair.source.poll()
-    pair.source.forget(key)
+    pair.source.turn()
     return float(
-        sum(next(e for e in sent if isinstance(e, Sent)).bytes.values()) / start.elapsed_time(pair.mover.landed) * 1000
+        sum(next(e for e in sent if isinstance(e, Copied)).bytes.values())
+        / start.elapsed_time(pair.mover.landed)
+        * 1000
     )
 
 
 def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
     """Every page is where it must be, and pages that nobody asked for are as they were."""
-    a, b = (torch.from_dlpack(p.memory).view(torch.uint8) for p in pools)
+    a, b = (torch.from_dlpack(p.memories[0]).view(torch.uint8) for p in pools)
     asked = set(to)
     for layer in range(LAYERS):
         for part in pools[0].side.group(0).parts:
             sides = []
             for pool, seen in zip(pools, (a, b), strict=True):
-                offset, (n, rows, lanes, width) = pool.place(0, layer, part.name)
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.side.group(0).name, layer, part.name)
                 sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
             if not torch.equal(sides[0][items].to(b.device), sides[1][to]):
                 raise SystemExit(f"layer {layer}: bytes differ")
@@ -305,15 +301,15 @@ def main() -> int:
     enable_peer(0, 1), enable_peer(1, 0)
     geometry = describe(CONFIG, (), page=PAGE, kv_dtype=DType.BF16)
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
-    pools = [allocate(geometry, 0, {0: 2 * pages}, d) for d in (0, 1)]
+    pools = [Pool.allocate(geometry, 2 * pages, device=d) for d in (0, 1)]
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
     model, clock = Model(pools[0], items), Clock()
-    pairs = {way: Pair(geometry, pools, way) for way in WAYS}
+    pairs = {way: Pair(pools, way) for way in WAYS}
     found: list[dict[str, Any]] = []
     for chunk, ways in RUNS.items():
         for way in ways:
             print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
-            torch.from_dlpack(pools[1].memory).view(torch.uint8).fill_(0xEE)
+            torch.from_dlpack(pools[1].memories[0]).view(torch.uint8).fill_(0xEE)
             torch.cuda.synchronize(1)
             prefill(model, chunk, items, clock, pairs[way], to)
             compare(pools, items, to)

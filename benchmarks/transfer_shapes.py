@@ -214,12 +214,13 @@ def wire_latency() -> dict[str, list[float]]:
 
 def session_latency(pull: bool) -> dict[str, list[float]]:
     """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
+    from kvproto import Pool
+    from kvproto.door import party_of
     from kvproto.net import Dialer, Listener
     from kvproto.node import Finished, SinkNode, SourceNode
-    from kvproto.node.pool import allocate
-    from kvproto.node.sink import Received
-    from kvproto.session import Party
-    from kvproto.session.events import Ready
+    from kvproto.node.pages import grants_of
+    from kvproto.node.told import Received
+    from kvproto.session.events import Planned
     from kvproto.transport.cuda.transport import CudaTransport
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
@@ -235,42 +236,35 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     folder = tempfile.mkdtemp(prefix="kvproto-")
     address = f"ipc://{folder}/kv"
     listener, dialer = Listener(address), Dialer()
-    pools = [allocate(geometry, 0, {0: 8}, d) for d in (0, 1)]
+    pools = [Pool.allocate(geometry, 8, device=d) for d in (0, 1)]
     source = SourceNode(
-        Party("prefill", 0, 0, 1),
-        geometry,
-        pools[0],
-        listener,
-        {0: address},
-        verify=False,
-        movers=[Marked(0)],
-        pull=pull,
+        party_of("prefill", pools[0]), pools[0], listener, {0: address}, verify=False, transports=[Marked(0)], pull=pull
     )
-    sink = SinkNode(
-        Party("decode", 0, 0, 2), geometry, pools[1], dialer, address, verify=False, movers=[Marked(1)], pull=pull
-    )
-    while not any(isinstance(e, Ready) for e in sink.poll()):
-        source.poll()
+    sink = SinkNode(party_of("decode", pools[1]), pools[1], dialer, verify=False, transports=[Marked(1)], pull=pull)
+    sink.connect(("prefill", 0), address)
+    side = pools[1].side
+    while not any(isinstance(e, Planned) for e in sink.turn()):
+        source.turn()
     found: list[tuple[float, float]] = []
     for n in range(300):
         ticket = Ticket(key=n.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
-        source.expect(ticket, bytes(32))
-        sink.transfer(ticket, bytes(32), 0, 64, {0: [n % 8]})
+        source.expect(ticket, bytes(32), 64)
+        grants = grants_of(side, {side.group(0).name: [n % 8]}, 0, 64)
+        sink.fetch(n, ("prefill", 0), bytes(ticket.key), bytes(32), grants)
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until or not source.endpoint.asking(bytes(ticket.key)):
-            source.poll(), sink.poll()
+            source.turn(), sink.turn()
         began = time.perf_counter()
-        source.finish(bytes(ticket.key), Finished({0: [(3 * n) % 8]}, 64, Outcome.CONTINUE, {}))
-        source.poll()
-        while not any(isinstance(e, Received) for e in sink.poll()):
+        source.finish(bytes(ticket.key), Finished({0: np.array([(3 * n) % 8])}, 64, Outcome.CONTINUE, {}))
+        source.turn()
+        while not any(isinstance(e, Received) for e in sink.turn()):
             if not pull:  # else only the sink has something to do
-                source.poll()
+                source.turn()
         over = time.perf_counter()
         found.append((over - submitted[0], over - began))
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
-            source.poll(), sink.poll()
-        source.forget(bytes(ticket.key))
+            source.turn(), sink.turn()
     source.close("over"), sink.close("over")
     way = "pull" if pull else "push"
     names = f"{way}, submit to the sink's node", f"{way}, finish to the sink's node"
