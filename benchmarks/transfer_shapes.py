@@ -195,7 +195,7 @@ def wire_latency() -> dict[str, list[float]]:
 
     address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
     listener, dialer = Listener(address), Dialer()
-    dialer.send(address, b"first")
+    dialer.send((address,), b"first")
     while not (found := listener.receive()):
         pass
     samples = []
