@@ -56,12 +56,12 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def demo_process(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+def demo_process(*args: object) -> subprocess.CompletedProcess[str]:
     """The demo as a user starts it."""
     return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=100, check=False)
 
 
-def demo(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+def demo(*args: object) -> subprocess.CompletedProcess[str]:
     """The same within this process, which has imported torch already; the engines are processes of their own."""
     given, out, err = [*map(str, args)], io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
