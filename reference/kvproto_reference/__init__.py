@@ -1,1 +1,1 @@
-"""A small reference inference engine: two tiny model kinds over a paged KV pool."""
+"""Reference engines: GQA and MLA models over paged KV pools, with prefill and decode in separate processes."""

@@ -1,4 +1,4 @@
-"""Errors which the reference engine raises on bad input."""
+"""Errors that the reference engines raise."""
 
 
 class EngineError(ValueError):

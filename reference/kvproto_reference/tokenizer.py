@@ -14,12 +14,12 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for messages."""
         ...
 
     @property
     def identity(self) -> str:
-        """Equal where every id stands for the same token."""
+        """A digest; equal for two tokenizers whose ids all stand for the same tokens."""
         ...
 
     @property
@@ -37,13 +37,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token a byte."""
+    """One token for each byte."""
 
     name = identity = "bytes+eos256"
     eos = frozenset({EOS})
 
     def encode(self, text: bytes) -> list[int]:
-        """The bytes, any of them."""
+        """The bytes as token ids; any bytes will do."""
         return encode(text)
 
     def decode(self, tokens: Iterable[int]) -> bytes:

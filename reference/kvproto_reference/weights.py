@@ -29,7 +29,7 @@ class Weights:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:

@@ -1,1 +1,1 @@
-"""The main job: a router, a prefill engine and a decode engine, three processes that meet only through kvproto."""
+"""The demo: a router, a prefill engine and a decode engine, which hand over KV caches through kvproto alone."""

@@ -32,7 +32,7 @@ from .router import LOAD, START, Engines, Request, Router, engine_command
 
 @attrs.frozen(kw_only=True)
 class DemoOptions:
-    """What `make demo ARGS=...` takes."""
+    """The options of `make demo ARGS=...`."""
 
     prefill_tp: int = 2
     decode_tp: int = 1
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
     add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
     add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
-    add("--prompt-file", type=Path, help="prompts parted by blank lines")
+    add("--prompt-file", type=Path, help="prompts separated by blank lines")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
@@ -83,7 +83,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
 
 
 def run(options: DemoOptions, console: Console) -> int:
-    """The whole job; the exit status."""
+    """Run the whole demo; returns the exit status."""
     if options.max_new < 1 or options.page_size < 1:
         raise EngineError("--max-new and --page-size must be at least 1")
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
 
 
 def _devices(options: DemoOptions) -> tuple[str, str]:
-    """GPUs of the prefill and of the decode engine: those that were asked for, or a half of all for each."""
+    """GPUs of the prefill and the decode engine: those that were asked for, or half of all GPUs each."""
     if options.transport != "cuda":
         given = [d or "" for d in (options.prefill_devices, options.decode_devices)]
         return (given[0], given[1]) if options.transport == "nixl" else ("", "")
@@ -182,7 +182,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
 def _stream(
     router: Router, tokenizer: Tokenizer, console: Console, silent: bool
 ) -> Iterator[Callable[[Request], None]]:
-    """Shows continuations as they grow, or line by line where there is no terminal."""
+    """Show continuations as they grow, or line by line where there is no terminal."""
     if silent:
         yield lambda request: None
     elif console.is_terminal:

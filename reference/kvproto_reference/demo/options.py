@@ -1,4 +1,4 @@
-"""Options that prefill and decode engines share."""
+"""Command-line options of the prefill and the decode engine."""
 
 import argparse
 from pathlib import Path
@@ -15,18 +15,18 @@ from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
 POOLS = {"own": shareable, "jax": of_jax}
-"""Who allocates them."""
+"""What allocates the pools."""
 TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Numbers parted by commas."""
+    """Comma-separated numbers."""
     return tuple(int(n) for n in text.split(",") if n)
 
 
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """How to start one engine."""
+    """The options of one engine."""
 
     name: str
     source: str
@@ -34,7 +34,7 @@ class EngineOptions:
     folder: Path
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
-    """Of the prefill engine: rank r has `-r` appended, or r added to a TCP port."""
+    """Address of the prefill engine: rank r listens there with `-r` appended, or r added to a TCP port."""
     target: Path
     draft: Path
     dtype: str
@@ -43,7 +43,7 @@ class EngineOptions:
     page_size: int
     chunk: int
     part: int | None
-    """Bytes of computed rows that are worth a copy of their own; None: kvproto's default."""
+    """Bytes of computed rows that are worth a separate copy; None: kvproto's default."""
     speculate: int
     verify: bool
     insecure: bool
@@ -52,11 +52,11 @@ class EngineOptions:
     devices: tuple[int, ...]
     """GPUs of the ranks, in turn; none: the host."""
     pull: bool = False
-    """Whether decode reads, rather than prefill writes."""
+    """Whether decode reads the pages, instead of prefill writing them."""
     pools: str = "own"
-    """Who allocates the pools."""
+    """A key of POOLS."""
     costs: Probe | None = None
-    """What `kvproto probe` measured: a transport chooses by it how to move runs of each length."""
+    """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -64,16 +64,16 @@ class EngineOptions:
 
     @property
     def memory(self) -> Allocate:
-        """Where the pools' bytes come from."""
+        """The allocator of the pools."""
         return POOLS[self.pools]
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """Of target and draft."""
+        """Configs of the target and the draft."""
         return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
 
     def kvproto(self) -> Options:
-        """How the Source or the Sink of a rank works."""
+        """kvproto's options for the Source or Sink of a rank."""
         options = Options(
             transports=(self.transport,), measured=self.costs.measured if self.costs else (), verify=self.verify,
             pull=self.pull, insecure=self.insecure,
@@ -148,7 +148,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """Which target and draft; the demo has the same options as its engines."""
+    """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
         text = f"mla, gqa, or a checkpoint folder, ours or Hugging Face's (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
@@ -168,7 +168,7 @@ def shared_tokenizer(target: Path, draft: Path) -> Tokenizer:
 
 
 def checkpoint_folder(role: str, name: str) -> Path:
-    """A shipped checkpoint by kind, or a folder."""
+    """The folder of a shipped checkpoint, by kind, or the folder itself."""
     return CHECKPOINTS / f"{role}-{name}" if name in ("mla", "gqa") else Path(name)
 
 

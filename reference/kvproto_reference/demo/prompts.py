@@ -11,7 +11,7 @@ from ..tokenizer import Tokenizer
 
 @attrs.frozen(kw_only=True)
 class Prompt:
-    """One request of the router."""
+    """A prompt, and how to sample its continuation."""
 
     name: str
     tokens: list[int] = attrs.field(repr=False)
@@ -24,7 +24,7 @@ LONGEST_TOKEN = 8
 
 
 def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """Several pages; shorter than a page; ending on a page; sampled; and one that ends at once."""
+    """Prompts of several pages, of less than a page, ending on a page, sampled, and one whose text ends at once."""
     text = load_text()
     start = text.index("Alice was beginning")
     later = text.index("\n\n", start + 1500) + 2
@@ -47,7 +47,7 @@ def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts of a file, parted by blank lines."""
+    """The prompts of a file, separated by blank lines."""
     try:
         text = path.read_bytes()
     except OSError as e:
@@ -56,5 +56,5 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
     found = [p for p in parts if p.strip()]
     prompts = [Prompt(name=f"prompt {i}", tokens=tokenizer.encode(p)) for i, p in enumerate(found, 1)]
     if not prompts:
-        raise EngineError(f"the prompt file {path} has no prompt in it; write prompts parted by blank lines")
+        raise EngineError(f"the prompt file {path} has no prompt in it; write prompts separated by blank lines")
     return prompts

@@ -14,7 +14,7 @@ from .router import Request, Router
 
 @attrs.frozen
 class Compared:
-    """One request in the pair of engines and in one undivided engine."""
+    """One request, as served by the pair of engines and by one undivided engine."""
 
     request: Request
     tokens: list[int]
@@ -22,12 +22,12 @@ class Compared:
 
     @property
     def same_tokens(self) -> bool:
-        """Every token, end of sequence included."""
+        """Whether all tokens are equal, end of sequence included."""
         return self.request.error is None and self.request.tokens == self.tokens
 
     @property
     def same_acceptance(self) -> bool:
-        """Steps, proposals and acceptances."""
+        """Whether steps, proposals and acceptances are equal."""
         stats = self.request.stats or {}
         mine = [stats.get(k) for k in ("steps", "decoded", "proposed", "accepted")]
         return mine == [self.stats.steps, self.stats.tokens, self.stats.proposed, self.stats.accepted]
@@ -39,7 +39,7 @@ class Compared:
 
 
 def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str, bool]:
-    """What the exit status says; tokens and acceptance are those of the requests that were served."""
+    """What was proved, by name; tokens and acceptance are those of the requests that were served."""
     served = [c for c in compared if c.request.error is None]
     unverified = any("VERIFY_FAILED" in (c.request.error or "") for c in compared)
     complete = all(c.checksums == _due(router) for c in served)
@@ -54,7 +54,7 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
 def as_json(
     router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The same for programs."""
+    """The results as a JSON object."""
     rows = []
     for c in compared:
         r = c.request
@@ -80,7 +80,7 @@ _WORDS = {False: {True: "[green]agree", False: "[red]DIFFER"}, True: {True: "[gr
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
-    """Tables for people."""
+    """Print the results as tables."""
     console.print(_routes(router))
     required = ", ".join(
         f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items()
@@ -108,7 +108,7 @@ def _due(router: Router) -> int:
 
 
 def _left(router: Router) -> int:
-    """Bytes that were copied after the last layer."""
+    """Bytes that were still to be copied when prefill was over."""
     return sum(word["left"] for word in router.sent)
 
 

@@ -30,10 +30,10 @@ LOAD = 900.0
 
 @attrs.define
 class Request:
-    """One prompt on its way."""
+    """One prompt, and what the engines have said of it."""
 
     id: str
-    """Its name between router and engines, which serve other routers too; kvproto's is the ticket."""
+    """Names it between router and engines, unlike any other router's; to kvproto its ticket does."""
     prompt: Prompt
     tokens: list[int] = attrs.Factory(list)
     arrived: list[dict[str, Any]] | None = None
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def over(self) -> bool:
-        """Finished or failed."""
+        """Whether it has finished or failed."""
         return self.stats is not None or self.error is not None
 
 
@@ -54,11 +54,11 @@ class Engines:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, command: list[str]) -> None:
-        """Start one; what it says on stderr is ours to show."""
+        """Start one; it shares our stderr."""
         self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
 
     def check(self) -> None:
-        """Raise if one has ended."""
+        """Raise EngineError if one has ended."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise EngineError(f"the {name} engine ended with exit status {process.returncode}")
@@ -81,12 +81,12 @@ class Engines:
 
 
 def engine_command(module: str, options: list[str]) -> list[str]:
-    """Command line of an engine."""
+    """The command that starts an engine."""
     return [sys.executable, "-m", f"kvproto_reference.demo.{module}", *options]
 
 
 class Router:
-    """Front of one prefill and one decode engine."""
+    """Sends prompts to one prefill and one decode engine."""
 
     def __init__(self, folder: Path, prefill_name: str, engines: Engines) -> None:
         self._lines = {name: Line(folder, name) for name in ("prefill", "decode")}
@@ -100,7 +100,7 @@ class Router:
         self.plan: dict[str, Any] = {}
 
     def wait_ready(self, patience: float) -> None:
-        """Until both engines have said that they are ready, for `patience` seconds."""
+        """Wait until both engines are ready; raises EngineError after `patience` seconds."""
         missing = set(self._lines)
         for line in self._lines.values():
             line.send("hello")
@@ -118,7 +118,7 @@ class Router:
                 raise EngineError(f"no sign of the {' and '.join(sorted(missing))} engine in {patience:.0f} s")
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
-        """Make a ticket for each prompt and hand both to both engines."""
+        """Make a ticket for each prompt and send both to both engines."""
         for prompt in prompts:
             ticket = new_ticket(self._prefill_name, deadline=DEADLINE)
             request = Request(secrets.token_hex(8), prompt)
@@ -129,7 +129,7 @@ class Router:
             self._lines["decode"].send("decode", **body)
 
     def collect(self, on_news: Callable[[Request], None]) -> None:
-        """Until every request is over and prefill has freed what it held."""
+        """Wait until every request is over and prefill has freed its pages."""
         until = time.monotonic() + DEADLINE + 30
         while not all(r.over and (r.id in self.freed or r.error) for r in self.requests.values()):
             for _, word in self._listen():
@@ -166,7 +166,7 @@ class Router:
         return [(name, word) for name, line in self._lines.items() for word in line.receive()]
 
     def stop(self) -> None:
-        """Tell both engines to end, decode first, so that it is not told goodbye."""
+        """Stop both engines: decode first, or it would take prefill's Goodbye for a failure."""
         self._lines["decode"].send("stop")
         until = time.monotonic() + 5
         while time.monotonic() < until and not any(word["op"] == "stopped" for _, word in self._listen()):

@@ -1,4 +1,4 @@
-"""Starts the rank processes of an engine; rank 0 runs in the process that asked."""
+"""Starts the rank processes of an engine; rank 0 runs in the calling process."""
 
 import ctypes
 import multiprocessing

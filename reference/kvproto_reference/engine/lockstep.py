@@ -1,4 +1,4 @@
-"""Keeps the ranks of an engine in one state: each step, every rank hears what all have to say, in one order."""
+"""Keeps the ranks of an engine in one state: at each step every rank hears what all ranks say, in the same order."""
 
 import json
 from typing import Any

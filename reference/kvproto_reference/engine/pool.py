@@ -25,12 +25,12 @@ class KVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device that holds the tensors."""
         return next(iter(self.tensors.values())).device
 
     @classmethod
     def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor]) -> "KVPool":
-        """Adopt tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
+        """Use tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
         keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
         if set(tensors) != set(keys):
             raise EngineError(

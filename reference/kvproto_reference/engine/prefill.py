@@ -22,7 +22,7 @@ class PrefillStep:
 
 
 class OnLayer(Protocol):
-    """Hears that a layer of a model, 0 the target and 1 the draft, has its rows of positions [0, stop) written."""
+    """Called when a layer of a model (0 the target, 1 the draft) has its rows of positions [0, stop)."""
 
     def __call__(self, model: int, stop: int, layer: int) -> None:
         """On a GPU the rows are there in stream order."""

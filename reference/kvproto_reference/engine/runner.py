@@ -12,7 +12,7 @@ from ..models import Model
 from .pool import KVPool, PagedCache
 
 Computed = Callable[[int, int], None]
-"""Told (stop, layer): the layer's rows of positions [0, stop) are written, on a GPU in stream order."""
+"""Called with (stop, layer) when the layer's rows of positions [0, stop) are written, on a GPU in stream order."""
 
 
 @attrs.frozen(kw_only=True)

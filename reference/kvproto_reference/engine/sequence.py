@@ -9,7 +9,7 @@ from .sampling import SamplingParams
 
 @attrs.define(kw_only=True)
 class SpeculationStats:
-    """Counts over one sequence's decode; the first token, which prefill makes, is not in them."""
+    """Counts over the decode of one sequence, without the first token, which prefill makes."""
 
     steps: int = 0
     tokens: int = 0
@@ -80,5 +80,5 @@ class Sequence:
 
 
 def rows_needed(prompt: int, max_new: int) -> int:
-    """Rows which a whole generation writes at most: the last token never gets one, speculation never passes it."""
+    """Rows that a whole generation writes at most: the last token gets none, and speculation never passes it."""
     return prompt + max_new - 1

@@ -1,4 +1,4 @@
-"""Maths which both model kinds share; leading batch dims allowed. Norms, turns and scores of experts are float32."""
+"""Maths that both model kinds share; leading batch dims allowed. Norms, rotations and expert scores are float32."""
 
 import torch
 import torch.nn.functional as F

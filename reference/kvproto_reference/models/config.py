@@ -35,7 +35,7 @@ class MoeConfig:
     ffn: int
     """Width of one routed expert."""
     shared_ffn: int = 0
-    """Width of the expert that every token passes, 0 for none."""
+    """Width of the expert that every token goes through, 0 for none."""
     scores: str = "softmax"
     groups: int = 1
     top_groups: int = 1
@@ -99,7 +99,7 @@ class ModelConfig:
     """Factor of attention scores beside head width ^ -0.5."""
     moe: MoeConfig | None = attrs.field(default=None, converter=_moe)
     dtype: str = "float32"
-    """Of weights and cache."""
+    """Element type of weights and cache."""
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in KINDS:

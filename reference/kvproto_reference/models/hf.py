@@ -158,7 +158,7 @@ def eos_ids(config: Config, generation: Config) -> frozenset[int]:
 
 
 def refused(key: str, value: object, allowed: tuple[Any, ...]) -> EngineError:
-    """The error for a config that asks for what the engine has not."""
+    """The error for a config that asks for what the engine does not implement."""
     shown = repr(value) if len(repr(value)) < 120 else repr(value)[:117] + "..."
     return EngineError(f"config.json: {key} is {shown}, supported: {', '.join(map(repr, allowed))}")
 

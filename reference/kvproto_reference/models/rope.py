@@ -6,7 +6,7 @@ Rates = tuple[float, ...]
 
 
 def plain_rates(dim: int, theta: float) -> Rates:
-    """Of `dim / 2` pairs, from 1 down to nearly 1 / theta."""
+    """Rates of `dim / 2` pairs, from 1 down to nearly 1 / theta."""
     return tuple(theta ** (-i / dim) for i in range(0, dim, 2))
 
 
