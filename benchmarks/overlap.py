@@ -91,8 +91,8 @@ class Model:
         self.pages = []
         for layer in range(LAYERS):
             views = []
-            for part in pool.side.group(0).parts:
-                _, offset, (n, rows, lanes, width), _ = pool.place(pool.side.group(0).name, layer, part.name)
+            for part in pool.layout.group(0).parts:
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.group(0).name, layer, part.name)
                 views.append(bytes_[offset : offset + n * rows * lanes * width].view(torch.bfloat16).view(n, rows, kv))
             self.pages.append(views)
         self.items = torch.tensor(items, device="cuda:0")
@@ -194,7 +194,7 @@ class Pair:
         self.number += 1
         ticket = Ticket(key=self.number.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
         self.source.expect(ticket, bytes(32), TOKENS)
-        side = self.sink.pool.side
+        side = self.sink.pool.layout
         grants = grants_of(side, {side.group(0).name: items}, 0, TOKENS)
         self.sink.fetch(self.number, ("prefill", 0), bytes(ticket.key), bytes(32), grants)
         while not self.source.endpoint.asking(bytes(ticket.key)):
@@ -284,7 +284,7 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
         for part in pools[0].side.group(0).parts:
             sides = []
             for pool, seen in zip(pools, (a, b), strict=True):
-                _, offset, (n, rows, lanes, width), _ = pool.place(pool.side.group(0).name, layer, part.name)
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.group(0).name, layer, part.name)
                 sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
             if not torch.equal(sides[0][items].to(b.device), sides[1][to]):
                 raise SystemExit(f"layer {layer}: bytes differ")

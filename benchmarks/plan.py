@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
 from kvproto.planning.planner import Planner
@@ -101,7 +101,7 @@ def lowering(page: int, layers: int, tokens: int = 131072) -> tuple[Callable[[],
         row_stride=full * np.uint64(1152),
         lane_stride=full * np.uint64(1152),
     )
-    side = Side(geometry, 0, {0: columns})
+    side = RankLayout(geometry, 0, {0: columns})
     pair = Pair(plan(geometry, geometry).between(0, 0), side, side)
     dice = np.random.default_rng(page)
     src, dst = (dice.permutation(items)[:wanted].astype(np.int32) for _ in range(2))

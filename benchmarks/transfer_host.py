@@ -28,7 +28,7 @@ import attrs
 import numpy as np
 
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import CopyProgram, Side, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
@@ -52,7 +52,7 @@ def program(run: int, number: int) -> CopyProgram:
     group = attrs.evolve(group, parts=(attrs.evolve(group.parts[0], lane_bytes=row),))
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
     items = POOL // run
-    own = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: items})[0])
+    own = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: items})[0])
     dice = np.random.default_rng(run)
     windows = [{0: Window(0, number * rows, dice.permutation(items)[:number])} for _ in range(2)]
     return lower(plan(geometry, geometry).between(0, 0), own, own, *windows)

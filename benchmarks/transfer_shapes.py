@@ -27,7 +27,7 @@ from facts import facts
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import Geometry
@@ -65,7 +65,7 @@ def cases() -> dict[str, tuple[Geometry, Geometry, bool]]:
 
 def half(
     geometry: Geometry, rank: int, tokens: int, heads_first: bool, device: int
-) -> tuple[Side, dict[int, Window], DeviceMemory]:
+) -> tuple[RankLayout, dict[int, Window], DeviceMemory]:
     """One rank's pool, twice as large as the request, and the request's items in no order."""
     groups, dice = {g.id: g for g in geometry.groups}, np.random.default_rng(rank)
     windows, counts = {}, {}
@@ -74,7 +74,7 @@ def half(
         counts[share.group] = 2 * need
         windows[share.group] = Window(0, tokens, dice.permutation(2 * need)[:need])
     columns, length = pack(geometry, rank, counts, heads_first)
-    return Side(geometry, rank, columns), windows, DeviceMemory(length, device)
+    return RankLayout(geometry, rank, columns), windows, DeviceMemory(length, device)
 
 
 class Ceiling:

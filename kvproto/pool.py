@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.node.columns import Column, columns_of
 from kvproto.node.pool import pack
@@ -64,7 +64,7 @@ class Pool:
                 group=group.id, items=items, region=np.array([region for region, _ in homes], np.uint32),
                 offset=offset, item_stride=item, row_stride=row, lane_stride=lane,
             )  # fmt: skip
-        self._open(Side(geometry, rank, made))
+        self._open(RankLayout(geometry, rank, made))
 
     @classmethod
     def allocate(
@@ -85,27 +85,27 @@ class Pool:
         made = cls.__new__(cls)
         made.memories = {0: shareable.allocate(max(length, 1), device)}
         made._owned = True
-        made._open(Side(geometry, rank, columns))
+        made._open(RankLayout(geometry, rank, columns))
         return made
 
     memories: Mapping[int, Memory]
     """By region id; each has `__dlpack__` and gives its bytes without a copy."""
     _owned = False
 
-    def _open(self, side: Side) -> None:
-        self.side = side
+    def _open(self, side: RankLayout) -> None:
+        self.layout = side
         self._users: list[str] = []
         self._closed = False
 
     @property
     def geometry(self) -> Geometry:
         """What all ranks of this engine's replica own."""
-        return self.side.geometry
+        return self.layout.geometry
 
     @property
     def rank(self) -> int:
         """The rank whose cache this is."""
-        return self.side.rank
+        return self.layout.rank
 
     def group(self, name: str) -> Group:
         """The group of that name; raises LocalError for a name that this rank does not own."""
@@ -113,14 +113,14 @@ class Pool:
 
     def pages(self, name: str) -> int:
         """Pages, or slots, of a group."""
-        return self.side.columns[self.group(name).id].items
+        return self.layout.columns[self.group(name).id].items
 
     def place(self, group: str, layer: int, part: str) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         """Region id, offset, shape [pages, tokens, heads of this rank, bytes], and strides in bytes, of a layer and
         part.
         """
         spec = self.group(group)
-        share, columns = self.side.owns(spec.id), self.side.columns[spec.id]
+        share, columns = self.layout.owns(spec.id), self.layout.columns[spec.id]
         parts, layers = [p.name for p in spec.parts], share.layers.tolist()
         if part not in parts or layer not in layers:
             raise _bad(f"{group}", f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")

@@ -98,7 +98,7 @@ class Sink(Door):
         end = len(prompt) if tokens is None else tokens
         if not 0 < end <= len(prompt):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"1 to {len(prompt)}, the prompt's", str(end))
-        grants = grants_of(self.pool.side, pages, cached, end)
+        grants = grants_of(self.pool.layout, pages, cached, end)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
             known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"

@@ -45,7 +45,7 @@ class Request(Handle[Freed | Expired]):
         held up. `after` is the handle of a CUDA event after which the rows are there. Harmless once the request is
         over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
         """
-        items = tables_of(self._source.pool.side, pages, self._checked(tokens))
+        items = tables_of(self._source.pool.layout, pages, self._checked(tokens))
         span = layers or self._source.layers(model)
         computed = Computed(items, tokens, span, model, after)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
@@ -61,7 +61,7 @@ class Request(Handle[Freed | Expired]):
         request is over. Raises LocalError.
         """
         number = self._checked(len(self.prompt) if tokens is None else tokens)
-        items = tables_of(self._source.pool.side, pages, number)
+        items = tables_of(self._source.pool.layout, pages, number)
         data = self._source.handoff_bytes(handoff or {})
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._post(lambda: self._source._node.finish(self._key, Finished(items, number, outcome, data, after)))

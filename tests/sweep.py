@@ -17,7 +17,7 @@ import numpy as np
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
 from kvproto.planning.plan import plan
@@ -176,7 +176,7 @@ def dealt(n: int, run: int, page: int, m: int, other: int, page_d: int) -> None:
             for geometry, rank, start, number in ((sides[0], p, 0, first + count), (sides[1], d, first, count)):
                 (group,) = geometry.groups
                 need = items_needed(group, rank, start, number)
-                views.append(Side(geometry, rank, pack(geometry, rank, {0: need + 1})[0]))
+                views.append(RankLayout(geometry, rank, pack(geometry, rank, {0: need + 1})[0]))
                 windows.append({0: Window(start, number, np.arange(need))})
             program = lower(made.between(p, d), views[0], views[1], windows[0], windows[1])
             for rmap in program.maps:

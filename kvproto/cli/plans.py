@@ -15,7 +15,7 @@ from kvproto.calibration.cost import COSTS, ORIGIN, Cost, advise, estimates, loa
 from kvproto.cli.page import page
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, Runs, Side, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Config, Parallel, describe, draft_of
@@ -228,7 +228,9 @@ def _programs(
         yield (a, b), Pair(made.between(a, b), here, there).lower(from_, to)
 
 
-def _side(geometry: Geometry, rank: int, first: int, tokens: int, heads_first: bool) -> tuple[Side, dict[int, Window]]:
+def _side(
+    geometry: Geometry, rank: int, first: int, tokens: int, heads_first: bool
+) -> tuple[RankLayout, dict[int, Window]]:
     groups = {g.id: g for g in geometry.groups}
     dice = np.random.default_rng(rank)
     windows, counts = {}, {}
@@ -240,7 +242,7 @@ def _side(geometry: Geometry, rank: int, first: int, tokens: int, heads_first: b
         need = items_needed(group, share.cp_rank, first + tokens - count, count)
         counts[group.id] = max(2 * need, 1)
         windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
-    return Side(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
+    return RankLayout(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
 
 
 def _as_json(

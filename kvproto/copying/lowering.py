@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.grants import rows_of
-from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RowMap, Side, Window
+from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RankLayout, RowMap, Window
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Group, local_row, owned_before
 from kvproto.planning.kinds import kind_of
@@ -47,7 +47,7 @@ class _Map:
 class Pair:
     """The routes of one rank pair over its two layouts, without hand-off groups; made once, at registration."""
 
-    def __init__(self, routes: tuple[Route, ...], source: Side, sink: Side) -> None:
+    def __init__(self, routes: tuple[Route, ...], source: RankLayout, sink: RankLayout) -> None:
         self.routes, self.source, self.sink = routes, source, sink
         self._maps: list[_Map] = []
         keys: dict[tuple[int, int, int, int], int] = {}
@@ -83,7 +83,11 @@ class Pair:
 
 
 def lower(
-    routes: tuple[Route, ...], source: Side, sink: Side, sources: Mapping[int, Window], sinks: Mapping[int, Window]
+    routes: tuple[Route, ...],
+    source: RankLayout,
+    sink: RankLayout,
+    sources: Mapping[int, Window],
+    sinks: Mapping[int, Window],
 ) -> CopyProgram:
     """Make the copy program of one rank pair for one request, by a `Pair` that is used once."""
     return Pair(routes, source, sink).lower(sources, sinks)
@@ -294,7 +298,7 @@ def _short(group: Group, items: int, asked: str) -> RemoteError:
 # lanes
 
 
-def _ops(source: Side, sink: Side, m: _Map, box: Box, at: int) -> Iterator[npt.NDArray[np.void]]:
+def _ops(source: RankLayout, sink: RankLayout, m: _Map, box: Box, at: int) -> Iterator[npt.NDArray[np.void]]:
     """Operations of a box: layers with equal strides share their lane pieces."""
     name = m.sink.parts[box.part].name
     src_part = [p.name for p in m.source.parts].index(name)
@@ -327,7 +331,7 @@ def _ops(source: Side, sink: Side, m: _Map, box: Box, at: int) -> Iterator[npt.N
             yield ops
 
 
-def _column(side: Side, group: Group, part: int, layers: IntArray) -> dict[str, IntArray]:
+def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> dict[str, IntArray]:
     """The columns of some layers, as arrays over the layers."""
     share, columns = side.owns(group.id), side.columns[group.id]
     at = np.searchsorted(share.layers, layers) * len(group.parts) + part
@@ -348,7 +352,7 @@ class _Piece:
     stride: int
 
 
-def _pieces(side: Side, group: Group, part: int, stride: int, lo: int, hi: int, fine: int) -> Iterator[_Piece]:
+def _pieces(side: RankLayout, group: Group, part: int, stride: int, lo: int, hi: int, fine: int) -> Iterator[_Piece]:
     """Lane bytes [lo, hi) as this side stores them."""
     size = group.parts[part].lane_bytes
     local = 0

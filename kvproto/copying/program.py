@@ -20,7 +20,7 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "CopyProgram", "RowMap", "Runs", "Side", "Window", "windows"]
+__all__ = ["EMPTY_MAP", "OP", "CopyProgram", "RankLayout", "RowMap", "Runs", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -60,7 +60,7 @@ def windows(grants: Iterable[Grants]) -> dict[int, Window]:
 
 
 @attrs.frozen
-class Side:
+class RankLayout:
     """One rank's layout: what it owns, and where that lies in its memory."""
 
     geometry: Geometry

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, Runs, Side, Window, windows
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
@@ -27,7 +27,7 @@ __all__ = ["Expected"]
 class Expected:
     """Programs of one source replica, by source rank."""
 
-    def __init__(self, plan: Plan, source: Geometry, own: Side) -> None:
+    def __init__(self, plan: Plan, source: Geometry, own: RankLayout) -> None:
         self._plan, self._source, self._own = plan, source, own
         self._pairs: dict[int, Pair] = {}
 
@@ -37,7 +37,7 @@ class Expected:
         if known is None:
             columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
             routes = self._plan.between(writer, self._own.rank)
-            known = self._pairs[writer] = Pair(routes, Side(self._source, writer, columns), self._own)
+            known = self._pairs[writer] = Pair(routes, RankLayout(self._source, writer, columns), self._own)
         return known
 
     def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:

@@ -54,10 +54,10 @@ class SourceLink:
     def __init__(self, here: Here, key: int, seed: str) -> None:
         """Greets the rank that listens at `seed`, the others follow from its Welcome; `key` tells links apart."""
         self._here, self.key, self.seed = here, key, seed
-        columns = tuple(here.pool.side.columns.values())
+        columns = tuple(here.pool.layout.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(
-            here.party, here.pool.side.geometry, regions, columns, here.features, seed, self._registration,
+            here.party, here.pool.layout.geometry, regions, columns, here.features, seed, self._registration,
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
         )  # fmt: skip
         self._puller = Puller(self.endpoint, here.pool, here.readers)
@@ -194,7 +194,7 @@ class SourceLink:
     def _planned(self) -> None:
         described = self.endpoint.plan, self.endpoint.source
         if self._expected is None and described[0] is not None and described[1] is not None:
-            self._expected = Expected(described[0], described[1], self._here.pool.side)
+            self._expected = Expected(described[0], described[1], self._here.pool.layout)
 
     def _registration(self, source: int) -> Registration:
         """What one source rank may write: the pages, or staging slots in their place."""
@@ -238,7 +238,7 @@ class SourceLink:
         for group, value in here.items():
             if group in sent and sent[group].value == value:
                 continue
-            spec = self._here.pool.side.group(group)
+            spec = self._here.pool.layout.group(group)
             path = f"checksums[{spec.name}]"
             theirs = f"{sent[group].value:016x}" if group in sent else "none"
             advice = f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it"

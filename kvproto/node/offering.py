@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.grants import items_needed, rows_of
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
@@ -22,7 +22,7 @@ _NO_ITEMS = np.empty(0, np.int64)
 
 
 def offered(
-    routes: Sequence[Route], side: Side, asked: Sequence[Grants], items: Mapping[int, npt.NDArray[np.int64]]
+    routes: Sequence[Route], side: RankLayout, asked: Sequence[Grants], items: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[Grants, ...]:
     """A rank's items of the tokens that a sink rank asks for, by the source's groups that their routes draw from.
 

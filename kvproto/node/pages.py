@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.grants import items_needed, rows_of
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import kind_of
@@ -23,59 +23,59 @@ PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
 """By group name: the request's page table from token 0 on, or its slot."""
 
 
-def tables_of(side: Side, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
+def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
     """Page tables by group id, of the groups that this rank owns, with room for `tokens` (None: not checked).
 
     Tables of groups that other ranks own are passed over, so that all ranks may make the same call. Raises LocalError:
     BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
     have.
     """
-    groups = {g.name: g for g in side.geometry.groups if kind_of(g).has_memory}
+    groups = {g.name: g for g in layout.geometry.groups if kind_of(g).has_memory}
     if unknown := [name for name in pages if name not in groups]:
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
     found = {}
     for name, group in groups.items():
-        if group.id not in side.columns:
+        if group.id not in layout.columns:
             continue
         if name not in pages:
             raise _bad(
                 "pages",
-                f"the groups {sorted(g.name for g in groups.values() if g.id in side.columns)}",
+                f"the groups {sorted(g.name for g in groups.values() if g.id in layout.columns)}",
                 f"none of {name!r}",
             )
         path = f'pages["{name}"]'
         table = _table(pages[name], path)
-        most = side.columns[group.id].items
+        most = layout.columns[group.id].items
         wrong = np.flatnonzero((table < 0) | (table >= most))
         if wrong.size:
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
                 "name pages of the pool",
             )  # fmt: skip
-        need = 0 if tokens is None else items_needed(group, side.owns(group.id).cp_rank, 0, tokens)
+        need = 0 if tokens is None else items_needed(group, layout.owns(group.id).cp_rank, 0, tokens)
         if table.size < need:
             raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}")
         found[group.id] = table
     return found
 
 
-def grants_of(side: Side, pages: PageTables, cached: int | Mapping[str, int], tokens: int) -> dict[int, Grants]:
+def grants_of(layout: RankLayout, pages: PageTables, cached: int | Mapping[str, int], tokens: int) -> dict[int, Grants]:
     """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: tokens that the pages hold already,
     for all groups or by name. Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT
     for a `cached` beyond the prompt.
     """
-    tables = tables_of(side, pages, tokens)
+    tables = tables_of(layout, pages, tokens)
     found = {}
-    for group in side.geometry.groups:
+    for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in tables:
             held = cached if isinstance(cached, int) else cached.get(group.name, 0)
             if not 0 <= held <= tokens:
                 raise _bad(f'cached["{group.name}"]', f"0 to {tokens}, the prompt's tokens", str(held))
-            found[group.id] = _grant(group, side.owns(group.id).cp_rank, tables[group.id], held, tokens)
+            found[group.id] = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held, tokens)
     return found
 
 

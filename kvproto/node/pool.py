@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.transport.base import Memory
@@ -26,7 +26,7 @@ class RankPool(Protocol):
         """By region id."""
 
     @property
-    def side(self) -> Side:
+    def layout(self) -> RankLayout:
         """The rank's geometry and columns."""
 
 

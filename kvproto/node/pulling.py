@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, Side, Window, windows
+from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer
@@ -127,8 +127,8 @@ class Puller:
         plan, source = self._endpoint.plan, self._endpoint.source
         assert plan is not None
         assert source is not None
-        there = Side(source, rank, {c.group: c for c in event.register.columns})
-        return Pair(plan.between(rank, self._pool.side.rank), there, self._pool.side)
+        there = RankLayout(source, rank, {c.group: c for c in event.register.columns})
+        return Pair(plan.between(rank, self._pool.layout.rank), there, self._pool.layout)
 
     def close(self) -> None:
         """Stop reading, then unmap."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
@@ -15,9 +15,9 @@ __all__ = ["Quarantine"]
 class Quarantine:
     """One for a pool, whatever number of sources write it."""
 
-    def __init__(self, side: Side, share: float) -> None:
+    def __init__(self, layout: RankLayout, share: float) -> None:
         """`share` of a group's items may wait before `check` refuses."""
-        self._side, self._share = side, share
+        self._layout, self._share = layout, share
         self._held: dict[int, dict[int, int]] = {}
         self.counts: dict[int, int] = {}
         """Items by group id; replaced, never changed, so that any thread may read it."""
@@ -35,10 +35,10 @@ class Quarantine:
     def check(self) -> None:
         """Raise LocalError(BUSY) where too many items wait."""
         for group, count in self.counts.items():
-            whole = self._side.columns[group].items
+            whole = self._layout.columns[group].items
             if count > self._share * whole:
                 raise LocalError(
-                    ErrorCode.BUSY, f"quarantine[{self._side.group(group).name}]",
+                    ErrorCode.BUSY, f"quarantine[{self._layout.group(group).name}]",
                     f"at most {self._share:.0%} of {whole} pages", str(count),
                     "end the engines that may still write them, or start this one anew",
                 )  # fmt: skip

@@ -44,7 +44,7 @@ class SinkNode:
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._here = Here(
             party, pool, self.transports, readers if pull else (), features_of(self.transports, verify, pull),
-            Quarantine(pool.side, quarantine),
+            Quarantine(pool.layout, quarantine),
         )  # fmt: skip
         self.sources: dict[Replica, str] = {}
         """Where each source replica listens."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvproto.copying.lowering import Pair
 from kvproto.copying.page_sums import PageSums, page_sums
-from kvproto.copying.program import CopyProgram, Side
+from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
 from kvproto.node.dispatcher import Dispatcher
@@ -51,7 +51,7 @@ class SourceNode:
         self.pool, self._listener, self._lease = pool, listener, lease
         self.transports = tuple(transports) or (default(pool.memories),)
         self.endpoint = SourceEndpoint(
-            party, pool.side.geometry, dict(endpoints), features_of(self.transports, verify, pull),
+            party, pool.layout.geometry, dict(endpoints), features_of(self.transports, verify, pull),
             secrets.randbits(62) | 1, this_process(),
         )  # fmt: skip
         self._scheduler = Scheduler(part_bytes, first_part_ratio)
@@ -204,9 +204,9 @@ class SourceNode:
         if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
             return
         described = session.described
-        sink = Side(described.sink, described.ranks[1], {c.group: c for c in event.register.columns})
+        sink = RankLayout(described.sink, described.ranks[1], {c.group: c for c in event.register.columns})
         try:
-            pair = Pair(described.routes, self.pool.side, sink)
+            pair = Pair(described.routes, self.pool.layout, sink)
             if Feature.PULL in session.features:
                 self._expose(session, event, pair)
                 return
@@ -225,7 +225,7 @@ class SourceNode:
         transport = next((t for t in self.transports if t.capabilities.reads), None) or default(self.pool.memories)
         made, _ = register((transport,), self.pool.memories, pair.nothing, pair.nothing.runs)
         session.accept_register(transport.capabilities.code)
-        session.expose(made.regions, tuple(self.pool.side.columns.values()), time.monotonic())
+        session.expose(made.regions, tuple(self.pool.layout.columns.values()), time.monotonic())
         self._peers[event.session] = PeerMapping(event, transport, pair, reads=True)
 
     # copies
@@ -335,7 +335,7 @@ class SourceNode:
             return []
         sums = self._checksums(attempt, program) if Feature.VERIFY in session.features else None
         if attempt.peer.reads:
-            grants = offered(attempt.peer.pair.routes, self.pool.side, asked.transfer.grants, finished.items)
+            grants = offered(attempt.peer.pair.routes, self.pool.layout, asked.transfer.grants, finished.items)
             self.endpoint.offer(asked, now, self._lease, grants, finished.outcome, last.handoff, sums)
             self._offers[attempt.key] = attempt, now
             return []

@@ -52,10 +52,10 @@ def bytes_of(pool: Pool) -> Bytes:
 def expected(pool: Pool, sent: Bytes, before: Bytes, groups: tuple[int, ...] = (0, 1), layers: int = 99) -> Bytes:
     """The sink's bytes after a hand-over between pools of one layout: those of no row that was sent are as before."""
     out = before.copy()
-    for share in pool.side.geometry.ranks[0].owns:
+    for share in pool.layout.geometry.ranks[0].owns:
         for layer in [n for n in share.layers.tolist() if n < layers] if share.group in groups else []:
-            for part in pool.side.group(share.group).parts:
-                _, offset, shape, strides = pool.place(pool.side.group(share.group).name, layer, part.name)
+            for part in pool.layout.group(share.group).parts:
+                _, offset, shape, strides = pool.place(pool.layout.group(share.group).name, layer, part.name)
                 here, there = (np.ndarray(shape, np.uint8, data, offset, strides) for data in (sent, out))
                 for n, (i, j) in enumerate(zip(HERE, THERE, strict=True)):
                     rows = min(ROWS, TOKENS - n * ROWS)

@@ -82,12 +82,12 @@ class AnyTwo(Nodes):
                 {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
                 for items in (self.held[rank], self.items)
             )
-            program = lower(routes.between(rank, number), pool.side, self.pool.side, *sides)
+            program = lower(routes.between(rank, number), pool.layout, self.pool.layout, *sides)
             execute(program, {0: memoryview(memory)}, {0: memoryview(self.wanted)})
             sources.append(SourceNode(party_of("p", pool), pool, Listener(addresses[rank]), addresses, **give()))
             sources[-1].expect(self.ticket, CONTENT, FEW)
         required = routes.required(number)
-        self.required = [node for node in sources if node.pool.side.rank in required]
+        self.required = [node for node in sources if node.pool.layout.rank in required]
         """Those that the sink asks."""
         sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), **take)
         sink.connect(PREFILL, addresses[required[0]])

@@ -133,8 +133,8 @@ def changed_our_mind() -> RemoteError:
 
 def grants(pool: Any, items: dict[int, list[int]], first: int, tokens: int) -> Any:
     """What a sink rank asks for, from page tables by group id."""
-    groups = {g.id: g.name for g in pool.side.geometry.groups if g.kind != ItemKind.HANDOFF}
-    return grants_of(pool.side, {groups[g]: table for g, table in items.items() if g in groups}, first, tokens)
+    groups = {g.id: g.name for g in pool.layout.geometry.groups if g.kind != ItemKind.HANDOFF}
+    return grants_of(pool.layout, {groups[g]: table for g, table in items.items() if g in groups}, first, tokens)
 
 
 def finished(

@@ -33,7 +33,7 @@ class Stage:
     def __init__(self) -> None:
         self.source, self.sink = (allocate(geometry(1), 0, ITEMS) for _ in range(2))
         routes = plan(geometry(1), geometry(1)).between(0, 0)
-        self.pair = Pair(routes, self.source.side, self.sink.side)
+        self.pair = Pair(routes, self.source.layout, self.sink.layout)
 
     def asked(self, transports: Sequence[Transport]) -> RegisterAsked:
         """What the sink registers."""
@@ -59,7 +59,7 @@ def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> Regis
     made, _ = register(transports, pool.memories, pair.nothing, pair.nothing.runs)
     message = Register(
         session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=Access.WRITE, regions=made.regions,
-        columns=tuple(pool.side.columns.values()), plan=bytes(32), routes=(),
+        columns=tuple(pool.layout.columns.values()), plan=bytes(32), routes=(),
     )  # fmt: skip
     return RegisterAsked(1, message)
 

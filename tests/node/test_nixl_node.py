@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.copying.program import CopyProgram, Side
+from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.door import party_of
 from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
@@ -105,7 +105,7 @@ def test_streams_are_prepared_when_memory_is_registered(
 def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
     """And is made once for each of its ranks."""
     sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
-    own = Side(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
+    own = RankLayout(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
     first, other = (Expected(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
     assert first.pair(0).source.geometry is sides[1]
     assert first.pair(0) is first.pair(0)

@@ -117,9 +117,9 @@ def hand_over(pair: Pair, rng: np.random.Generator) -> list[dict[int, list[int]]
 
 def fill(node: SourceNode, data: dict[int, np.ndarray[Any, Any]]) -> None:
     """Every rank holds its part of one global cache: bytes [item, layer, row, head, byte]."""
-    for share in next(r for r in node.pool.side.geometry.ranks if r.rank == node.pool.side.rank).owns:
+    for share in next(r for r in node.pool.layout.geometry.ranks if r.rank == node.pool.layout.rank).owns:
         for layer in share.layers.tolist() if share.group < 2 else []:
-            group = node.pool.side.group(share.group)
+            group = node.pool.layout.group(share.group)
             for p, part in enumerate(group.parts):
                 span = next(s for s in share.lanes if s.part == p)
                 view = column(node.pool, share.group, layer, part.name)
@@ -141,9 +141,9 @@ def check(made: Pair, sink_items: list[dict[int, list[int]]]) -> None:
     """Every byte of the items is there."""
     data, source_items = made.sent
     for sink, items in zip(made.sinks, sink_items, strict=True):
-        for share in next(r for r in sink.pool.side.geometry.ranks if r.rank == sink.pool.side.rank).owns:
+        for share in next(r for r in sink.pool.layout.geometry.ranks if r.rank == sink.pool.layout.rank).owns:
             for layer in share.layers.tolist() if share.group < 2 else []:
-                group = sink.pool.side.group(share.group)
+                group = sink.pool.layout.group(share.group)
                 for p, part in enumerate(group.parts):
                     span = next(s for s in share.lanes if s.part == p)
                     got = column(sink.pool, share.group, layer, part.name)

@@ -33,18 +33,18 @@ def test_what_is_offered_suffices(seed: int) -> None:
             items, pair = window(from_, source, order), routes.between(source, sink)
             asked = []
             for route in pair:
-                group, first = there.side.group(route.group), rng.randrange(FEW)
-                need = items_needed(group, there.side.owns(group.id).cp_rank, first, FEW - first)
+                group, first = there.layout.group(route.group), rng.randrange(FEW)
+                need = items_needed(group, there.layout.owns(group.id).cp_rank, first, FEW - first)
                 found = np.array(order[group.id][:need], np.uint32)
                 asked.append(Grants(group=group.id, first=first, count=FEW - first, valid=FEW, items=found))
-            made = offered(pair, here.side, asked, {g: np.array(i, np.int64) for g, i in items.items()})
+            made = offered(pair, here.layout, asked, {g: np.array(i, np.int64) for g, i in items.items()})
             drawn = tuple(sorted({box.source_group for route in pair for box in route.boxes}))
-            check_grants(from_, source, here.side.columns, drawn, made)
+            check_grants(from_, source, here.layout.columns, drawn, made)
             all_ = {g: Window(0, FEW, np.array(i, np.int64)) for g, i in items.items()}
             results = []
             for sources in (all_, windows(made)):
                 memory = memoryview(bytearray(contents(there).size))
-                program = lower(pair, here.side, there.side, sources, windows(asked))
+                program = lower(pair, here.layout, there.layout, sources, windows(asked))
                 execute(program, {0: memoryview(contents(here))}, {0: memory})
                 results.append(bytes(memory))
             assert results[0] == results[1]
@@ -57,7 +57,7 @@ def test_a_prefix_that_the_sink_has_is_not_offered() -> None:
     asked = [
         Grants(group=g, first=6, count=5, valid=11, items=np.array([3, 4][: 2 if g < 2 else 0])) for g in (0, 1, 2)
     ]
-    made = offered(routes, here.side, asked, {0: np.array([5, 6, 7]), 1: np.array([1, 2, 3])})
+    made = offered(routes, here.layout, asked, {0: np.array([5, 6, 7]), 1: np.array([1, 2, 3])})
     assert [(g.group, g.first, g.count, list(g.items)) for g in made] == [
         (0, 6, 5, [6, 7]),
         (1, 6, 5, [2, 3]),

@@ -14,7 +14,7 @@ import kvproto
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, owned_before, owner
 from kvproto.planning.layout import Cache, Parallel, lay_out
@@ -38,7 +38,7 @@ class Memory:
         share_of = next(r for r in geometry.ranks if r.rank == rank)
         need = {o.group: items_needed(groups[o.group], o.cp_rank, first, count) for o in share_of.owns}
         columns, length = pack(geometry, rank, {g: n + 2 for g, n in need.items()})
-        self.side = Side(geometry, rank, columns)
+        self.side = RankLayout(geometry, rank, columns)
         self.data = np.full(length, 0xFF, np.uint8)
         self.windows = {g: Window(first, count, (np.arange(n)[::-1] * 5 + 3) % (n + 2)) for g, n in need.items()}
         for g, n in need.items():  # a permutation for every n?

@@ -8,7 +8,7 @@ import numpy as np
 from kvproto.copying.columns import check_columns
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import CopyProgram, Side, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import ItemKind
@@ -95,7 +95,7 @@ def random_pairs(rng: random.Random) -> list[tuple[CopyProgram, dict[int, int], 
     want = {r.rank: hold(rng, sink, r.rank, wanted) for r in sink.ranks}
     found = []
     for a, b in sorted({(r.source, r.sink) for r in made.routes})[:4]:
-        sides = Side(source, a, have[a].columns), Side(sink, b, want[b].columns)
+        sides = RankLayout(source, a, have[a].columns), RankLayout(sink, b, want[b].columns)
         program = lower(made.between(a, b), *sides, have[a].windows, want[b].windows)
         found.append((program, have[a].lengths, want[b].lengths))
     return found

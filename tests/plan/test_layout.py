@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError, PlanError
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, describe, draft_of, specs
@@ -55,7 +55,7 @@ def test_each_cache_copies_what_it_says(cache: str) -> None:
     geometry = one(spec)
     group = geometry.groups[0]
     columns, length = pack(geometry, 0, {0: 6})
-    side, items = Side(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
+    side, items = RankLayout(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
     program = lower(plan(geometry, geometry).routes, side, side, {0: Window(0, 7, items)}, {0: Window(0, 7, items + 1)})
     assert program.bytes == rows * size
     here, there = (np.random.default_rng(i).integers(0, 256, length, np.uint8) for i in (1, 2))

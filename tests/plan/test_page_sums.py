@@ -6,7 +6,7 @@ import pytest
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.lowering import Pair
 from kvproto.copying.page_sums import page_sums
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
@@ -23,7 +23,7 @@ def both() -> tuple[Pair, dict[int, Window], dict[int, Window], bytearray, bytea
     sides, pools = [], []
     for geometry, items in ((here, {0: 8, 1: 3}), (there, {0: 9, 1: 2})):
         columns, length = pack(geometry, 0, items)
-        sides.append(Side(geometry, 0, columns))
+        sides.append(RankLayout(geometry, 0, columns))
         pools.append(bytearray(np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()))
     pair = Pair(plan(here, there).between(0, 0), *sides)
     sources = {0: Window(0, 14, np.array([7, 1, 4, 2])), 1: Window(0, 14, np.array([2]))}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import Side
+from kvproto.copying.program import RankLayout
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
 from kvproto.planning.plan import Plan, differences, plan
@@ -346,7 +346,7 @@ def test_handoff_makes_routes_and_no_copies() -> None:
     side = engine(1, [first], [1])
     made = plan(side, side)
     assert made.send_flags(0, 0) == (0,)
-    assert lower(made.routes, Side(side, 0, {}), Side(side, 0, {}), {}, {}).bytes == 0
+    assert lower(made.routes, RankLayout(side, 0, {}), RankLayout(side, 0, {}), {}, {}).bytes == 0
 
 
 def tiled(number: int, ranks: int, swap: bool = False) -> Geometry:

@@ -13,7 +13,7 @@ from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
-from kvproto.copying.program import CopyProgram, RowMap, Side, Window
+from kvproto.copying.program import CopyProgram, RankLayout, RowMap, Window
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import (
@@ -72,8 +72,8 @@ def test_every_byte_against_brute_force(seed: int) -> None:
         for number in made.required(rank.rank):
             there = {i: memoryview(p) for i, p in pools[number].items()}
             program = lower(
-                made.between(number, rank.rank), Side(source, number, have[number].columns),
-                Side(sink, rank.rank, held.columns), have[number].windows, held.windows,
+                made.between(number, rank.rank), RankLayout(source, number, have[number].columns),
+                RankLayout(sink, rank.rank, held.columns), have[number].windows, held.windows,
             )  # fmt: skip
             assert execute(program, there, here) == program.bytes == sum(program.bytes_by_group().values())
             written += program.bytes
@@ -264,7 +264,7 @@ def test_a_source_that_does_not_hold_the_rows_refuses(group: Group, window: Wind
     items = np.array([0, 1] if paged else [0])
     routes = plan(source, sink).routes
     with pytest.raises(KvprotoError) as caught:
-        lower(routes, Side(source, 0, theirs), Side(sink, 0, ours), {0: window}, {0: Window(0, 8, items)})
+        lower(routes, RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), {0: window}, {0: Window(0, 8, items)})
     assert caught.value.code == ErrorCode.BAD_GRANT
 
 
@@ -275,7 +275,9 @@ def test_rows_before_the_source_deals_are_refused() -> None:
     sink, ours = pool(PAGES)
     window = {0: Window(0, 8, np.array([0, 1]))}
     with pytest.raises(KvprotoError) as caught:
-        lower(plan(source, sink).between(0, 0), Side(source, 0, theirs), Side(sink, 0, ours), window, window)
+        lower(
+            plan(source, sink).between(0, 0), RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), window, window
+        )
     assert caught.value.code == ErrorCode.BAD_GRANT
 
 
@@ -295,7 +297,7 @@ def test_groups_may_share_records_row_by_row(offset: int, alias: bool) -> None:
 
 def test_an_empty_window_copies_nothing() -> None:
     geometry, columns = pool(PAGES)
-    side_, window = Side(geometry, 0, columns), {0: Window(5, 0, np.array([], np.int64))}
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(5, 0, np.array([], np.int64))}
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     assert [m.size for m in program.maps] == [0]
     assert program.runs().count == 0
@@ -319,7 +321,7 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
         shares = [Rank(rank=r, owns=(owns(group, range(3), cp_rank=r),)) for r in range(group.cp_size)]
         geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(shares))
         columns, lengths = layout(rng, geometry, 0, ITEMS)
-        sides.append((Side(geometry, 0, columns), lengths))
+        sides.append((RankLayout(geometry, 0, columns), lengths))
     (source, lengths), (sink, ours) = sides
     tokens = rng.randint(1, 40)
     windows = []
@@ -357,7 +359,7 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
 def test_state_goes_with_the_tokens_that_it_is_after(parts: tuple[tuple[int, int], ...], moved: list[int]) -> None:
     slots = attrs.evolve(PAGES, kind=ItemKind.SLOT, rows=5, live_rows=5)
     geometry, columns = pool(slots)
-    side_, window = Side(geometry, 0, columns), {0: Window(0, 8, np.array([1]))}
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 8, np.array([1]))}
     whole = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     assert whole.bytes == 40
     assert [whole.select(tokens=tokens).bytes for tokens in parts] == moved
@@ -365,7 +367,7 @@ def test_state_goes_with_the_tokens_that_it_is_after(parts: tuple[tuple[int, int
 
 def test_runs_go_on_across_items_that_touch() -> None:
     geometry, columns = pool(attrs.evolve(PAGES, rows=2), 100)
-    side_ = Side(geometry, 0, columns)
+    side_ = RankLayout(geometry, 0, columns)
     items = np.array([4, 5, 6, 9, 10])
     program = lower(
         plan(geometry, geometry).routes, side_, side_, {0: Window(0, 10, items)}, {0: Window(0, 10, items + 20)}
@@ -377,7 +379,7 @@ def test_runs_go_on_across_items_that_touch() -> None:
 def test_objects_do_not_multiply_with_pages() -> None:
     group = gqa(0, "heads", 0, 2, 8, 1)
     geometry, columns = pool(group, 1000)
-    side_, window = Side(geometry, 0, columns), {0: Window(0, 1000, np.random.default_rng(0).permutation(1000))}
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 1000, np.random.default_rng(0).permutation(1000))}
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     assert (len(program.maps), len(program.ops)) == (1, 2)
     assert program.bytes == 1000 * 2 * 2 * 8
@@ -386,7 +388,7 @@ def test_objects_do_not_multiply_with_pages() -> None:
 def test_checksum_of_a_model_with_a_great_number() -> None:
     group = attrs.evolve(PAGES, model=1 << 20)
     geometry, columns = pool(group)
-    side_, window = Side(geometry, 0, columns), {0: Window(0, 4, np.array([0]))}
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 4, np.array([0]))}
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     memory = np.arange(128, dtype=np.uint8)
     where = {(1 << 20, 0, "latent", row, byte): row * 8 + byte for row in range(4) for byte in range(8)}
@@ -401,18 +403,22 @@ def test_worked_examples_of_the_spec() -> None:
         group = attrs.evolve(mla(0, "c", 0, 8, 64), tokens_per_row=step)
         assert items_needed(group, 0, 0, 1001) == items
         geometry, columns = pool(group, 8)
-        side_, window = Side(geometry, 0, columns), {0: Window(0, 1001, np.arange(items))}
+        side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 1001, np.arange(items))}
         assert lower(plan(geometry, geometry).routes, side_, side_, window, window).maps[0].size == rows
     small, large = (attrs.evolve(mla(0, "w", 0, 8, n), kind=ItemKind.RING) for n in (8, 16))
     (source, theirs), (sink, ours) = pool(small), pool(large)
     window = {0: Window(13, 7, np.array([2]))}
-    (rows_,) = lower(plan(source, sink).routes, Side(source, 0, theirs), Side(sink, 0, ours), window, window).maps
+    (rows_,) = lower(
+        plan(source, sink).routes, RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), window, window
+    ).maps
     assert (rows_.source_row.tolist(), rows_.sink_row.tolist(), rows_.rows.tolist()) == ([5, 0], [13, 0], [3, 4])
     (source, theirs), (sink, ours) = pool(mla(0, "p", 0, 8, 16)), pool(mla(0, "p", 0, 8, 64))
     theirs[0] = attrs.evolve(theirs[0], item_stride=theirs[0].item_stride * 2, items=2)  # so that items do not touch
     ours[0] = attrs.evolve(ours[0], item_stride=ours[0].item_stride * 2, items=2)
     windows_ = {0: Window(3, 37, np.array([7, 1, 4]))}, {0: Window(3, 37, np.array([9]))}
-    (rows_,) = lower(plan(source, sink).routes, Side(source, 0, theirs), Side(sink, 0, ours), *windows_).maps
+    (rows_,) = lower(
+        plan(source, sink).routes, RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), *windows_
+    ).maps
     assert rows_.source_item.tolist() == [7, 1, 4]
     assert (rows_.source_row.tolist(), rows_.sink_row.tolist(), rows_.rows.tolist()) == (
         [3, 0, 0],
@@ -436,7 +442,7 @@ def test_worked_example_of_two_deals() -> None:
 def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> None:
     group = attrs.evolve(PAGES, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
     geometry, columns = pool(group, 8)
-    side_ = Side(geometry, 0, columns)
+    side_ = RankLayout(geometry, 0, columns)
     need = items_needed(group, 0, first, count)
     windows_ = {0: Window(0, 16, np.array([5, 2, 7, 0]))}, {0: Window(first, count, np.array([1, 6, 3, 4])[:need])}
     if moved is None:
@@ -460,7 +466,7 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
 def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
     """KVP-GRANT-WHOLE: the scale of a page of 4 tokens, of which two are asked for."""
     geometry = lay_out([Cache.page_scales("scales", 1, kv_heads=1, page=4)])
-    side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
+    side_ = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
     asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
     with pytest.raises(RemoteError) as caught:
         lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 16, np.arange(4))}, {0: asked})
@@ -477,7 +483,7 @@ def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> Non
 )
 def test_a_pair_knows_what_may_go_early_before_there_is_a_request(spec: Cache, early: frozenset[int]) -> None:
     geometry = lay_out([spec])
-    side_ = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
+    side_ = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
     pair = Pair(plan(geometry, geometry).routes, side_, side_)
     number = items_needed(geometry.groups[0], 0, 0, 16) if geometry.groups[0].kind == ItemKind.PAGE else 1
     window = {0: Window(0, 16, np.arange(number))}
@@ -495,7 +501,7 @@ def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
     for groups in (apart, (beside,)):
         owned = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
         geometry = Geometry(replica=0, facts=(), groups=groups, ranks=owned)
-        sides.append(Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
+        sides.append(RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
     with pytest.raises(KvprotoError) as caught:
         plan(sides[0].geometry, sides[1].geometry)
     assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
@@ -505,7 +511,7 @@ def test_an_interleave_that_means_nothing_keeps_no_opaque_part_from_moving() -> 
     """KVP-PLAN-OPAQUE: what `plan` accepts can be lowered; without a deal, interleave and origin are not compared."""
     source, theirs = pool(OPAQUE)
     sink, ours = pool(attrs.evolve(OPAQUE, interleave=64, origin=128))
-    sides = Side(source, 0, theirs), Side(sink, 0, ours)
+    sides = RankLayout(source, 0, theirs), RankLayout(sink, 0, ours)
     window = {0: Window(0, 8, np.array([0, 1]))}
     assert Pair(plan(source, sink).routes, *sides).lower(window, window).bytes == 64
 
@@ -515,7 +521,7 @@ def test_opaque_rows_of_a_deal_are_counted_globally() -> None:
     group = attrs.evolve(PAGES, cp_size=2, interleave=2, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
     shares = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in (0, 1))
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=shares)
-    side_ = Side(geometry, 1, columns_without_gaps(geometry, 1, {0: 4})[0])
+    side_ = RankLayout(geometry, 1, columns_without_gaps(geometry, 1, {0: 4})[0])
     window = {0: Window(0, 16, np.array([3, 1]))}
     (rows,) = lower(plan(geometry, geometry).between(1, 1), side_, side_, window, window).maps
     assert rows.global_rows.tolist() == [2, 3, 6, 7, 10, 11, 14, 15]
@@ -532,7 +538,7 @@ def test_opaque_rows_of_a_deal_are_counted_globally() -> None:
     ],
 )
 def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: int) -> None:
-    sides = [Side(made, 0, columns) for made, columns in (pool(source), pool(sink))]
+    sides = [RankLayout(made, 0, columns) for made, columns in (pool(source), pool(sink))]
     ranks = [Rank(rank=1, owns=(owns(g, [0], cp_rank=g.cp_size - 1),)) for g in (source, sink)]
     whole = [attrs.evolve(s.geometry, ranks=(*s.geometry.ranks, r)) for s, r in zip(sides, ranks, strict=True)]
     window = {0: Window(first, 8, np.arange(2))}
@@ -543,7 +549,7 @@ def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: in
 
 def test_no_tokens_are_picked_out_of_opaque_items() -> None:
     geometry, columns = pool(OPAQUE)
-    side_, window = Side(geometry, 0, columns), {0: Window(0, 7, np.array([3, 1]))}
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 7, np.array([3, 1]))}
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     assert program.select(layers=[0]).bytes == program.bytes
     assert program.select(layers=[1], tokens=(0, 6)).bytes == 0
@@ -565,7 +571,7 @@ def test_layers_and_parts_do_not_begin_at_one_place() -> None:
 @pytest.mark.parametrize(("first", "refused"), [(12, False), (11, True)])
 def test_an_opaque_ring_that_has_gone_on_is_refused(first: int, refused: bool) -> None:
     geometry, columns = pool(attrs.evolve(OPAQUE, kind=ItemKind.RING, rows=8))
-    side_ = Side(geometry, 0, columns)
+    side_ = RankLayout(geometry, 0, columns)
     windows_ = {0: Window(0, 20, np.array([2]))}, {0: Window(first, 8, np.array([1]))}
     if not refused:
         assert lower(plan(geometry, geometry).routes, side_, side_, *windows_).maps[0].size == 8

@@ -61,7 +61,7 @@ class World:
         pool = allocate(sink, rank, {g.id: PAGES for g in sink.groups})
         self.runs += 1  # a later sink of a rank has the greater incarnation
         party = Party(engine, sink.replica, rank, self.runs)
-        columns = tuple(pool.side.columns.values())
+        columns = tuple(pool.layout.columns.values())
         endpoint = SinkEndpoint(
             party, sink, (memory(pool).region,), columns, self.features, "s0", self.staging(name, pool)
         )
@@ -143,7 +143,7 @@ class World:
 
 def grants(pool: Pool, tokens: int) -> dict[int, Grants]:
     found = {}
-    for group in pool.side.geometry.groups:
+    for group in pool.layout.geometry.groups:
         count = 0 if group.kind == ItemKind.HANDOFF else tokens
         items = np.arange(items_needed(group, 0, 0, count), dtype=np.uint32)
         found[group.id] = Grants(group=group.id, first=0, count=count, valid=count, items=items)

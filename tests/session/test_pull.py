@@ -46,7 +46,7 @@ class PullWorld(World):
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
         if made.pulls:
-            made.expose((memory(pool).region,), tuple(pool.side.columns.values()), self.now)
+            made.expose((memory(pool).region,), tuple(pool.layout.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()
@@ -200,7 +200,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     pool, described = world.pools["d0"], session.described
     session.request(
         Register, 0.0, source=described.digests[0], sink=described.digests[1], epoch=1, access=Access.READ,
-        regions=(memory(pool).region,), columns=tuple(pool.side.columns.values()), plan=described.plan.digest,
+        regions=(memory(pool).region,), columns=tuple(pool.layout.columns.values()), plan=described.plan.digest,
         routes=described.refs,
     )  # fmt: skip
     world.run()

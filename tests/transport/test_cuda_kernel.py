@@ -17,7 +17,7 @@ import kvproto.transport.cuda
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, Side, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, lay_out
@@ -207,7 +207,7 @@ def plain(
         if not flat:
             columns[0] = attrs.evolve(columns[0], item_stride=columns[0].item_stride + np.uint64(width))
             length += need * width
-        sides.append(Side(g, 0, columns))
+        sides.append(RankLayout(g, 0, columns))
         windows.append({0: Window(0, rows, dice.permutation(need))})
         sizes_.append(length)
     program = Pair(plan(*geometries).routes, *sides).lower(*windows)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import OP, CopyProgram, Runs, Side, Window
+from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
@@ -61,7 +61,7 @@ def program(seed: int) -> tuple[CopyProgram, int]:
     group = mla(0, "pages", 0, 1152, 16)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(LAYERS)),)),))
     columns, length = columns_without_gaps(geometry, 0, {0: PAGES + 8})
-    own = Side(geometry, 0, columns)
+    own = RankLayout(geometry, 0, columns)
     windows = [{0: Window(0, PAGES * 16 - 5, rng.permutation(PAGES + 8)[:PAGES])} for _ in range(2)]
     return lower(plan(geometry, geometry).between(0, 0), own, own, *windows), length
 
@@ -521,8 +521,8 @@ def test_descriptors_are_the_program(seed: int) -> None:
         for number in made.required(rank.rank):
             have = hold(rng, source, number, whole)
             lowered = lower(
-                made.between(number, rank.rank), Side(source, number, have.columns),
-                Side(target, rank.rank, held.columns), have.windows, held.windows,
+                made.between(number, rank.rank), RankLayout(source, number, have.columns),
+                RankLayout(target, rank.rank, held.columns), have.windows, held.windows,
             )  # fmt: skip
             there, wanted, here = (
                 oracle.noise(x, n) for x, n in ((have.lengths, 1), (held.lengths, 2), (held.lengths, 2))

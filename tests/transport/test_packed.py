@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import EMPTY_MAP, CopyProgram, Side, Window
+from kvproto.copying.program import EMPTY_MAP, CopyProgram, RankLayout, Window
 from kvproto.errors import KvprotoError
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
@@ -26,7 +26,7 @@ from tests.plan.programs import Held, Spans, hold, random_pairs, spans
 from tests.plan.worlds import caches, side
 
 
-def seen_by_sink(made: Plan, source: Geometry, number: int, sink: Side, asked: dict[int, Window]) -> CopyProgram:
+def seen_by_sink(made: Plan, source: Geometry, number: int, sink: RankLayout, asked: dict[int, Window]) -> CopyProgram:
     """The program that a sink makes: of the source it knows the Description alone."""
     routes = made.between(number, sink.rank)
     groups = {g.id: g for g in source.groups}
@@ -42,7 +42,7 @@ def seen_by_sink(made: Plan, source: Geometry, number: int, sink: Side, asked: d
         counts[share.group] = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
         windows[share.group] = Window(first, count, np.arange(counts[share.group]))
     columns = columns_without_gaps(source, number, counts)[0]
-    return lower(routes, Side(source, number, columns), sink, windows, asked)
+    return lower(routes, RankLayout(source, number, columns), sink, windows, asked)
 
 
 def two_engines(rng: random.Random) -> tuple[Geometry, Geometry, Spans, Spans]:
@@ -73,16 +73,16 @@ def test_any_two_engines_agree_on_the_stream(seed: int) -> None:
     pools = {n: oracle.noise(held.lengths, n) for n, held in have.items()}
     for rank in sink.ranks:
         held = hold(rng, sink, rank.rank, wanted)
-        mine = Side(sink, rank.rank, held.columns)
+        mine = RankLayout(sink, rank.rank, held.columns)
         for number in made.required(rank.rank):
             _transfer(rng, made, source, number, have[number], views(pools[number]), mine, held)
 
 
 def _transfer(
     rng: random.Random, made: Plan, source: Geometry, number: int, have: Held, there: dict[int, memoryview],
-    mine: Side, held: Held,
+    mine: RankLayout, held: Held,
 ) -> None:  # fmt: skip
-    theirs = Side(source, number, have.columns)
+    theirs = RankLayout(source, number, have.columns)
     sent = lower(made.between(number, mine.rank), theirs, mine, have.windows, held.windows)
     taken = seen_by_sink(made, source, number, mine, held.windows)
     if rng.random() < 0.3:  # a part of it, as a prefill sends what it has
@@ -145,7 +145,7 @@ def test_long_and_short_runs(ours: Layout, theirs: Layout, size: int, lanes: int
         )
         needed = -(-tokens // layout.rows)
         columns, length = layout.columns(lanes, size, needed + 2, layers)
-        sides.append(Side(geometry, 0, {0: columns}))
+        sides.append(RankLayout(geometry, 0, {0: columns}))
         items = np.arange(needed) + 1 if adjacent else dice.permutation(needed + 2)[:needed]
         windows.append({0: Window(0, tokens, items)})
         memory.append(dice.integers(0, 256, length, np.uint8))
@@ -167,7 +167,7 @@ def test_groups_that_move_whole_items(encoding: str | None) -> None:
     group = mla(0, "pages", 0, 8, 4)
     group = attrs.evolve(group, parts=(attrs.evolve(group.parts[0], encoding=encoding),))
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0, 1]),)),))
-    own = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 5})[0])
+    own = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 5})[0])
     windows = {0: Window(0, 16, np.array([4, 0, 2, 3]))}, {0: Window(4, 10, np.array([1, 4, 0]))}
     made = plan(geometry, geometry)
     program = lower(made.between(0, 0), own, own, *windows)
@@ -184,7 +184,7 @@ def small() -> tuple[CopyProgram, bytearray]:
     """Eight rows of 8 bytes, pages of 4 in reverse."""
     group = mla(0, "pages", 0, 8, 4)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
-    own = Side(geometry, 0, columns_without_gaps(geometry, 0, {0: 2})[0])
+    own = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 2})[0])
     window = {0: Window(0, 8, np.array([1, 0]))}
     return lower(plan(geometry, geometry).between(0, 0), own, own, window, window), bytearray(range(64))
 

@@ -9,7 +9,7 @@ from kvproto import wire
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import Side, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Cache, Parallel, lay_out
@@ -37,7 +37,7 @@ def moved(source: Geometry, sink: Geometry) -> int:
             pools[at, share.rank] = columns, bytearray([fill]) * length, Window(0, TOKENS, np.arange(need))
     for a, b in sorted({(r.source, r.sink) for r in made.routes}):
         here, there = pools["source", a], pools["sink", b]
-        sides = Side(source, a, here[0]), Side(sink, b, there[0])
+        sides = RankLayout(source, a, here[0]), RankLayout(sink, b, there[0])
         copy = lower(made.between(a, b), *sides, {0: here[2]}, {0: there[2]})
         execute(copy, {0: memoryview(here[1])}, {0: memoryview(there[1])})
     return sum(pools["sink", r.rank][1].count(0) for r in sink.ranks)

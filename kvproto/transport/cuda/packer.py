@@ -17,7 +17,7 @@ from kvproto.transport.cuda.stream import StreamSide, StreamTable
 __all__ = ["DevicePacker", "DeviceStream"]
 
 
-Side = Literal["source", "sink"]
+RankLayout = Literal["source", "sink"]
 
 
 class DevicePacker:
@@ -28,7 +28,7 @@ class DevicePacker:
         self._idle: list[LaunchBuffers] = []
         self._sides = PerProgramCache[StreamSide]()
 
-    def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
+    def prepare(self, program: CopyProgram, side: RankLayout, memory: Mapping[int, DeviceMemory]) -> StreamSide:
         """What no request of a rank pair changes, made once; memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""
         for each in memory.values():
             each.check()
@@ -42,7 +42,7 @@ class DevicePacker:
         return self._sides.get(program.ops, (side, places), make)
 
     def stream(
-        self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory], after: Sequence[int] = ()
+        self, program: CopyProgram, side: RankLayout, memory: Mapping[int, DeviceMemory], after: Sequence[int] = ()
     ) -> DeviceStream:
         """One side's end of a program's stream; the first chunk waits for the events `after`.
 

@@ -17,7 +17,7 @@ __all__ = ["Descriptors", "Nixl"]
 
 Descriptors = npt.NDArray[np.uint64]
 """[descriptor, (address, bytes, device)]"""
-Side = tuple[Descriptors, MemoryKind]
+RankLayout = tuple[Descriptors, MemoryKind]
 
 
 class Nixl:
@@ -60,7 +60,7 @@ class Nixl:
         with contextlib.suppress(Exception):
             self._agent.invalidateRemoteMD(name)
 
-    def make(self, here: Side, there: Side, peer: str) -> int:
+    def make(self, here: RankLayout, there: RankLayout, peer: str) -> int:
         """A transfer, not yet begun."""
         local, remote = (self._api.nixlXferDList(self._segment[kind], list_) for list_, kind in (here, there))
         made: int = self._agent.createXferReq(self._api.NIXL_WRITE, local, remote, peer, b"", self._ucx)
