@@ -478,11 +478,16 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         for _ in range(10):
             made.until(lambda: True)
         assert node.reads(prefill.key)
-        assert not made.count(TransferLost)
+        assert not made.count(TransferLost | RequestOver)
         device.launches[0].end()
         (lost,) = made.ends(TransferLost, 1)
         assert (lost.error.code, lost.proven) == (ErrorCode.INTERNAL, True)
         assert not node.reads(prefill.key)
+        (over,) = made.ends(RequestOver, 1)
+        assert over.key == prefill.key
+        node.computed(prefill.key, Computed(arrays(prefill.items), TOKENS, (0, 3)))  # said by an engine that is late
+        made.turn()
+        assert len(device.launches) == 1
 
 
 def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) ->
 
 
 def test_a_source_that_never_answers(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KVP-SES-PATIENCE: it is lost after a while, not before; others serve meanwhile; when it comes, it is heard."""
+    """It is lost after a while, not before; others serve meanwhile; when it comes, it is heard."""
     other = fleet.source(Q0, 2)
     fleet.connect(P0, Q0)
     number = fleet.ask(P0)
