@@ -249,9 +249,7 @@ class Grants:
     valid: int
     """Positions below this hold real rows. [token] Since 1.0."""
     items: UIntArray | None = attrs.field(default=None, eq=_same)
-    """Items of the named rank, from the one that holds the first owned row; absent: an intent (feature INTENT). [item]
-    Since 1.0.
-    """
+    """Items of the named rank, from the one that holds the first owned row; absent: an intent (feature INTENT). [item] Since 1.0."""
     state_after: int | None = attrs.field(default=None)
     """State groups: the state is the one after this many tokens. [token] Since 1.0."""
 
@@ -319,9 +317,7 @@ class Hello:
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits;
-    a later run has a greater one. Since 1.0.
-    """
+    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int
@@ -351,9 +347,7 @@ class Welcome:
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits;
-    a later run has a greater one. Since 1.0.
-    """
+    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int
