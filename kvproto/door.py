@@ -29,15 +29,25 @@ _KEPT = 1 << 16
 """Events kept for `events`, the latest."""
 
 
+_LONGEST_NAME = 128
+"""Bytes in UTF-8, as the registry says of Hello.engine."""
+
+
 def party_of(name: str, pool: Pool) -> Party:
     """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
+    length = len(name.encode())
+    if not 1 <= length <= _LONGEST_NAME:
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "name", f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
     return Party(name, pool.geometry.replica, pool.rank, new_incarnation(time.time(), secrets.randbits(20)))
 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
     """The transports that the options name, opened for the pool; raises LocalError(NO_TRANSPORT)."""
     made = options.transports
-    return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
+    try:
+        return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
+    except LocalError as error:
+        raise LocalError(error.code, "Options.transports", error.mine, error.yours, error.advice) from error
 
 
 class Handle(Generic[Result]):
@@ -170,6 +180,7 @@ class Door:
 
     def _wait(self, ended: threading.Event, timeout: float | None) -> None:
         self._driver.check()
+        self._driver.check_wait()
         if self.options.thread:
             ended.wait(timeout)
             return

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Options"]
 
 
-def _within(low: float, high: float, word: str) -> Any:
+def _within(low: float, high: float, word: str, whole: bool = False) -> Any:
     def check(options: Options, field: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and not low <= value <= high:
+        if value is not None and not (isinstance(value, int if whole else int | float) and low <= value <= high):
             raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", word, str(value))
 
     return check
@@ -52,7 +52,9 @@ class Options:
     callbacks: Callable[[Callable[[], object]], object] | None = None
     """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`.
     """
-    part_bytes: int = attrs.field(default=16 << 20, validator=_within(1, 1 << 62, "1 byte at least"))
+    part_bytes: int = attrs.field(
+        default=16 << 20, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
+    )
     """Source: bytes of computed rows that are worth a copy of their own while prefill goes on."""
     first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
     """Source: copy the first part when it is so many times what is still to come; None: what suits the link."""

@@ -58,6 +58,8 @@ class Pool:
             homes = [region_of[id(c.view)] for c in columns]
             rows = [(c.address - base, c.item_stride, c.row_stride, c.lane_stride)
                     for c, (_, base) in zip(columns, homes, strict=True)]  # fmt: skip
+            if len({(region, row[0]) for (region, _), row in zip(homes, rows, strict=True)}) < len(rows):
+                raise _bad(f'tensors["{name}"]', "a place of its own for each layer and part", "two at one address")
             offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
             group = groups[name][0]
             made[group.id] = Columns(

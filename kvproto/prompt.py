@@ -57,7 +57,10 @@ class Prompt:
 
 
 def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
-    given = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
+    try:
+        given = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
+    except (TypeError, ValueError) as error:
+        raise _bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
     if given.ndim != 1 or not given.size:
         raise _bad("Prompt.tokens", "one token id at least, in one dimension", f"shape {given.shape}")
     if given.dtype.kind not in "iu":

@@ -57,6 +57,8 @@ class Sink(Door):
         self._sources: set[tuple[str, int]] = set()
         self._last = 0
         chosen = options or Options()
+        for address in (sources or {}).values():
+            check_address(address, chosen.insecure)
         self._node = SinkNode(
             party_of(name, pool), pool, Dialer(chosen.insecure), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,

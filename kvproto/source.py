@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ class Request(Handle[Freed | Expired]):
         self.prompt = prompt
         """What is computed."""
         self._source = source
+        self._finished = False
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
@@ -46,7 +48,13 @@ class Request(Handle[Freed | Expired]):
         over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
         """
         items = tables_of(self._source.pool.layout, pages, self._checked(tokens))
-        span = layers or self._source.layers(model)
+        self._check_open("computed")
+        span = self._source.layers(model)
+        if layers is not None:
+            depth = self._source.depth(model)
+            if not 0 <= layers[0] <= layers[1] <= depth:
+                raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
+            span = layers
         computed = Computed(items, tokens, span, model, after)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 
@@ -64,12 +72,20 @@ class Request(Handle[Freed | Expired]):
         items = tables_of(self._source.pool.layout, pages, number)
         data = self._source.handoff_bytes(handoff or {})
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
+        self._check_open("finish")
+        self._finished = True
         self._post(lambda: self._source._node.finish(self._key, Finished(items, number, outcome, data, after)))
 
     def fail(self, reason: str | KvprotoError) -> None:
         """Say that this request cannot be produced: whoever waits for it is told why."""
         error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=reason)
         self._post(lambda: self._source._node.refuse(self._key, error))
+
+    def _check_open(self, call: str) -> None:
+        if self._finished:
+            raise LocalError(
+                ErrorCode.UNEXPECTED_MESSAGE, call, "nothing more after finish", "another call", "finish a request once"
+            )
 
     def _checked(self, tokens: int) -> int:
         if not 0 <= tokens <= len(self.prompt):
@@ -97,6 +113,9 @@ class Source(Door):
                 ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice
             )
         self._requests: dict[bytes, Request] = {}
+        self._used: dict[bytes, float] = {}
+        """Tickets that came, until their deadlines."""
+        self._used_most = 1024
         chosen = options or Options()
         listener = Listener(endpoints[pool.rank], chosen.insecure)
         endpoints[pool.rank] = listener.address
@@ -123,13 +142,24 @@ class Source(Door):
                 ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket"
             )
         made = Request(self, ticket, prompt)
-        if self._requests.setdefault(bytes(ticket.key), made) is not made:
-            advice = "make a new ticket for each try of a request"
-            raise LocalError(ErrorCode.TICKET_USED, "ticket", "a new one", "one that is in use here", advice)
+        self._take(made, ticket)
         if on_free is not None:
             made.add_done_callback(on_free)
         self._driver.post(lambda: self._node.expect(ticket, prompt.digest, len(prompt)))
         return made
+
+    def _take(self, made: Request, ticket: Ticket) -> None:
+        """Keep a request, and its ticket until the deadline; raises TICKET_USED."""
+        key, now = bytes(ticket.key), time.monotonic()
+        with self._handles_lock:
+            if now < self._used.get(key, now):
+                advice = "make a new ticket for each try of a request"
+                raise LocalError(ErrorCode.TICKET_USED, "ticket", "a new one", "one that was used here before", advice)
+            if len(self._used) >= self._used_most:
+                self._used = {k: deadline for k, deadline in self._used.items() if deadline > now}
+                self._used_most = max(2 * len(self._used), 1024)
+            self._used[key] = now + ticket.deadline / 1000
+            self._requests[key] = made
 
     def layers(self, model: int) -> tuple[int, int]:
         """Layers [lo, hi) of a model of which this rank owns some."""
@@ -140,6 +170,12 @@ class Source(Door):
             known = sorted(set(models.values()))
             raise LocalError(ErrorCode.OUT_OF_RANGE, "model", f"one of {known}", str(model))
         return (min(owned), max(owned) + 1) if owned else (0, 0)
+
+    def depth(self, model: int) -> int:
+        """One more than the highest layer of a model that any rank owns."""
+        models = {g.id: g.model for g in self.geometry.groups}
+        shares = [s for r in self.geometry.ranks for s in r.owns if models[s.group] == model]
+        return max((int(n) + 1 for share in shares for n in share.layers), default=0)
 
     def handoff_bytes(self, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
         """Hand-off data by group id and part name; raises LocalError where it is not what the geometry says."""
@@ -166,6 +202,9 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
     found = {}
     for name, group in groups.items():
         parts = given.get(name, {})
+        if unknown := sorted(parts.keys() - {part.name for part in group.parts}):
+            known = [part.name for part in group.parts]
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f'handoff["{name}"]', f"parts of {known}", repr(unknown[0]))
         for part in group.parts:
             data = parts.get(part.name)
             if data is None or len(data) != part.lane_bytes:

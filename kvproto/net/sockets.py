@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 
 from kvproto.errors import LocalError
+from kvproto.net import direct
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Dialer", "Listener", "check_address", "private_address"]
@@ -32,40 +33,47 @@ def private_address(directory: str | Path, name: str) -> str:
 
 
 def check_address(address: str, insecure: bool) -> None:
-    """Raise LocalError for an address that may not be used: see the module."""
+    """Raise LocalError for an address that may not be used: see the module (KVP-NET-INSECURE)."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
-        folder = Path(rest).parent
-        if not folder.is_dir():
-            raise LocalError(
-                ErrorCode.INTERNAL, "address", "an existing directory", str(folder), "make it with mode 0700"
-            )
-        mode = folder.stat()
-        if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
-            raise LocalError(
-                ErrorCode.INTERNAL,
-                "address",
-                "a directory of this user with mode 0700",
-                str(folder),
-                f"chmod 700 {folder}",
-            )
+        _check_path(rest)
     elif scheme == "tcp":
-        host = rest.rpartition(":")[0].strip("[]")
-        loopback = (
-            host == "localhost"
-            or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
-            or host == "::1"
-        )
-        if not insecure or not loopback:
-            raise LocalError(
-                ErrorCode.INTERNAL,
-                "address",
-                "ipc, or loopback TCP with --insecure",
-                address,
-                "KV addresses would travel in the clear",
-            )
+        _check_loopback(rest, insecure)
     else:
-        raise LocalError(ErrorCode.INTERNAL, "address", "ipc:// or tcp://", address, "give a ZeroMQ address")
+        raise _bad("ipc:// or tcp://", address, "give a ZeroMQ address")
+
+
+_LONGEST_PATH = 107
+"""Bytes of a Unix socket's path."""
+
+
+def _check_path(path: str) -> None:
+    folder = Path(path).parent
+    if not path or path.startswith("@") or len(os.fsencode(path)) > _LONGEST_PATH:
+        advice = "abstract sockets are open to every user"
+        raise _bad(f"ipc:// and a path in the file system of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
+    if not folder.is_dir():
+        raise _bad("an existing directory", str(folder), "make it with mode 0700")
+    mode = folder.stat()
+    if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
+        raise _bad("a directory of this user with mode 0700", str(folder), f"chmod 700 {folder}")
+
+
+def _check_loopback(rest: str, insecure: bool) -> None:
+    host, _, port = rest.rpartition(":")
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not (insecure and loopback):
+        advice = "KV addresses would travel in the clear"
+        raise _bad("ipc, or loopback TCP with Options(insecure=True)", f"tcp://{rest}", advice)
+    if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise _bad("a port, 0 to 65535 or *", f"tcp://{rest}", "give a number")
+
+
+def _bad(mine: str, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice)
 
 
 _PER_TURN = 256
@@ -115,24 +123,17 @@ class Listener:
         """
         found: list[tuple[Hashable, bytes]] = []
         for _ in range(_PER_TURN):
-            if not _readable(self._socket):
+            frames = direct.receive(self._socket)
+            if frames is None:
                 break
-            try:
-                conn, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) == 1:
-                found.append((conn, frames[0]))
+            if len(frames) == 2:
+                found.append((frames[0], frames[1]))
         return found
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
         """Send; False where the peer is gone or takes nothing."""
         assert isinstance(conn, bytes)
-        try:
-            self._socket.send_multipart([conn, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return direct.send(self._socket, [conn, frame])
 
     def close(self) -> None:
         """Close, giving queued frames half a second."""
@@ -163,11 +164,8 @@ class Dialer:
         found: list[tuple[tuple[Any, ...], bytes]] = []
         for key, each in self._sockets.items():
             for _ in range(_PER_TURN):
-                if not _readable(each):
-                    break
-                try:
-                    frames = each.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                frames = direct.receive(each)
+                if frames is None:
                     break
                 if len(frames) == 1:
                     found.append((key, frames[0]))
@@ -194,11 +192,7 @@ class Dialer:
                 ) from e
             self._sockets[key] = made
             self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]
-        try:
-            self._sockets[key].send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return direct.send(self._sockets[key], [frame])
 
     def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
         """Close the connections whose keys are not wanted any more."""
@@ -231,6 +225,6 @@ def _alive(address: str) -> bool:
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Asked before each receive: an exception for an empty turn costs more than all else of an idle turn."""
+    """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
     events = socket.getsockopt(zmq.EVENTS)
     return isinstance(events, int) and bool(events & zmq.POLLIN)

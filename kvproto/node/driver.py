@@ -64,6 +64,8 @@ class Driver:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._pid, self._asleep_until = os.getpid(), 0.0
         self._closed = False
+        self._calling: int | None = None
+        """The thread that runs callbacks."""
         self.failure: BaseException | None = None
         """Why no further turn is possible."""
         self._exit = weakref.WeakMethod(self.close)
@@ -142,6 +144,13 @@ class Driver:
             raise self.failure
         if self._closed:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, "open", "closed", "open another")
+
+    def check_wait(self) -> None:
+        """Raise where waiting would never end: in a callback, or in the I/O thread itself."""
+        if threading.get_ident() == self._calling or threading.current_thread() is self._thread:
+            advice = "ask `done`, add another callback, or let callbacks run elsewhere by Options.callbacks"
+            yours = "a callback, without which nothing goes on"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "wait", "a thread of the engine", yours, advice)
 
     @property
     def closed(self) -> bool:
@@ -234,11 +243,15 @@ class Driver:
             os.eventfd_write(self._bell, 1)
 
     def _call_back(self) -> None:
-        while self._later:
-            try:
-                self._later.popleft()()
-            except Exception:
-                _log.exception("a callback of %s has raised", self._name)
+        before, self._calling = self._calling, threading.get_ident()
+        try:
+            while self._later:
+                try:
+                    self._later.popleft()()
+                except Exception:
+                    _log.exception("a callback of %s has raised", self._name)
+        finally:
+            self._calling = before
 
 
 _LONGEST = 60.0

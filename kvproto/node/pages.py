@@ -68,6 +68,9 @@ def grants_of(layout: RankLayout, pages: PageTables, cached: int | Mapping[str, 
     """
     tables = tables_of(layout, pages, tokens)
     found = {}
+    names = [group.name for group in layout.geometry.groups]
+    if not isinstance(cached, int) and (unknown := [name for name in cached if name not in names]):
+        raise _bad("cached", f"groups of {names}", repr(unknown[0]))
     for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))

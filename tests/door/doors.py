@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
+from kvproto.events import Event
 
 PAGE, PAGES = 4, 16
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=PAGE, dtype=DType.U8)])
@@ -43,12 +44,12 @@ class Two:
     def __init__(self, source: Source, sink: Sink) -> None:
         self.source, self.sink = source, sink
         self.ticket: Ticket = new_ticket(source.name)
+        self.told: list[Event] = []
 
     def turn(self) -> None:
-        """A turn of those that have no thread."""
+        """A turn of those that have no thread; their events are kept."""
         for door in (self.source, self.sink):
-            if not door.options.thread:
-                door.step(0.005)
+            self.told += door.events() if door.options.thread else door.step(0.005)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Turns until it is true; what it returned."""
@@ -82,4 +83,10 @@ def left_over() -> tuple[set[str], set[str], int, int]:
     """Threads, files in /dev/shm, descriptors, and mappings of kvproto's memory in this process."""
     threads = {t.name for t in threading.enumerate() if t.name.startswith("kvproto")}
     maps = Path("/proc/self/maps").read_text().count("memfd:kvproto")
-    return threads, set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), maps
+    others = ("ucx",)  # of processes beside this one
+    return (
+        threads,
+        {n for n in os.listdir("/dev/shm") if not n.startswith(others)},
+        len(os.listdir("/proc/self/fd")),
+        maps,
+    )

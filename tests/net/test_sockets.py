@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvproto.errors import LocalError
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Dialer, Listener, direct, private_address
 
 
 @pytest.fixture
@@ -182,3 +182,40 @@ def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> No
     dialer.close()
     listener.close()
     context.destroy(0)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bool
+) -> None:
+    """Clause KVP-NET-ONE: one frame is one message; a message of several is ignored by both."""
+    if not library:
+        monkeypatch.setattr(direct, "_zmq", None)
+    address = private_address(tmp_path, "direct")
+    tmp_path.chmod(0o700)
+    listener, dialer = Listener(address), Dialer()
+    frames = [b"", b"\0zero\0", bytes(range(256)) * 300]
+    try:
+        for frame in frames:
+            assert dialer.send((0, address), frame)
+        found = _all(listener, len(frames))
+        assert [frame for _, frame in found] == frames
+        assert listener.receive() == []
+        several = dialer._sockets[0, address]
+        several.send_multipart([b"a", b"b", b"c", b"d", b"e"])
+        assert dialer.send((0, address), b"alone")
+        assert [frame for _, frame in _all(listener, 1)] == [b"alone"]
+        assert listener.send(found[0][0], b"back")
+        assert [frame for _, frame in _all(dialer, 1)] == [b"back"]
+        assert not listener.send(b"nobody", b"lost")
+    finally:
+        dialer.close()
+        listener.close()
+
+
+def _all(end: Any, count: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < count:
+        select.select([end.fileno()] if isinstance(end, Listener) else end.filenos(), [], [], 0.01)
+        found += end.receive()
+    return found

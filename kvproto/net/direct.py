@@ -1,0 +1,89 @@
+"""libzmq's send and receive, called without letting go of the interpreter.
+
+pyzmq releases the interpreter's lock around each send and receive. Beside a thread that computes in Python each release
+costs up to 5 ms (`sys.getswitchinterval`), although a call that never waits takes a microsecond. Through ctypes.PyDLL
+the lock is kept. Where libzmq cannot be found in pyzmq's extension module, pyzmq's own calls are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import zmq
+
+__all__ = ["receive", "send"]
+
+
+class _Message(ctypes.Structure):
+    """zmq_msg_t of libzmq 4: opaque, 64 bytes, aligned as a pointer."""
+
+    _fields_ = (("_opaque", ctypes.c_void_p * 8),)
+
+
+def _library() -> Any:
+    try:
+        from zmq.backend.cython import _zmq
+
+        found = ctypes.PyDLL(_zmq.__file__)  # dlsym looks into what it is linked with
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        for name, result, arguments in (
+            ("zmq_send", number, (pointer, ctypes.c_char_p, ctypes.c_size_t, number)),
+            ("zmq_msg_init", number, (pointer,)),
+            ("zmq_msg_recv", number, (pointer, pointer, number)),
+            ("zmq_msg_data", pointer, (pointer,)),
+            ("zmq_msg_size", ctypes.c_size_t, (pointer,)),
+            ("zmq_msg_more", number, (pointer,)),
+            ("zmq_msg_close", number, (pointer,)),
+        ):
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
+    except (ImportError, OSError, AttributeError):
+        return None
+    return found
+
+
+_zmq = _library()
+_MOST_FRAMES = 3
+_NOWAIT, _MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
+
+
+def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
+    """Send one message without waiting; False where nobody takes it. Only the thread that owns the socket may call."""
+    if _zmq is None or socket.closed:
+        try:
+            socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+    last = len(frames) - 1
+    return all(
+        _zmq.zmq_send(socket.underlying, frame, len(frame), _NOWAIT | (_MORE if i < last else 0)) >= 0
+        for i, frame in enumerate(frames)
+    )
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The frames of one message, three at most; None where none has come.
+
+    Only the thread that owns the socket may call.
+    """
+    if _zmq is None or socket.closed:
+        try:
+            return socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+    frames: list[bytes] = []
+    message, more = _Message(), True
+    at = ctypes.addressof(message)
+    _zmq.zmq_msg_init(at)
+    try:
+        while more:
+            if _zmq.zmq_msg_recv(at, socket.underlying, _NOWAIT) < 0:
+                return None
+            if len(frames) < _MOST_FRAMES:  # more make it a message that nobody wants: how many does not matter
+                frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), _zmq.zmq_msg_size(at)))
+            more = bool(_zmq.zmq_msg_more(at))
+    finally:
+        _zmq.zmq_msg_close(at)
+    return frames

@@ -1,0 +1,446 @@
+"""What a user can get wrong: each is an error that names the argument, what was expected and what came; then all goes on."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvproto import (
+    Cache,
+    DType,
+    Fetch,
+    LocalError,
+    Options,
+    Parallel,
+    Pool,
+    Prompt,
+    Request,
+    Sink,
+    Source,
+    allocate,
+    lay_out,
+    new_ticket,
+    read_ticket,
+    write_ticket,
+)  # fmt: skip
+from kvproto.errors import KvprotoError
+from kvproto.wire.enums import ErrorCode
+
+from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+
+NHD = (PAGES, 4, 2, 4)
+
+
+def shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = np.from_dlpack(allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize))
+    made: np.ndarray[Any, Any] = found.view(dtype).reshape(shape)
+    return made
+
+
+def refused(call: Callable[[], object], code: ErrorCode, path: str, *words: str) -> str:
+    """The error's text, which names the argument and says what was expected and what came."""
+    with pytest.raises(LocalError) as caught:
+        call()
+    error = caught.value
+    assert (error.code, error.path) == (code, path), error
+    assert error.mine, error
+    assert error.yours, error
+    for word in words:
+        assert word in str(error), error
+    return str(error)
+
+
+POOLS: dict[str, tuple[Callable[[], Any], str, ErrorCode, str, list[str]]] = {
+    "a group that is not there": (lambda: {}, "", ErrorCode.BAD_COLUMNS, "tensors", ["kv"]),
+    "a group of another name": (
+        lambda: {"kv": None, "vk": None}, "", ErrorCode.BAD_COLUMNS, "tensors", ["vk"]),
+    "too few layers": (lambda: {"kv": {"k": [shared(NHD)], "v": [shared(NHD)]}}, "page token head dim",
+                       ErrorCode.BAD_COLUMNS, 'tensors["kv"]["k"]', ["2 tensors", "got 1"]),
+    "a part that is not there": (lambda: {"kv": {"k": [shared(NHD)] * 2}}, "page token head dim", ErrorCode.BAD_COLUMNS,
+                                 'tensors["kv"]', ["['k', 'v']"]),
+    "no tensor": (lambda: {"kv": [[1, 2], [3, 4]]}, "page token head dim", ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', ["__dlpack__"]),
+    "too few axes": (lambda: {"kv": [shared((2, PAGES, 4, 8))] * 2}, "part page token head dim", ErrorCode.BAD_COLUMNS,
+                     'tensors["kv"][0]', ["5 axes", "(2, 16, 4, 8)"]),
+    "tokens and heads in the wrong order": (
+        lambda: {"kv": [shared((2, *NHD)) for _ in "ab"]}, "part page head token dim", ErrorCode.BAD_COLUMNS,
+        'tensors["kv"][0] axis "token"', ["expected 4, got 2"]),
+    "another head dimension": (lambda: {"kv": [shared((2, PAGES, 4, 2, 8)) for _ in "ab"]}, "part page token head dim",
+                               ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 bytes", "8 elements of 1 bytes"]),
+    "another element type": (lambda: {"kv": [shared((2, *NHD), np.float32) for _ in "ab"]}, "part page token head dim",
+                             ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 elements of 4 bytes"]),
+    "gaps inside a head": (lambda: {"kv": [shared((2, *NHD[:-1], 8))[..., ::2] for _ in "ab"]}, "part page token head dim",
+                           ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["stride of 2 bytes"]),
+    "strides that run backwards": (lambda: {"kv": [shared((2, *NHD))[:, ::-1] for _ in "ab"]}, "part page token head dim",
+                                   ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', ["strides"]),
+    "layers with unlike numbers of pages": (
+        lambda: {"kv": [shared((2, *NHD)), shared((2, 9, *NHD[1:]))]}, "part page token head dim", ErrorCode.BAD_COLUMNS,
+        'tensors["kv"][1]', ["16 pages", "9 pages"]),
+    "a word that is no axis": (lambda: {"kv": [shared(NHD)] * 2}, "page token heads dim", ErrorCode.BAD_COLUMNS,
+                               'tensors["kv"] axes', ["page token heads dim"]),
+    "private memory": (lambda: {"kv": [np.zeros((2, *NHD), np.uint8)] * 2}, "part page token head dim", ErrorCode.NO_TRANSPORT,
+                       'tensors["kv"][0]', ["kvproto.allocate"]),
+    "one tensor for two layers": (
+        lambda: {"kv": [shared((2, *NHD))] * 2}, "part page token head dim", ErrorCode.BAD_COLUMNS, 'tensors["kv"]', ["one address"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_tensors(name: str) -> None:
+    tensors, axes, code, path, words = POOLS[name]
+    refused(lambda: Pool(GEOMETRY, tensors(), axes=axes or "page token head dim"), code, path, *words)
+
+
+def test_pool_calls() -> None:
+    pool = filled()
+    refused(lambda: Pool(GEOMETRY, {}, rank=3), ErrorCode.BAD_COLUMNS, "rank", "[0]", "3")
+    refused(lambda: Pool.allocate(GEOMETRY, 0), ErrorCode.BAD_COLUMNS, "pages", "kv")
+    refused(lambda: Pool.allocate(GEOMETRY, {"vk": 3}), ErrorCode.BAD_COLUMNS, "pages", "vk")
+    refused(lambda: pool.array("vk", 0, "k"), ErrorCode.BAD_COLUMNS, "group", "vk")
+    refused(lambda: pool.array("kv", 2, "k"), ErrorCode.BAD_COLUMNS, "kv", "layer 2")
+    refused(lambda: pool.array("kv", 0, "q"), ErrorCode.BAD_COLUMNS, "kv", "part 'q'")
+
+
+def test_layouts() -> None:
+    cache = Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4)
+    refused(lambda: lay_out([cache], Parallel(tp=4, dcp=3)), ErrorCode.OUT_OF_RANGE, "dcp", "3")
+    refused(lambda: lay_out([cache], Parallel(tp=0)), ErrorCode.OUT_OF_RANGE, "tp", "0")
+    refused(lambda: Pool.allocate(lay_out([cache, Cache.mla("kv", 1, latent=4, rope=4, page=4, model=1)]), 3),
+            ErrorCode.BAD_COLUMNS, "geometry.groups", "['kv', 'kv']")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("part_bytes", 0),
+        ("lease", 0),
+        ("quarantine", 1.5),
+        ("first_part_ratio", -1),
+        ("lease", "long"),
+        ("part_bytes", 1.5),
+    ],
+)
+def test_options(field: str, value: Any) -> None:
+    refused(lambda: Options(**{field: value}), ErrorCode.OUT_OF_RANGE, f"Options.{field}", str(value))
+
+
+def test_options_that_name_no_transport(tmp_path: Path) -> None:
+    said = refused(
+        lambda: Source("prefill", filled(), address_in(tmp_path), Options(transports=("pigeon",))),
+        ErrorCode.NO_TRANSPORT, "Options.transports", "pigeon",
+    )  # fmt: skip
+    assert "shm" in said
+    with Source("prefill", filled(), address_in(tmp_path)):
+        pass  # the address is free again
+
+
+def test_a_transport_that_cannot_serve_the_memory(tmp_path: Path) -> None:
+    pool = filled()
+    with pytest.raises(KvprotoError) as caught:
+        Source("prefill", pool, address_in(tmp_path), Options(transports=("cuda",)))
+    assert caught.value.code == ErrorCode.NO_TRANSPORT
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "path"),
+    [([], "Prompt.tokens"), ([[1]], "Prompt.tokens"), ([1.5], "Prompt.tokens"), ([3, -1], "Prompt.tokens[1]"),
+     ([1 << 32], "Prompt.tokens[0]"), ("text", "Prompt.tokens"), (5, "Prompt.tokens"), (None, "Prompt.tokens")],
+)  # fmt: skip
+def test_prompts(tokens: Any, path: str) -> None:
+    refused(lambda: Prompt(tokens), ErrorCode.OUT_OF_RANGE, path)
+
+
+def test_salts() -> None:
+    refused(lambda: Prompt([1], salts=[b"short"]), ErrorCode.OUT_OF_RANGE, "Prompt.salts[0]", "32 bytes", "5 bytes")
+
+
+@pytest.mark.parametrize("deadline", [0, -1, 1e10, float("nan")])
+def test_deadlines(deadline: float) -> None:
+    refused(lambda: new_ticket("prefill", deadline=deadline), ErrorCode.OUT_OF_RANGE, "deadline")
+
+
+def test_tickets_travel_as_json() -> None:
+    ticket = new_ticket("prefill")
+    assert read_ticket(write_ticket(ticket)) == ticket
+    for form in ({}, {"key": 1}, {**write_ticket(ticket), "surprise": 1}):
+        with pytest.raises(KvprotoError) as caught:
+            read_ticket(form)
+        assert caught.value.path
+
+
+FETCHES: dict[str, tuple[dict[str, Any], ErrorCode, str, list[str]]] = {
+    "too few pages": ({"pages": {"kv": [1, 2]}}, ErrorCode.BAD_GRANT, 'pages["kv"]', ["3 pages", "got 2"]),
+    "a page that the pool has not": (
+        {"pages": {"kv": [1, 2, 16]}},
+        ErrorCode.OUT_OF_REGION,
+        'pages["kv"][2]',
+        ["0 to 15", "got 16"],
+    ),
+    "a negative page": ({"pages": {"kv": [1, -2, 3]}}, ErrorCode.OUT_OF_REGION, 'pages["kv"][1]', ["got -2"]),
+    "a page twice": ({"pages": {"kv": [1, 2, 1]}}, ErrorCode.ITEM_ALIAS, 'pages["kv"]', ["twice"]),
+    "pages that are no integers": ({"pages": {"kv": [1.0, 2.0, 3.0]}}, ErrorCode.BAD_GRANT, 'pages["kv"]', ["float64"]),
+    "pages in two dimensions": ({"pages": {"kv": [[1, 2, 3]]}}, ErrorCode.BAD_GRANT, 'pages["kv"]', ["(1, 3)"]),
+    "no pages of the group": ({"pages": {}}, ErrorCode.BAD_GRANT, "pages", ["kv"]),
+    "a group that is not there": ({"pages": {"kv": [1, 2, 3], "vk": [1]}}, ErrorCode.BAD_GRANT, "pages", ["'vk'"]),
+    "more cached than there is": ({"cached": 11}, ErrorCode.BAD_GRANT, 'cached["kv"]', ["0 to 10", "got 11"]),
+    "cached of a group that is not there": ({"cached": {"vk": 3}}, ErrorCode.BAD_GRANT, "cached", ["vk"]),
+    "more tokens than the prompt": ({"tokens": 11}, ErrorCode.OUT_OF_RANGE, "tokens", ["1 to 10", "got 11"]),
+    "no tokens": ({"tokens": 0}, ErrorCode.OUT_OF_RANGE, "tokens", ["got 0"]),
+}
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Any:
+    with two(tmp_path) as made:
+        yield made
+
+
+def still_works(both: Two) -> None:
+    ticket = new_ticket("prefill")
+    both.source.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
+    both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]}).wait(10)
+    assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+@pytest.mark.parametrize("name", FETCHES)
+def test_fetches(both: Two, name: str) -> None:
+    arguments, code, path, words = FETCHES[name]
+    given = {"pages": {"kv": [9, 0, 5]}} | arguments
+    pages = given.pop("pages")
+    refused(lambda: both.sink.fetch(both.ticket, PROMPT, pages, **given), code, path, *words)
+    still_works(both)
+
+
+def test_a_ticket_of_another_engine(both: Two) -> None:
+    other = new_ticket("someone else")
+    refused(lambda: both.source.request(other, PROMPT), ErrorCode.WRONG_PEER, "ticket", "someone else", "prefill")
+    refused(lambda: both.sink.fetch(other, PROMPT, {"kv": [1, 2, 3]}), ErrorCode.WRONG_PEER, "ticket", "someone else")
+    replica = new_ticket("prefill", replica=4)
+    refused(lambda: both.source.request(replica, PROMPT), ErrorCode.WRONG_PEER, "ticket", "replica 4")
+    still_works(both)
+
+
+def test_a_ticket_that_is_used_twice_at_the_source(both: Two) -> None:
+    request = both.source.request(both.ticket, PROMPT)
+    refused(lambda: both.source.request(both.ticket, PROMPT), ErrorCode.TICKET_USED, "ticket")
+    request.finish({"kv": [3, 1, 2]})
+    both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}).wait(10)
+    request.wait(10)
+    refused(lambda: both.source.request(both.ticket, PROMPT), ErrorCode.TICKET_USED, "ticket")
+    still_works(both)
+
+
+def test_a_ticket_that_is_used_twice_at_the_sink(both: Two) -> None:
+    """Clause KVP-TKT-ONCE: one ticket, one sequence."""
+    request = both.source.request(both.ticket, PROMPT)
+    first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    again = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})
+    request.finish({"kv": [3, 1, 2]})
+    first.wait(10)
+    with pytest.raises(KvprotoError) as caught:
+        again.wait(10)
+    assert caught.value.code == ErrorCode.TICKET_USED
+    both.until(lambda: again.pages_free)
+    still_works(both)
+
+
+def test_a_prompt_that_differs(both: Two) -> None:
+    """Clause KVP-TKT-CONTENT."""
+    request = both.source.request(both.ticket, PROMPT)
+    found = both.sink.fetch(both.ticket, Prompt(range(1, 11)), {"kv": [9, 0, 5]})
+    with pytest.raises(KvprotoError) as caught:
+        found.wait(10)
+    assert caught.value.code == ErrorCode.CONTENT_MISMATCH
+    assert found.pages_free
+    request.fail("nobody needs it")
+    still_works(both)
+
+
+def test_a_request_at_the_source(both: Two) -> None:
+    request = both.source.request(both.ticket, PROMPT)
+    refused(lambda: request.finish({"kv": [3, 1]}), ErrorCode.BAD_GRANT, 'pages["kv"]', "3 pages", "got 2")
+    refused(lambda: request.finish({"vk": [3, 1]}), ErrorCode.BAD_GRANT, "pages", "vk")
+    refused(lambda: request.finish({"kv": [3, 1, 99]}), ErrorCode.OUT_OF_REGION, 'pages["kv"][2]', "99")
+    refused(lambda: request.finish({"kv": [3, 1, 2]}, tokens=11), ErrorCode.OUT_OF_RANGE, "tokens", "11")
+    refused(lambda: request.computed({"kv": [3]}, 5), ErrorCode.BAD_GRANT, 'pages["kv"]')
+    refused(lambda: request.computed({"kv": [3]}, 4, model=2), ErrorCode.OUT_OF_RANGE, "model", "2")
+    refused(lambda: request.computed({"kv": [3]}, 4, layers=(1, 9)), ErrorCode.OUT_OF_RANGE, "layers", "(1, 9)")
+    refused(
+        lambda: request.finish({"kv": [3, 1, 2]}, handoff={"first": {"token": b"1"}}),
+        ErrorCode.OUT_OF_RANGE,
+        "handoff",
+        "first",
+    )
+    found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    request.finish({"kv": [3, 1, 2]})
+    found.wait(10)
+    request.wait(10)
+    with pytest.raises(LocalError, match="once"):
+        request.finish({"kv": [3, 1, 2]})
+
+
+def test_a_request_that_is_finished_twice(both: Two) -> None:
+    request = both.source.request(both.ticket, PROMPT)
+    request.finish({"kv": [3, 1, 2]})
+    with pytest.raises(LocalError, match="finish"):
+        request.finish({"kv": [4, 5, 6]})
+    with pytest.raises(LocalError, match="finish"):
+        request.computed({"kv": [4, 5, 6]}, 10)
+    both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}).wait(10)
+    assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+HANDED = lay_out(
+    [
+        Cache.gqa("kv", 1, kv_heads=1, head_dim=4, page=4, dtype=DType.U8),
+        Cache.handoff("first", {"token": (DType.U8, 4)}),
+    ]
+)
+
+
+def test_hand_off_data(tmp_path: Path) -> None:
+    address = address_in(tmp_path)
+    with (
+        Source("prefill", Pool.allocate(HANDED, 4), address) as source,
+        Sink("decode", Pool.allocate(HANDED, 4), {"prefill": address}) as sink,
+    ):
+        ticket, prompt = new_ticket("prefill"), Prompt([1, 2])
+        request = source.request(ticket, prompt)
+        path = 'handoff["first"]["token"]'
+        refused(lambda: request.finish({"kv": [0]}), ErrorCode.OUT_OF_RANGE, path, "4 bytes", "nothing")
+        wrong = {"first": {"token": b"12345"}}
+        refused(lambda: request.finish({"kv": [0]}, handoff=wrong), ErrorCode.OUT_OF_RANGE, path, "5 bytes")
+        extra = {"first": {"token": b"1234", "more": b""}}
+        refused(lambda: request.finish({"kv": [0]}, handoff=extra), ErrorCode.OUT_OF_RANGE, 'handoff["first"]', "more")
+        request.finish({"kv": [0]}, handoff={"first": {"token": b"1234"}}, finished=True)
+        arrived = sink.fetch(ticket, prompt, {"kv": [2]}).wait(10)
+        assert arrived.handoff == {"first": {"token": b"1234"}}
+        assert arrived.finished
+
+
+def test_addresses(tmp_path: Path) -> None:
+    pool, free = filled(), address_in(tmp_path)
+    open_ = tmp_path / "open"
+    open_.mkdir(mode=0o755)
+    for address, word in [
+        ("carrier pigeon", "ipc:// or tcp://"), ("ipc://@abstract", "abstract"), ("tcp://999.1.1.1:5", "loopback"), ("tcp://10.0.0.1:5", "loopback"), (f"ipc://{open_}/x", "0700"),
+        (f"ipc://{tmp_path}/none/x", "existing"), (f"ipc://{tmp_path}/{'x' * 120}", "107 bytes"),
+    ]:  # fmt: skip
+        with pytest.raises(LocalError, match=word):
+            Source("prefill", pool, address)
+        with pytest.raises(LocalError, match=word):
+            Sink("decode", pool, {"prefill": address})
+    with Source("prefill", pool, free), pytest.raises(LocalError, match="in use"):
+        Source("again", pool, free)
+    wide = Pool.allocate(lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4)], Parallel(tp=2)), 4)
+    with pytest.raises(LocalError, match="rank"):
+        Source("prefill", wide, free)
+    pool.close()
+
+
+def test_names(tmp_path: Path) -> None:
+    for name in ("", "x" * 1000):
+        with pytest.raises(LocalError) as caught:
+            Source(name, filled(), address_in(tmp_path))
+        assert caught.value.path == "name"
+
+
+def test_ways_of_driving(tmp_path: Path) -> None:
+    with two(tmp_path) as both, pytest.raises(LocalError, match="thread=False"):
+        both.source.step()
+    with two(tmp_path, STEPPED) as both:
+        both.source.step(0.001)
+        with pytest.raises(TimeoutError):
+            both.source.request(both.ticket, PROMPT).wait(0.01)
+
+
+def test_a_pool_that_is_freed_while_in_use(tmp_path: Path) -> None:
+    pool = filled()
+    with Source("prefill", pool, address_in(tmp_path)):
+        refused(pool.close, ErrorCode.UNEXPECTED_MESSAGE, "Pool.close", "Source 'prefill'")
+    pool.close()
+    pool.close()
+    with pytest.raises(LocalError, match="closed"):
+        Source("prefill", pool, address_in(tmp_path))
+
+
+def test_handles_after_close(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        waiting = threading.Thread(target=_wait_in_vain, args=(found,))
+        waiting.start()
+        both.sink.close()
+        waiting.join(10)
+        assert not waiting.is_alive()
+    for handle in (request, found):
+        assert handle.done
+        with pytest.raises(LocalError, match="closed"):
+            handle.wait()
+    found.abort()
+    calls = (lambda: both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}), both.source.fileno, both.sink.next_timer)
+    for call in calls:
+        with pytest.raises(LocalError, match="closed"):
+            call()
+    with pytest.raises(LocalError, match="closed"):
+        both.source.request(new_ticket("prefill"), PROMPT)
+    with pytest.raises(LocalError, match=r"over|closed"):
+        request.finish({"kv": [3, 1, 2]})
+
+
+def _wait_in_vain(handle: Fetch) -> None:
+    with pytest.raises(KvprotoError):
+        handle.wait(30)
+
+
+def test_callbacks_that_raise(both: Two, caplog: pytest.LogCaptureFixture) -> None:
+    """What they raise is logged, and costs nobody anything."""
+    ended = threading.Event()
+
+    def fails(handle: Fetch | Request) -> None:
+        ended.set()
+        raise ZeroDivisionError("of the engine")
+
+    both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+    found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=fails)
+    assert found.wait(10).bytes == {0: 320}
+    assert ended.wait(10)
+    still_works(both)
+    assert "ZeroDivisionError: of the engine" in caplog.text
+
+
+def test_close_from_a_callback(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        closed = threading.Event()
+
+        def close(_: Fetch) -> None:
+            both.sink.close()
+            closed.set()
+
+        both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+        both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=close)
+        assert closed.wait(10)
+        both.sink.pool.close()
+
+
+@pytest.mark.parametrize("options", [Options(), STEPPED], ids=["thread", "step"])
+def test_a_callback_that_waits_for_another_request(tmp_path: Path, options: Options) -> None:
+    """From the I/O thread itself nothing would ever arrive: an error says so, at once."""
+    with two(tmp_path, options) as both:
+        said: list[object] = []
+        other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [10, 11, 12]})
+
+        def wait(_: Fetch) -> None:
+            try:
+                other.wait(5)
+            except (KvprotoError, TimeoutError) as error:
+                said.append(error)
+
+        both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+        both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=wait)
+        both.until(lambda: said)
+        assert isinstance(said[0], LocalError)
+        assert "callback" in str(said[0])

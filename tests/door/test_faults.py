@@ -1,0 +1,195 @@
+"""Peers that die, come back or never come, forks, aborts at every stage, tickets that run out: errors, no hang, proof."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
+from kvproto import events as told
+from kvproto.wire.enums import ErrorCode
+
+from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+
+WAYS = [pytest.param(Options(), id="thread"), pytest.param(STEPPED, id="step")]
+
+
+def served(both: Two) -> None:
+    ticket = new_ticket("prefill")
+    request = both.source.request(ticket, PROMPT)
+    request.finish({"kv": [3, 1, 2]})
+    found = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+    both.until(lambda: found.done and request.done)
+    found.wait(0)
+    assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+STAGES: dict[str, Callable[[Two, Request, Fetch], object]] = {
+    "at once": lambda both, request, found: None,
+    "while prefill runs": lambda both, request, found: both.until(
+        lambda: any(isinstance(e, told.Connected) for e in both.told)
+    ),
+    "after a part": lambda both, request, found: request.computed({"kv": [3]}, 4),
+    "after finish": lambda both, request, found: request.finish({"kv": [3, 1, 2]}),
+}
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_abort(tmp_path: Path, options: Options, stage: str) -> None:
+    with two(tmp_path, options) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        STAGES[stage](both, request, found)
+        found.abort("the client is gone")
+        both.until(lambda: found.done)
+        if stage != "after finish":
+            with pytest.raises(KvprotoError, match="the client is gone") as caught:
+                found.wait(0)
+            assert caught.value.code == ErrorCode.ABORTED
+            both.until(lambda: found.pages_free)
+        found.abort()
+        if not request.done:
+            request.fail("nobody wants it")
+        assert both.sink.quarantined == {}
+        served(both)
+
+
+def test_what_the_source_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request.fail("no free pages")
+        with pytest.raises(KvprotoError, match="no free pages"):
+            found.wait(10)
+        served(both)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_ticket_that_runs_out_frees_the_pages(tmp_path: Path, options: Options) -> None:
+    with two(tmp_path, options) as both:
+        request = both.source.request(new_ticket("prefill", deadline=0.05), PROMPT)
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: request.done)
+        assert isinstance(request.wait(0), told.Expired)
+        served(both)
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    address = address_in(tmp_path)
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink:
+        ticket = new_ticket("prefill")
+        found = sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+        with pytest.raises(TimeoutError):
+            found.wait(0.05)
+        with Source("prefill", filled(), address) as source:  # it comes later
+            source.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
+            assert found.wait(10).bytes == {0: 320}
+
+
+def test_a_source_that_never_comes_can_be_given_up(tmp_path: Path) -> None:
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address_in(tmp_path)}) as sink:
+        found = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [9, 0, 5]})
+        found.abort()
+        with pytest.raises(KvprotoError):
+            found.wait(10)
+        assert found.pages_free
+
+
+def prefill(conn: Connection, address: str) -> None:
+    """A source that takes one request, and serves it when it is told to."""
+    with Source("prefill", filled(), address) as source:
+        request = source.request(read_ticket(conn.recv()), PROMPT)
+        conn.send("taken")
+        conn.recv()
+        request.finish({"kv": [3, 1, 2]})
+        request.wait(30)
+
+
+def spawned(target: Callable[..., None], *arguments: object) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def test_a_source_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """Its end is proof that nothing writes the pages any more (KVP-END-DEATH); its successor at the same address serves."""
+    address = address_in(tmp_path)
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink:
+
+        def fetch(conn: Connection) -> Fetch:
+            ticket = new_ticket("prefill")
+            conn.send(write_ticket(ticket))
+            assert conn.recv() == "taken"
+            return sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+
+        first, conn = spawned(prefill, address)
+        found = fetch(conn)
+        connected: list[told.Event] = []
+        while not connected:
+            connected = [e for e in sink.events() if isinstance(e, told.Connected)]
+        os.kill(first.pid or 0, signal.SIGKILL)
+        with pytest.raises(KvprotoError) as caught:
+            found.wait(30)
+        assert caught.value.code == ErrorCode.PEER_LOST
+        first.join(10)
+        second, conn = spawned(prefill, address)
+        found = fetch(conn)
+        conn.send("go on")
+        assert found.wait(30).bytes == {0: 320}
+        second.join(10)
+        assert sink.quarantined == {}
+        assert np.array_equal(rows(sink.pool, [9, 0, 5]), rows(filled(), [3, 1, 2]))
+
+
+def test_a_source_that_is_restarted(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        served(both)
+        both.source.close()
+        with Source("prefill", both.source.pool, address_in(tmp_path)) as again:
+            ticket = new_ticket("prefill")
+            again.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
+            assert both.sink.fetch(ticket, PROMPT, {"kv": [10, 11, 12]}).wait(20).bytes == {0: 320}
+
+
+def test_a_source_that_closes_while_a_request_is_under_way(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
+        both.source.close()
+        with pytest.raises(KvprotoError):
+            found.wait(10)
+        with pytest.raises(KvprotoError, match="closed"):
+            request.wait(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork(tmp_path: Path) -> None:
+    """In the child each call says so, and the parent's requests go on."""
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        child = os.fork()
+        if not child:
+            calls = (lambda: found.wait(5), lambda: request.wait(5), lambda: request.finish({"kv": [3, 1, 2]}),
+                     lambda: both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}), both.source.fileno)  # fmt: skip
+            said = []
+            for call in calls:
+                try:
+                    call()
+                except KvprotoError as error:
+                    said.append("fork" in str(error))
+            both.source.close()
+            os._exit(0 if said == [True] * len(calls) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        request.finish({"kv": [3, 1, 2]})
+        assert found.wait(10).bytes == {0: 320}
+        served(both)
