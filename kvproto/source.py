@@ -82,7 +82,7 @@ class Request(Handle[Freed | Expired]):
         self._post(lambda: self._source._node.refuse(self._key, error))
 
     def _check_open(self, call: str) -> None:
-        if self._finished:
+        if self._finished and not self.done:
             raise LocalError(
                 ErrorCode.UNEXPECTED_MESSAGE, call, "nothing more after finish", "another call", "finish a request once"
             )
