@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvproto import Cache, DType, KvprotoError, Pool, allocate, lay_out
 from kvproto.copying.grants import items_needed
-from kvproto.copying.program import Side
 from kvproto.node.pages import grants_of
 from kvproto.planning.geometry import Geometry, Rank, gqa, owns
 
@@ -79,12 +78,12 @@ def test_pages_of_a_fetch(cp_size: int, interleave: int, page: int, tokens: int,
         wanted = sorted({i // page for i, t in enumerate(mine) if t >= cached})
         have = -(-len(mine) // page)
         table = np.random.default_rng(seed).permutation(200)[: have + 3]
-        side = Side(geometry, rank, Pool.allocate(geometry, 200, rank=rank).side.columns)
-        grant = grants_of(side, {"kv": table}, cached, tokens)[0]
+        layout = Pool.allocate(geometry, 200, rank=rank).layout
+        grant = grants_of(layout, {"kv": table}, cached, tokens)[0]
         assert grant.items is not None
         assert grant.items.tolist() == table[wanted].tolist()
         assert (grant.first, grant.count, grant.valid) == (cached, tokens - cached, tokens)
         assert items_needed(group, rank, cached, tokens - cached) == len(wanted)
         if have:
             with pytest.raises(KvprotoError, match=f"{have} pages"):
-                grants_of(side, {"kv": table[: have - 1]}, cached, tokens)
+                grants_of(layout, {"kv": table[: have - 1]}, cached, tokens)
