@@ -4,8 +4,9 @@
 holds all sessions of one rank.
 """
 
-from kvproto.session.phases import Party, Registration, new_incarnation
+from kvproto.session.phases import Party, new_incarnation
 from kvproto.session.sink_endpoint import SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
+from kvproto.session.staged import Registration
 
 __all__ = ["Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

@@ -8,23 +8,38 @@ frame costs the same however many Transfers wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.session.events import Event, Expired, Released, TransferRequested
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
+from kvproto.session.core import Endpoint
+from kvproto.session.events import Expired, Released, TransferRequested
 from kvproto.session.limits import MAX_USED_TICKETS, TICKET_WAIT
+from kvproto.session.phases import Party
+from kvproto.session.pull import SourcePull
 from kvproto.session.source import SourceSession
 from kvproto.session.table import TransferState
-from kvproto.session.timers import Timer, Timers
+from kvproto.session.timers import Timer
 from kvproto.session.transfers import SourceAttempt, SourceTransfers
-from kvproto.wire.enums import ErrorCode, ItemKind, RequestState
-from kvproto.wire.messages import Ticket, Transfer
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims"]
 
-_User = tuple[SourceSession, SourceAttempt]
+
+class _User(NamedTuple):
+    """A transfer that uses a ticket."""
+
+    session: SourceSession
+    attempt: SourceAttempt
+    transfer: m.Transfer
+
+    def fail(self, error: KvprotoError, now: float) -> None:
+        self.session.part(SourceTransfers).fail(self.attempt, error, now)
 
 
 @attrs.define(eq=False)
@@ -41,7 +56,7 @@ class _Claim:
     bound: tuple[str, int] | None = None
     """Engine and replica of the sink that used it first."""
     users: dict[int, _User] = attrs.Factory(dict)
-    """The sequence of each session that uses it, by session."""
+    """Who uses it, by session."""
     waiting: list[_User] = attrs.Factory(list)
     """Of these, who is accepted and not answered."""
     finished: bool = False
@@ -57,85 +72,70 @@ class _Claim:
     def take_waiting(self) -> list[_User]:
         """Take out those that are still wanted."""
         waiting, self.waiting = self.waiting, []
-        return [(session, attempt) for session, attempt in waiting if session.open and attempt.running]
+        return [user for user in waiting if user.session.open and user.attempt.running]
+
+    def asked_by(self, user: _User) -> TransferRequested:
+        """What the engine is told of a user."""
+        return TransferRequested(self.key, user.session.session, user.transfer)
 
 
-class Claims:
+class Claims(Endpoint):
     """All tickets of a source rank."""
 
-    def __init__(self, rank: int, timers: Timers, tell: Callable[[Event], None]) -> None:
-        self._rank, self._timers, self._tell = rank, timers, tell
+    def __init__(self, me: Party, geometry: Geometry) -> None:
+        super().__init__(me, geometry)
         self._claims: dict[bytes, _Claim] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets that were released (KVP-TKT-USED)."""
         self._touched: set[bytes] = set()
 
-    def __len__(self) -> int:
-        return len(self._claims)
+    def expect(self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
+        """The engine has the request of this ticket; its first use binds it to one sink.
 
-    def expect(self, ticket: Ticket, content: bytes, tokens: int | None, now: float) -> None:
-        """The engine has the request of this ticket; `tokens`: length of its prompt."""
+        `tokens`: length of its prompt; where it is given, a Transfer for more is refused at once (KVP-GRANT-PROMPT).
+        """
         claim = self._claim(bytes(ticket.key), now)
         claim.timer.cancel()
         claim.deadline = now + ticket.deadline / 1000
-        claim.timer = self._timers.at(claim.deadline, lambda at: self._expire(claim.key, at))
+        claim.timer = self.timers.at(claim.deadline, partial(self._expire, claim))
         claim.content, claim.tokens = content, tokens
-        for session, attempt in claim.take_waiting():
-            self._match(claim, session, attempt, now)
         self._touched.add(claim.key)
+        for user in claim.take_waiting():
+            self._match(claim, user, now)
+        self._after(now)
 
     def _claim(self, key: bytes, now: float) -> _Claim:
         if key not in self._claims:
             deadline = now + TICKET_WAIT
-            self._claims[key] = _Claim(key, deadline, self._timers.at(deadline, lambda at: self._expire(key, at)))
+            timer = self.timers.at(deadline, lambda at: self._expire(self._claims[key], at))
+            self._claims[key] = _Claim(key, deadline, timer)
         return self._claims[key]
 
-    def seek(self, session: SourceSession, attempt: SourceAttempt, transfer: Transfer, now: float) -> None:
+    def _seek(self, session: SourceSession, attempt: SourceAttempt, transfer: m.Transfer, now: float) -> None:
         """Match a Transfer with its ticket: accept it, or fail it."""
-        key = bytes(transfer.ticket)
+        key, user = bytes(transfer.ticket), _User(session, attempt, transfer)
         if now < self._used.get(key, now):
-            session.part(SourceTransfers).fail(attempt, _used("every transfer of it is over", transfer), now)
+            user.fail(_used("every transfer of it is over", transfer), now)
         else:
-            self._match(self._claim(key, now), session, attempt, now)
+            self._match(self._claim(key, now), user, now)
         self._touched.add(key)
 
-    def _match(self, claim: _Claim, session: SourceSession, attempt: SourceAttempt, now: float) -> None:
+    def _match(self, claim: _Claim, user: _User, now: float) -> None:
         """Accept a Transfer whose ticket, sink, prompt and tokens are right."""
-        transfer = attempt.transfer
-        if transfer is None:
-            return
-        transfers = session.part(SourceTransfers)
+        session, attempt, transfer = user
         try:
-            self._check(claim, session, transfer)
+            _check(claim, user)
         except KvprotoError as error:
-            transfers.fail(attempt, error, now)
+            user.fail(error, now)
             return
         if session.session not in claim.users:
             session.claims += 1
-        claim.users[session.session] = session, attempt
+        claim.users[session.session] = user
         claim.bound = session.peer.engine, session.peer.replica
         if attempt.state == TransferState.ASKED:
-            transfers.accept(attempt, claim.progress)
-        claim.waiting.append((session, attempt))
+            session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
+        claim.waiting.append(user)
         self._serve(claim)
-
-    def _check(self, claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
-        """Raise where this Transfer may not use the ticket, in the order that transfers.md gives."""
-        if claim.error is not None:
-            raise claim.error
-        if claim.content is not None and claim.content != transfer.content:
-            raise RemoteError(
-                ErrorCode.CONTENT_MISMATCH, "content", claim.content.hex(), bytes(transfer.content).hex(),
-                "route the same prompt to both",
-            )  # fmt: skip
-        sink = session.peer.engine, session.peer.replica
-        if claim.bound not in (None, sink):
-            yours = f"{sink[0]} replica {sink[1]}"
-            raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", yours, "make a new ticket")
-        user = claim.users.get(session.session)
-        if user is not None and user[1].sequence != transfer.sequence:
-            raise _used(f"sequence {user[1].sequence} uses it", transfer)
-        _check_tokens(claim, session, transfer)
 
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
@@ -147,9 +147,8 @@ class Claims:
 
     def _serve(self, claim: _Claim) -> None:
         if claim.finished and claim.content is not None:
-            for session, attempt in claim.take_waiting():
-                if attempt.transfer is not None:
-                    self._tell(TransferRequested(claim.key, session.session, attempt.transfer))
+            for user in claim.take_waiting():
+                self._events.append(claim.asked_by(user))
 
     def asking(self, key: bytes) -> list[TransferRequested]:
         """Who waits for this request while its prefill runs; its first rows may be copied to them."""
@@ -157,62 +156,51 @@ class Claims:
         if claim is None or claim.content is None:
             return []
         claim.waiting = claim.take_waiting()
-        return [TransferRequested(key, s.session, a.transfer) for s, a in claim.waiting if a.transfer is not None]
+        return [claim.asked_by(user) for user in claim.waiting]
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
         claim = self._claims.get(key)
         if claim is not None:
             claim.error = error
-            for session, attempt in claim.take_waiting():
-                session.part(SourceTransfers).fail(attempt, error, now)
+            for user in claim.take_waiting():
+                user.fail(error, now)
             self._touched.add(key)
+            self._after(now)
 
-    def deadline(self, key: bytes) -> float | None:
-        """When the ticket of a request ends; None: the request is over."""
-        claim = self._claims.get(key)
-        return claim.deadline if claim is not None else None
-
-    def touch(self, attempt: SourceAttempt) -> None:
-        """Look at the request of this attempt in the next `settle`."""
+    def _touch(self, attempt: SourceAttempt) -> None:
+        """Look at the request of this attempt in the next `_settle`."""
         if attempt.transfer is not None:
             self._touched.add(bytes(attempt.transfer.ticket))
 
-    def settle(self, now: float) -> None:
+    def _settle(self, now: float) -> None:
         """Release requests that every routed sink rank has ended."""
         while self._touched:
             claim = self._claims.get(self._touched.pop())
             if claim is None or not claim.finished or not claim.users or claim.waiting:
                 continue
-            if self._all_ended(claim, now):
-                session, _ = next(iter(claim.users.values()))
+            users = claim.users.values()
+            if any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in users):
+                continue
+            plan = next(iter(users)).session.plan
+            if {s.peer.rank for s, _, _ in users}.issuperset(plan.served(self.me.rank)):
                 self._release(claim, now)
-                self._tell(Released(claim.key, tuple(sorted({r.source for r in session.plan.routes}))))
+                self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes}))))
 
-    def _all_ended(self, claim: _Claim, now: float) -> bool:
-        users = claim.users.values()
-        if any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a in users):
-            return False
-        asked = {s.peer.rank for s, _ in users}
-        session, _ = next(iter(users))
-        return asked.issuperset(session.plan.served(self._rank))
-
-    def _expire(self, key: bytes, now: float) -> None:
+    def _expire(self, claim: _Claim, now: float) -> None:
         """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
-        claim = self._claims[key]
         self._release(claim, now)
+        error = RemoteError(ErrorCode.DEADLINE, "ticket", "not finished in time", "its deadline", "make a new ticket")
         if claim.content is None:
-            mine, yours = "no prompt with this ticket", f"a Transfer that has waited {TICKET_WAIT:.0f} s for it"
-            advice = "the prompt never came to this source: route it here too, under a new ticket"
-            error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", mine, yours, advice)
-        else:
             error = RemoteError(
-                ErrorCode.DEADLINE, "ticket", "not finished in time", "its deadline", "make a new ticket"
-            )
-        for session, attempt in claim.take_waiting():
-            session.part(SourceTransfers).fail(attempt, error, now)
+                ErrorCode.UNKNOWN_TICKET, "ticket", "no prompt with this ticket",
+                f"a Transfer that has waited {TICKET_WAIT:.0f} s for it",
+                "the prompt never came to this source: route it here too, under a new ticket",
+            )  # fmt: skip
+        for user in claim.take_waiting():
+            user.fail(error, now)
         if claim.content is not None and claim.error is None:
-            self._tell(Expired(claim.key))
+            self._events.append(Expired(claim.key))
 
     def _release(self, claim: _Claim, now: float) -> None:
         del self._claims[claim.key]
@@ -223,24 +211,37 @@ class Claims:
                 self._used.popitem(last=False)
         while self._used and next(iter(self._used.values())) <= now:
             self._used.popitem(last=False)
-        for session, attempt in claim.users.values():
+        for session, attempt, _ in claim.users.values():
             session.claims -= 1
-            session.delivery.released(attempt)
+            if attempt.fetched:
+                session.part(SourcePull).released(attempt)
 
 
-def _used(mine: str, transfer: Transfer) -> RemoteError:
+def _used(mine: str, transfer: m.Transfer) -> RemoteError:
     yours = f"sequence {transfer.sequence}"
     return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
 
 
-def _check_tokens(claim: _Claim, session: SourceSession, transfer: Transfer) -> None:
-    """Raise where a Transfer is for more tokens than its prompt has (KVP-GRANT-REAL)."""
+def _check(claim: _Claim, asking: _User) -> None:
+    """Raise where this Transfer may not use the ticket, in the order that transfers.md gives (KVP-TRN-CHECKS)."""
+    session, _, transfer = asking
+    if claim.error is not None:
+        raise claim.error
+    if claim.content is not None and claim.content != transfer.content:
+        mine, yours = claim.content.hex(), bytes(transfer.content).hex()
+        raise RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, "route the same prompt to both")
+    sink = session.peer.engine, session.peer.replica
+    if claim.bound not in (None, sink):
+        yours = f"{sink[0]} replica {sink[1]}"
+        raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", yours, "make a new ticket")
+    user = claim.users.get(session.session)
+    if user is not None and user.attempt.sequence != transfer.sequence:
+        raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
     if claim.tokens is None:
         return
-    kinds = {g.id: g.kind for g in session.sink.groups}
+    groups = {g.id: g for g in session.sink.groups}
     for i, grant in enumerate(transfer.grants):
-        end, tokens = grant.first + grant.count, claim.tokens
-        if kinds[grant.group] == ItemKind.HANDOFF or max(grant.valid, end) <= tokens:
-            continue
-        mine, yours = f"a prompt of {tokens} tokens", f"tokens up to {max(grant.valid, end)}"
-        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, "ask for tokens of the prompt only")
+        end = max(grant.valid, grant.first + grant.count)
+        if end > claim.tokens and kind_of(groups[grant.group]).has_memory:  # (KVP-GRANT-PROMPT)
+            mine, yours, advice = f"a prompt of {claim.tokens} tokens", f"tokens up to {end}", "ask for the prompt only"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)

@@ -1,60 +1,62 @@
-"""A session from Hello to Goodbye: what both roles and every feature of it share.
+"""A session from Hello to Goodbye, and the endpoint that holds the sessions of a rank: what roles and features share.
 
-Theory. A session is a table of handlers, one for each message that it may hear. The core puts in its own (Goodbye,
-Error); each feature is a `Part` that puts in its handlers when the feature is chosen. So a message of a feature that
-was not chosen has no handler, and is UNEXPECTED_MESSAGE. Requests are resent under their id until they are answered; a
-repeated request is answered from the state that it left, never from stored bytes, so no number of transfers outgrows a
-memory of replies. Time comes in as `now` (seconds, any origin); deadlines lie in the timers of the endpoint, frames and
-events in its outbox.
+Theory. A session is a table of handlers, one for each message that it may hear. The core adds its own (Goodbye,
+Error); each feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was
+not chosen has no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated
+request is answered from the state that it left, never from stored bytes, so no number of transfers outgrows a memory of
+replies. Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as
+`next_deadline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.session.events import Event, SessionClosed, SessionRefused
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.plan import differences, plan
+from kvproto.session.events import Event, Planned, ProtocolError, SessionClosed, SessionRefused
 from kvproto.session.limits import PATIENCE, RESEND
-from kvproto.session.phases import Described, Party
+from kvproto.session.negotiation import LIMITS
+from kvproto.session.phases import Described, Party, Stated
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
 from kvproto.session.timers import Timer, Timers
 from kvproto.wire import encode, tables
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Error, Goodbye, Limits, Message, Refused
+from kvproto.wire.head import Head, read_head
 
-__all__ = ["Attempt", "Handler", "Host", "Part", "Session", "refusal", "refused"]
+__all__ = ["Attempt", "Endpoint", "Hears", "Part", "Request", "Session", "refusal", "refused"]
 
-Handler = Callable[[Any, float], None]
+Hears = tuple[tuple[type, Any], ...]
+"""Handlers: a message, and the method that takes it and `now`."""
 P = TypeVar("P", bound="Part")
+T = TypeVar("T")
 
 
-class Host(Protocol):
-    """What a session needs of the endpoint that holds it."""
+def refused(message: Any) -> RemoteError:
+    """The error that a Refused, Failed or Error reports; an unknown code counts as INTERNAL (KVP-ERR-UNKNOWN)."""
+    code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
+    return RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
 
-    timers: Timers
 
-    def send(self, session: Session, frame: bytes) -> None:
-        """Queue a frame for the session's connection."""
-
-    def tell(self, session: Session, event: Event) -> None:
-        """Tell the engine, after the endpoint has drawn its own conclusions."""
-
-    def closed(self, session: Session) -> None:
-        """The session is over."""
-
-    def ended(self, session: Session, attempt: Attempt) -> None:
-        """Something of an attempt has changed that the request or the transfer above it may wait for."""
+def refusal(error: KvprotoError) -> dict[str, Any]:
+    """Fields that every refusal carries (KVP-ERR-REPORT)."""
+    texts = {name: getattr(error, name)[:1000] for name in ("path", "mine", "yours", "advice")}
+    return {"code": error.code, **texts, "advice": texts["advice"] or None}
 
 
 class Part:
     """What a feature adds to a session."""
 
-    def handlers(self) -> Mapping[type, Handler]:
-        """Messages that it hears."""
-        return {}
+    hears: Hears = ()
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def closed(self) -> None:
         """The session is over."""
@@ -73,32 +75,98 @@ class Attempt:
         """Whether nothing of it needs to be remembered once all before it are over too."""
         return self.state == TransferState.ENDED
 
+    @property
+    def ids(self) -> dict[str, Any]:
+        """The fields that name it in a message."""
+        return {"sequence": self.sequence, "attempt": self.attempt}
+
 
 @attrs.define(eq=False)
-class _Pending:
+class Request:
+    """A message that is resent until it is answered."""
+
+    number: int
     frame: bytes
     name: str
     until: float
-    timer: Timer
+    """When it is given up."""
     on_error: Callable[[RemoteError, float], None] | None
+    """Told when the peer answers by Error."""
+    timer: Timer | None = None
 
 
-def refused(message: Any) -> RemoteError:
-    """The error that a Refused, Failed or Error reports; an unknown code counts as INTERNAL (KVP-ERR-UNKNOWN)."""
-    code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-    return RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
+class Endpoint:
+    """All sessions of one rank: what they send and tell, and when they next have something to do."""
 
+    def __init__(self, me: Party, geometry: Geometry) -> None:
+        validate(geometry)
+        self.me, self.geometry, self.stated = me, geometry, Stated.of(geometry)
+        self.timers = Timers()
+        self._events: list[Event] = []
+        self._out: list[tuple[Hashable, bytes]] = []
 
-def refusal(error: KvprotoError) -> dict[str, Any]:
-    """Fields that every refusal carries (KVP-ERR-REPORT)."""
-    advice = {"advice": error.advice[:1000]} if error.advice else {}
-    return {
-        "code": error.code,
-        "path": error.path[:1000],
-        "mine": error.mine[:1000],
-        "yours": error.yours[:1000],
-        **advice,
-    }
+    def send(self, conn: Hashable, frame: bytes) -> None:
+        """Queue a frame for a connection."""
+        self._out.append((conn, frame))
+
+    def tell(self, session: Any, event: Event) -> None:
+        """Queue an event of a session for the engine."""
+        self._events.append(event)
+
+    def closed(self, session: Any) -> None:
+        """A session is over."""
+        raise NotImplementedError
+
+    def ended(self, session: Any, attempt: Any) -> None:
+        """An attempt has changed in a way that the request or the transfer above it may wait for."""
+        raise NotImplementedError
+
+    def _after(self, now: float) -> None:
+        """Draw the conclusions of what has changed."""
+        raise NotImplementedError
+
+    def _peers(self) -> Sequence[Session]:
+        raise NotImplementedError
+
+    def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
+        """Frames, in order, and the connection of each."""
+        self._after(now)
+        out, self._out = self._out, []
+        return out
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def next_deadline(self) -> float | None:
+        """When `on_time` next has something to do; None: only a frame or a call can change anything."""
+        return self.timers.next()
+
+    def on_time(self, now: float) -> None:
+        """Resend, give up, expire: whatever is due."""
+        self.timers.run(now)
+        self._after(now)
+
+    def goodbye(self, reason: str) -> None:
+        """End every session in order."""
+        for session in self._peers():
+            session.goodbye(reason)
+
+    def _report(
+        self, conn: Hashable, session: Session | None, frame: bytes, message: m.Message | None, error: RemoteError
+    ) -> Head:
+        """Answer a refused frame by Error, unless it is an Error itself, or a reply or notice that cannot be read.
+
+        Returns what can be read of it (KVP-ERR-ANSWER, KVP-ERR-SILENT).
+        """
+        head = read_head(frame) if message is None else Head.of(message)
+        if head.cls is not m.Error and (message is not None or head.delivery == "request"):
+            about = head.cls.TYPE if head.cls is not None else None
+            answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
+            self.send(conn, encode(answer))
+        self._events.append(ProtocolError(session.name if session else "(unknown peer)", error))
+        return head
 
 
 class Session:
@@ -106,13 +174,14 @@ class Session:
 
     role = ""
 
-    def __init__(self, me: Party, host: Host, conn: Hashable) -> None:
-        self.me, self.host, self.conn = me, host, conn
+    def __init__(self, host: Endpoint, conn: Hashable) -> None:
+        self.host, self.me, self.conn = host, host.me, conn
         self.session = 0
-        self.state = SessionState.IDLE
+        self.state = self.closed_in = SessionState.IDLE
+        """`closed_in`: the state in which the session ended."""
         self.features: tuple[int, ...] = ()
-        self.closed_in = SessionState.IDLE
-        """The state in which the session ended."""
+        self.limits = LIMITS
+        """What the peer takes; what this package takes until the peer has said it."""
         self.said_goodbye = False
         """Whether the peer has ended the session in order: it writes and reads nothing any more."""
         self.heard = 0.0
@@ -122,11 +191,11 @@ class Session:
         self.low_water = 0
         """Every sequence at or below it is over and forgotten."""
         self._peer: Party | None = None
-        self._peer_limits: Limits | None = None
         self._described: Described | None = None
         self._parts: dict[type[Part], Part] = {}
-        self._handlers: dict[type, Handler] = {Goodbye: self._goodbye, Error: self._error}
-        self._pending: dict[int, _Pending] = {}
+        self._handlers: dict[type, Callable[[Any, float], None]] = {}
+        self._hear(self)
+        self._pending: dict[int, Request] = {}
         self._next_request = 1
 
     @property
@@ -140,11 +209,6 @@ class Session:
         return _known(self._described, "the plan")
 
     @property
-    def is_described(self) -> bool:
-        """Whether both Descriptions are known."""
-        return self._described is not None
-
-    @property
     def open(self) -> bool:
         """Whether the session is not over."""
         return self.state != SessionState.CLOSED
@@ -152,16 +216,15 @@ class Session:
     @property
     def name(self) -> str:
         """The peer, for people."""
-        return str(self._peer) if self._peer else str(self.conn)
+        return str(self._peer or self.conn)
 
     def install(self, part: Part) -> None:
         """Add the handlers of a part; they take the place of others for the same messages."""
         self._parts[type(part)] = part
-        self._handlers.update(part.handlers())
+        self._hear(part)
 
-    def hear(self, handlers: Mapping[type, Handler]) -> None:
-        """Add handlers of the role."""
-        self._handlers.update(handlers)
+    def _hear(self, whom: Part | Session) -> None:
+        self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
 
     def part(self, cls: type[P]) -> P:
         """A part that is installed; raises LocalError where the session has not chosen it."""
@@ -180,7 +243,7 @@ class Session:
         handler(message, now)
 
     def step(self, event: str) -> None:
-        """Move the session; raises UNEXPECTED_MESSAGE where the table has no row."""
+        """Move the session by the table; raises UNEXPECTED_MESSAGE."""
         self.state = next_session(self.state, event, self.features)
 
     def move(self, attempt: Attempt, event: str) -> None:
@@ -195,132 +258,141 @@ class Session:
             del self.attempts[self.low_water + 1]
             self.low_water += 1
 
+    def describe(self, source: Stated, sink: Stated, ranks: tuple[int, int], request: int) -> None:
+        """Make the plan of both Descriptions; raises PlanError where they do not fit."""
+        made = plan(source.geometry, sink.geometry, self.features)
+        self.step("Description")
+        self._described = Described(source, sink, made, ranks, request)
+        warnings = tuple(differences(source.geometry, sink.geometry))
+        self.tell(Planned(self.session, self.name, made, warnings))
+
     def tell(self, event: Event) -> None:
         """Tell the endpoint, and with it the engine."""
         self.host.tell(self, event)
 
-    def refuse(self, request: int, error: KvprotoError) -> None:
-        """Answer Describe or Register by Refused."""
-        self.notice(Refused(session=self.session, request=request, **refusal(error)))
+    def notice(self, message: m.Message) -> None:
+        """Send a message that nobody answers."""
+        self.host.send(self.conn, encode(message))
+
+    def reply(self, cls: type[Any], to: Any, **fields: Any) -> None:
+        """Answer a request; what is about a transfer names it as the request does."""
+        if hasattr(to, "sequence"):
+            fields |= {"sequence": to.sequence, "attempt": to.attempt}
+        self.notice(cls(session=self.session, request=to.request, **fields))
+
+    def refuse(self, request: m.Describe | m.Register, error: KvprotoError) -> None:
+        """Answer by Refused, and tell the engine."""
+        self.reply(m.Refused, request, **refusal(error))
         self.tell(SessionRefused(self.name, error, by_us=True))
+
+    def refused(self, message: m.Refused, now: float) -> None:
+        """Handler of Refused: the peer has refused Hello, Describe or Register."""
+        if self.answered(message.request, "Hello", "Describe", "Register"):
+            self.step("Refused")
+            self.tell(SessionRefused(self.name, refused(message), by_us=False))
+
+    def give_up(self, error: KvprotoError) -> None:
+        """End the session because of what the peer says of itself."""
+        self.tell(SessionRefused(self.name, error, by_us=True))
+        self.goodbye(str(error))
 
     def goodbye(self, reason: str) -> None:
         """End the session in order; before its Welcome there is nothing to end."""
         if self.state not in (SessionState.CLOSED, SessionState.IDLE, SessionState.GREETED):
-            self.notice(Goodbye(session=self.session, reason=reason[:1000]))
-            self.close()
-
-    def close(self) -> None:
-        """The session is over; nothing is asked again."""
-        if self.open:
-            self.closed_in, self.state = self.state, SessionState.CLOSED
-            self._end()
-
-    def _end(self) -> None:
-        self.cancel_requests()
-        for part in self._parts.values():
-            part.closed()
-        self.host.closed(self)
+            self.notice(m.Goodbye(session=self.session, reason=reason[:1000]))
+            self._close()
 
     def lose(self, reason: str) -> None:
         """Give the session up; this proves nothing about the peer (KVP-SES-DEAD)."""
         if self.open:
-            self.close()
+            self._close()
             self.tell(SessionClosed(self.session, self.name, reason))
 
-    def _goodbye(self, message: Goodbye, now: float) -> None:
-        self.closed_in = self.state
-        self.step("Goodbye")
-        self.said_goodbye = True
-        self._end()
-        self.tell(SessionClosed(self.session, self.name, message.reason))
+    def _close(self) -> None:
+        self.closed_in, self.state = self.state, SessionState.CLOSED
+        for number in list(self._pending):
+            self.answered(number)
+        for part in self._parts.values():
+            part.closed()
+        self.host.closed(self)
 
-    def _error(self, message: Error, now: float) -> None:
+    def _goodbye(self, message: m.Goodbye, now: float) -> None:
+        next_session(self.state, "Goodbye", self.features)  # raises where it is not legal
+        self.said_goodbye = True
+        self.lose(message.reason)
+
+    def _error(self, message: m.Error, now: float) -> None:
         """An Error ends the request that it is about: no other answer will come."""
-        error = refused(message)
-        pending = self._pending.get(message.request) if message.request is not None else None
-        if error.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.SUPERSEDED) and pending is not None:
+        error, number = refused(message), message.request or 0
+        request = self._pending.get(number)
+        if request is None:
+            return
+        if error.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.SUPERSEDED):
             self.lose(f"{error.code.name}: the peer does not go on with this session")
-        elif pending is not None:
-            self.answered(message.request or 0)
-            if pending.on_error is not None:
-                pending.on_error(error, now)
-            else:
-                self.tell(SessionRefused(self.name, error, by_us=False))
+            return
+        self.answered(number)
+        if request.on_error is not None:
+            request.on_error(error, now)
+        else:
+            self.tell(SessionRefused(self.name, error, by_us=False))
+
+    hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
-        self, cls: type[Any], now: float, *, grease: bool = False, patience: float = PATIENCE,
+        self, cls: type[Any], now: float, *, patience: float = PATIENCE,
         on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
-    ) -> Callable[[], int]:  # fmt: skip
-        """Encode a request under a fresh id; the result sends it, and returns the id.
+    ) -> Request:  # fmt: skip
+        """Encode a request under a fresh id, for `ask`; Hello is greased.
 
-        Raises LocalError, TOO_LARGE, where the body is longer than the peer takes, and then nothing was sent.
+        Raises LocalError, TOO_LARGE, where the body is longer than the peer takes.
         """
-        number = self._next_request
-        head = {} if cls.__name__ == "Hello" else {"session": self.session}
-        ids = tables.GREASE_FIELD_IDS
-        frame = encode(
-            cls(**head, request=number, **fields), grease=ids[self.me.incarnation % len(ids)] if grease else None
-        )
-        size = len(frame) - tables.HEADER_BYTES
-        most = self._peer_limits.max_body if self._peer_limits is not None else tables.MAX_BODY
+        number, ids = self._next_request, tables.GREASE_FIELD_IDS
+        head, grease = {"session": self.session}, None
+        if cls is m.Hello:
+            head, grease = {}, ids[self.me.incarnation % len(ids)]
+        frame = encode(cls(**head, request=number, **fields), grease=grease)
+        size, most = len(frame) - tables.HEADER_BYTES, self.limits.max_body
         if size > most:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
+        return Request(number, frame, cls.__name__, now + patience, on_error)
 
-        def send() -> int:
-            timer = self.host.timers.at(now + RESEND, lambda at: self._again(number, at))
-            self._pending[number] = _Pending(frame, cls.__name__, now + patience, timer, on_error)
-            self.host.send(self, frame)
-            return number
+    def ask(self, request: Request, now: float) -> int:
+        """Send a request, and again until it is answered or given up (KVP-SES-RESEND); returns its id."""
+        self._pending[request.number] = request
+        self._again(request, now)
+        return request.number
 
-        return send
+    def _again(self, request: Request, now: float) -> None:
+        if now >= request.until:
+            self.lose(f"no answer to {request.name} in {PATIENCE:.0f} s")
+            return
+        request.timer = self.host.timers.at(min(now + RESEND, request.until), partial(self._again, request))
+        self.host.send(self.conn, request.frame)
 
     def request(self, cls: type[Any], now: float, **fields: Any) -> int:
-        """Send a request under a fresh id; it is resent until answered or given up (KVP-SES-RESEND).
-
-        A session whose peer does not take a request of this length is given up.
-        """
+        """Compose and ask; a session whose peer does not take a request of this length is given up."""
         try:
-            return self.compose(cls, now, **fields)()
+            return self.ask(self.compose(cls, now, **fields), now)
         except LocalError as error:
             if error.code != ErrorCode.TOO_LARGE:
                 raise
             self.lose(str(error))
             return 0
 
-    def _again(self, number: int, now: float) -> None:
-        pending = self._pending.get(number)
-        if pending is None or not self.open:
-            return
-        if now >= pending.until:
-            self.lose(f"no answer to {pending.name} in {PATIENCE:.0f} s")
-            return
-        pending.timer = self.host.timers.at(min(now + RESEND, pending.until), lambda at: self._again(number, at))
-        self.host.send(self, pending.frame)
-
     def asks(self, number: int) -> bool:
         """Whether this request is under way."""
         return number in self._pending
 
-    def answered(self, number: int) -> bool:
-        """End a request; whether it was under way."""
-        pending = self._pending.pop(number, None)
-        if pending is not None:
-            pending.timer.cancel()
-        return pending is not None
-
-    def cancel_requests(self) -> None:
-        """Ask nothing again."""
-        for number in list(self._pending):
-            self.answered(number)
-
-    def notice(self, message: Message) -> None:
-        """Send a message that has no answer of its own: a notice or a reply."""
-        self.host.send(self, encode(message))
-
-
-T = TypeVar("T")
+    def answered(self, number: int, *names: str) -> bool:
+        """End a request, of one of these messages where any are named; whether it was under way."""
+        request = self._pending.get(number)
+        if request is None or (names and request.name not in names):
+            return False
+        del self._pending[number]
+        if request.timer is not None:
+            request.timer.cancel()
+        return True
 
 
 def _known(value: T | None, what: str) -> T:

@@ -10,26 +10,17 @@ from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
-    "Arrived",
-    "Event",
-    "Expired",
-    "Fetched",
-    "Lost",
-    "Offered",
-    "Planned",
-    "ProtocolError",
-    "Proven",
-    "Ready",
-    "RegisterAsked",
-    "Released",
-    "SessionClosed",
-    "SessionRefused",
-    "TransferRequested",
-]
+    "Arrived", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven", "Ready",
+    "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "TransferRequested",
+]  # fmt: skip
+
+
+class Event:
+    """Base of what `take_events` returns."""
 
 
 @attrs.frozen
-class Planned:
+class Planned(Event):
     """Both Descriptions are known and fit."""
 
     session: int
@@ -39,7 +30,7 @@ class Planned:
 
 
 @attrs.frozen
-class RegisterAsked:
+class RegisterAsked(Event):
     """The peer has registered memory: map it, then call `accept_register` or `refuse_register`.
 
     At the source it is a sink's, to be written; at the sink a source's, to be read.
@@ -50,14 +41,14 @@ class RegisterAsked:
 
 
 @attrs.frozen
-class Ready:
+class Ready(Event):
     """Sink: every routed rank has registered this rank's memory."""
 
     plan: Plan
 
 
 @attrs.frozen
-class TransferRequested:
+class TransferRequested(Event):
     """Source: a sink rank asks for a request: copy its bytes, then call `done` or `failed`."""
 
     key: bytes = attrs.field(repr=False)
@@ -66,7 +57,7 @@ class TransferRequested:
 
 
 @attrs.frozen
-class Fetched:
+class Fetched(Event):
     """Source: a sink rank has read `bytes` bytes of an offer; 0: it reads nothing of it any more."""
 
     session: int
@@ -76,7 +67,7 @@ class Fetched:
 
 
 @attrs.frozen
-class Released:
+class Released(Event):
     """Source: no sink rank needs the request of this ticket any more."""
 
     key: bytes = attrs.field(repr=False)
@@ -85,14 +76,14 @@ class Released:
 
 
 @attrs.frozen
-class Expired:
+class Expired(Event):
     """Source: the deadline of the ticket has passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
     key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
-class Offered:
+class Offered(Event):
     """Sink: a source rank offers its items; once `may_read` is true, copy them and call `read` or `unread`."""
 
     transfer: int
@@ -100,7 +91,7 @@ class Offered:
 
 
 @attrs.frozen
-class Arrived:
+class Arrived(Event):
     """Sink: every required rank is Done, or what it offered is read; `done` then says what the Offer said."""
 
     transfer: int
@@ -110,7 +101,7 @@ class Arrived:
 
 
 @attrs.frozen
-class Lost:
+class Lost(Event):
     """Sink: the transfer failed. Its items are free if `proof` is PROVEN, or else when Proven follows."""
 
     transfer: int
@@ -119,14 +110,14 @@ class Lost:
 
 
 @attrs.frozen
-class Proven:
+class Proven(Event):
     """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead, or has said so late."""
 
     transfer: int
 
 
 @attrs.frozen
-class SessionRefused:
+class SessionRefused(Event):
     """A Hello, Describe or Register was refused, by the peer or `by_us`."""
 
     peer: str
@@ -135,7 +126,7 @@ class SessionRefused:
 
 
 @attrs.frozen
-class SessionClosed:
+class SessionClosed(Event):
     """The session is over: Goodbye, no answer in time, or a newer incarnation of the peer."""
 
     session: int
@@ -144,26 +135,8 @@ class SessionClosed:
 
 
 @attrs.frozen
-class ProtocolError:
+class ProtocolError(Event):
     """A malformed or unexpected frame; it was answered where it needs an answer, and had no other effect."""
 
     peer: str
     error: KvprotoError
-
-
-Event = (
-    Planned
-    | RegisterAsked
-    | Ready
-    | TransferRequested
-    | Fetched
-    | Released
-    | Expired
-    | Offered
-    | Arrived
-    | Lost
-    | Proven
-    | SessionRefused
-    | SessionClosed
-    | ProtocolError
-)

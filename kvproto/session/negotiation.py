@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from kvproto.errors import RemoteError
@@ -43,42 +45,26 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
     common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]
     found = next(((major, high) for major, low, high in common if low <= high), None)
     if found is None:
-        raise RemoteError(
-            ErrorCode.NO_VERSION,
-            "versions",
-            _ranges(source.versions),
-            _ranges(sink.versions),
-            "upgrade the older of the two",
-        )
+        mine, yours = _ranges(source.versions), _ranges(sink.versions)
+        raise RemoteError(ErrorCode.NO_VERSION, "versions", mine, yours, "upgrade the older of the two")
     for path, needed, offered in (("needed", sink.needed, source.offered), ("offered", source.needed, sink.offered)):
         missing = sorted(set(needed) - set(offered))
         if missing:
-            mine, yours = (offered, missing) if path == "needed" else (missing, offered)
-            raise RemoteError(
-                ErrorCode.FEATURE_MISSING, path, _names(mine), _names(yours), "offer it, or do not need it"
-            )
+            ours, theirs = (offered, missing) if path == "needed" else (missing, offered)
+            advice = "offer it, or do not need it"
+            raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(ours), _names(theirs), advice)
     return Chosen(*found, tuple(sorted(set(sink.offered) & set(source.offered))))
 
 
 def check_welcome(terms: Terms, welcome: Welcome) -> None:
     """Raise FEATURE_MISSING where a Welcome chooses what was not offered (KVP-NEG-CHECK)."""
-    version = welcome.version
-    spoken = any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions)
-    if not spoken:
-        chosen = f"{version.major}.{version.minor}"
-        raise RemoteError(
-            ErrorCode.FEATURE_MISSING, "version", _ranges(terms.versions), chosen, "this is a bug of the source"
-        )
-    strange = set(welcome.features) - set(terms.offered)
-    lost = set(terms.needed) - set(welcome.features)
-    if strange or lost:
-        raise RemoteError(
-            ErrorCode.FEATURE_MISSING,
-            "features",
-            _names(terms.offered),
-            _names(welcome.features),
-            "this is a bug of the source",
-        )
+    version, features, bug = welcome.version, set(welcome.features), "this is a bug of the source"
+    if not any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions):
+        mine, yours = _ranges(terms.versions), f"{version.major}.{version.minor}"
+        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", mine, yours, bug)
+    if not set(terms.needed) <= features <= set(terms.offered):
+        mine, yours = _names(terms.offered), _names(welcome.features)
+        raise RemoteError(ErrorCode.FEATURE_MISSING, "features", mine, yours, bug)
 
 
 def greased(terms: Terms, seed: int) -> Terms:
@@ -92,7 +78,6 @@ def _ranges(versions: tuple[VersionRange, ...]) -> str:
     return ", ".join(f"{v.major}.{v.min_minor}-{v.max_minor}" for v in versions)
 
 
-def _names(features: object) -> str:
+def _names(features: Sequence[int]) -> str:
     known = {int(f): f.name for f in Feature}
-    assert isinstance(features, tuple | list)
     return ", ".join(known.get(f, f"0x{f:04x}") for f in features) or "(none)"

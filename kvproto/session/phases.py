@@ -7,14 +7,17 @@ from functools import cached_property
 import attrs
 
 from kvproto.copying.aliasing import Overlaps
-from kvproto.planning.geometry import Geometry
+from kvproto.errors import PlanError, RemoteError, WireError
+from kvproto.planning.geometry import Geometry, decode_geometry, digest, encode_geometry
 from kvproto.planning.plan import Plan, Route
-from kvproto.session.staging import SlotReader
-from kvproto.wire.messages import Columns, Region, RouteRef
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Described", "Epoch", "Party", "Registration", "new_incarnation"]
+__all__ = ["Described", "Epoch", "Party", "Stated", "new_incarnation"]
 
 _RANDOM_BITS = 20
+_VERSION = 1
+"""Of this package's Descriptions: a replica's geometry does not change while it runs."""
 
 
 def new_incarnation(seconds: float, random: int) -> int:
@@ -44,20 +47,60 @@ class Party:
 
 
 @attrs.frozen(eq=False)
-class Described:
-    """Both Descriptions are known, and the plan that follows from them."""
+class Stated:
+    """The Description of one replica."""
 
-    source: Geometry
-    sink: Geometry
-    digests: tuple[bytes, bytes]
-    """Of the source's and the sink's Description."""
-    versions: tuple[int, int]
-    """Of the source's and the sink's Description."""
+    geometry: Geometry
+    encoded: bytes
+    digest: bytes
+    version: int
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> Stated:
+        """Of our own geometry."""
+        encoded = encode_geometry(geometry)
+        return cls(geometry, encoded, digest(encoded), _VERSION)
+
+    @classmethod
+    def read(cls, message: m.Describe | m.Description) -> Stated:
+        """What the peer states; raises BAD_DIGEST, or what is wrong below `geometry` (KVP-DSC-PATH)."""
+        encoded = bytes(message.geometry)
+        own = digest(encoded)
+        if own != message.digest:
+            raise RemoteError(
+                ErrorCode.BAD_DIGEST, "digest", own.hex(), bytes(message.digest).hex(), "hash the geometry"
+            )
+        try:
+            return cls(decode_geometry(encoded), encoded, own, message.version)
+        except (WireError, PlanError) as e:
+            raise type(e)(e.code, f"geometry.{e.path}", e.mine, e.yours, e.advice) from None
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """As Describe and Description carry it."""
+        return {"version": self.version, "geometry": self.encoded, "digest": self.digest}
+
+
+@attrs.frozen(eq=False)
+class Described:
+    """Both Descriptions are known, and the plan that follows from them; ranks are the source's and the sink's."""
+
+    of_source: Stated
+    of_sink: Stated
     plan: Plan
     ranks: tuple[int, int]
-    """The source's and the sink's."""
     request: int
     """Of the Describe."""
+
+    @property
+    def source(self) -> Geometry:
+        """The source's replica."""
+        return self.of_source.geometry
+
+    @property
+    def sink(self) -> Geometry:
+        """The sink's replica."""
+        return self.of_sink.geometry
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
@@ -65,7 +108,7 @@ class Described:
         return self.plan.between(*self.ranks)
 
     @cached_property
-    def refs(self) -> tuple[RouteRef, ...]:
+    def refs(self) -> tuple[m.RouteRef, ...]:
         """The routes of this rank pair as Register and Registered state them."""
         return tuple(route.ref for route in self.routes)
 
@@ -90,21 +133,7 @@ class Epoch:
     """Memory that one side has registered and the other has mapped."""
 
     number: int
-    columns: dict[int, Columns]
+    columns: dict[int, m.Columns]
     """By group id of the owner."""
-    transport: int
-    request: int
-    """Of the Register."""
     overlaps: Overlaps
     """Which of the columns share bytes."""
-
-
-@attrs.frozen
-class Registration:
-    """What a sink registers with one source rank."""
-
-    regions: tuple[Region, ...] = attrs.field(repr=False)
-    slots: SlotReader | None = None
-    """Unpacks what the source writes into staging slots."""
-    staged_by: int | None = None
-    """The transport by which the source writes slots and not pages."""

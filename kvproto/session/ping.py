@@ -6,12 +6,10 @@ and frees no page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from kvproto.session.core import Handler, Part, Session
+from kvproto.session.core import Part, Session
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.timers import Timer
-from kvproto.wire.messages import Ping, Pong
+from kvproto.wire import messages as m
 
 __all__ = ["PingPart"]
 
@@ -20,12 +18,10 @@ class PingPart(Part):
     """Both roles' half of Ping, from Welcome to the end of the session (KVP-SES-PING)."""
 
     def __init__(self, session: Session, now: float) -> None:
-        self._session, self._asked = session, 0
+        super().__init__(session)
+        self._asked = 0
         session.heard = now
         self._timer: Timer = session.host.timers.at(now + PING_SILENCE, self._silent)
-
-    def handlers(self) -> Mapping[type, Handler]:
-        return {Ping: self._ping, Pong: self._pong}
 
     def closed(self) -> None:
         self._timer.cancel()
@@ -37,13 +33,15 @@ class PingPart(Part):
         self._timer = session.host.timers.at((now if quiet else session.heard) + PING_SILENCE, self._silent)
         if quiet and not session.asks(self._asked):
             session.step("Ping")
-            self._asked = session.request(Ping, now)
+            self._asked = session.request(m.Ping, now)
 
-    def _ping(self, message: Ping, now: float) -> None:
+    def _ping(self, message: m.Ping, now: float) -> None:
         self._session.step("Ping")
         self._session.step("Pong")
-        self._session.notice(Pong(session=message.session, request=message.request))
+        self._session.reply(m.Pong, message)
 
-    def _pong(self, message: Pong, now: float) -> None:
+    def _pong(self, message: m.Pong, now: float) -> None:
         self._session.step("Pong")
         self._session.answered(message.request)
+
+    hears = ((m.Ping, _ping), (m.Pong, _pong))

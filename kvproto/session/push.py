@@ -1,56 +1,86 @@
-"""Transfers whose bytes the source writes itself: Done and its acknowledgement."""
+"""How bytes reach the sink: what every way of delivery answers, and push, where the source writes the pages itself."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
-from kvproto.session.core import Handler, Session
-from kvproto.session.delivery import Delivery, SourceDelivery
+from kvproto.errors import RemoteError
+from kvproto.planning.kinds import kind_of
+from kvproto.session.core import Hears, Part, Session
+from kvproto.session.phases import Described
 from kvproto.session.table import TransferState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
-from kvproto.session.verify import check_outcome
-from kvproto.wire.enums import Outcome, Proof
-from kvproto.wire.messages import Checksum, Done, HandOff, Registered
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 
-__all__ = ["SinkPush", "SourcePush"]
+__all__ = ["Delivery", "SinkPush", "SourcePush", "check_outcome"]
 
 
-class SourcePush(SourceDelivery):
-    """The source's half."""
+class SourcePush(Part):
+    """The source's half: Done and its acknowledgement."""
 
     def done(
-        self, attempt: SourceAttempt, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
-        checksums: tuple[Checksum, ...] | None,
+        self, attempt: SourceAttempt, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
+        checksums: tuple[m.Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """Every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
         session = self._session
         session.move(attempt, "Done")
         session.request(
-            Done, now, sequence=attempt.sequence, attempt=attempt.attempt, writer=session.me.rank,
-            groups=np.array(session.described.groups, np.uint32), bytes=written, outcome=outcome, handoff=handoff,
-            checksums=checksums,
+            m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(session.described.groups, np.uint32),
+            bytes=written, outcome=outcome, handoff=handoff, checksums=checksums,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
 
 
-class SinkPush(Delivery):
-    """The sink's half; `proving` are the transports by which the writer's death is proof."""
+class Delivery(Part):
+    """Base of SinkPush, SinkStaged and SinkPull: what the endpoint asks of any of them."""
 
-    def __init__(self, session: Session, proving: Collection[int]) -> None:
-        self._session, self._proving = session, proving
+    polled = False
+    """Whether copies of this side may have ended without a word."""
+    ready = True
+    """Whether transfers may run, once the session is READY."""
+    process: m.Process | None = None
+    """That writes, where its end is proof that no write of it can arrive any more (KVP-REG-DEATH)."""
+    prover: int | None = None
+    """The session whose writer's death is proof; None: our own copies write, and nobody's death proves those."""
+
+    def begin(self, attempt: SinkAttempt, packer: Any) -> None:
+        """A Transfer is about to be sent."""
+
+    def finish(self, attempt: SinkAttempt) -> bool:
+        """Whether an attempt that is Done is here to its last byte; raises KvprotoError for what went wrong."""
+        return True
+
+    def stop(self, attempt: SinkAttempt) -> bool:
+        """Expect no more bytes of an attempt: whether this side has stopped writing them."""
+        return True
+
+    def free(self, attempt: SinkAttempt) -> bool:
+        """Whether no write of an attempt can arrive any more (KVP-END-REUSE)."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Send what has become due since the last frame."""
+
+
+class SinkPush(Delivery):
+    """The sink's half."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
         self.prover = session.session
         self.dead = False
         """Whether the writer has ended."""
 
-    def handlers(self) -> Mapping[type, Handler]:
-        return {Done: self._done}
+    def registered(self, message: m.Registered, proving: Collection[int]) -> None:
+        """The source has mapped this side's memory; by the transports `proving` its death is proof."""
+        self.process = message.process if message.transport in proving else None
 
-    def registered(self, message: Registered) -> None:
-        self.process = message.process if message.transport in self._proving else None
-
-    def _done(self, message: Done, now: float) -> None:
+    def _done(self, message: m.Done, now: float) -> None:
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
@@ -59,7 +89,55 @@ class SinkPush(Delivery):
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
-        transfers.acknowledge(message)
+        self._session.reply(m.DoneAck, message)
+
+    hears: Hears = ((m.Done, _done),)
 
     def free(self, attempt: SinkAttempt) -> bool:
         return self.dead or attempt.done is not None or attempt.proof == Proof.PROVEN
+
+
+def check_outcome(described: Described, features: Collection[int], message: m.Done | m.Offer) -> None:
+    """Raise where Done or Offer is not what the routes of the pair promise.
+
+    WRONG_PEER for another writer or other groups (KVP-TRN-WRITER) and for other hand-off groups than the routed ones
+    (KVP-HND-GROUPS), OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES), MISSING_FIELD in a session with
+    VERIFY for no checksums.
+    """
+    if message.writer != described.ranks[0]:
+        raise RemoteError(
+            ErrorCode.WRONG_PEER, "writer", f"rank {described.ranks[0]}", f"rank {message.writer}", "state your rank"
+        )
+    if isinstance(message, m.Done) and tuple(message.groups.tolist()) != described.groups:
+        mine, yours = f"groups {described.groups}", f"groups {tuple(message.groups.tolist())}"
+        raise RemoteError(ErrorCode.WRONG_PEER, "groups", mine, yours, "state every group that is routed")
+    sizes = _handoff_bytes(described)
+    groups = [h.group for h in message.handoff]
+    if groups != sorted(sizes):
+        advice = "state each routed hand-off group once, in ascending order"
+        raise RemoteError(ErrorCode.WRONG_PEER, "handoff", f"groups {sorted(sizes)}", f"groups {groups}", advice)
+    for handoff in message.handoff:
+        size, came = sizes[handoff.group], len(handoff.data)
+        if came != size:
+            mine, advice = (
+                f"{size} bytes of group {handoff.group}",
+                "state the routed parts in ascending order, unpadded",
+            )
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "handoff.data", mine, f"{came} bytes", advice)
+    if Feature.VERIFY not in features:
+        return
+    if message.checksums is None:
+        raise RemoteError(ErrorCode.MISSING_FIELD, "checksums", "a session with VERIFY", "none", "state checksums")
+    routed, summed = set(described.groups) - sizes.keys(), [c.group for c in message.checksums]
+    if not routed.issuperset(summed):
+        raise RemoteError(ErrorCode.WRONG_PEER, "checksums", f"of groups {sorted(routed)}", f"of groups {summed}")
+
+
+def _handoff_bytes(described: Described) -> dict[int, int]:
+    """Bytes of each routed hand-off group, by the sink's group id."""
+    groups = {g.id: g for g in described.sink.groups}
+    return {
+        route.group: sum(groups[route.group].parts[p].lane_bytes for p in {box.part for box in route.boxes})
+        for route in described.routes
+        if not kind_of(groups[route.group]).has_memory
+    }

@@ -1,24 +1,125 @@
-"""What both roles check of Register and Registered, whoever owns the memory (spec/v1/registration.md)."""
+"""Register and Registered, whoever owns the memory (spec/v1/registration.md).
+
+The owner registers its memory; the holder maps it, and so may write it (push) or read it (pull).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
-from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Geometry
-from kvproto.session.phases import Described
-from kvproto.wire.enums import Access, ErrorCode
-from kvproto.wire.messages import Register, Registered
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session.core import Part, Session
+from kvproto.session.events import RegisterAsked
+from kvproto.session.phases import Described, Epoch
+from kvproto.session.table import SessionState
+from kvproto.wire import messages as m
+from kvproto.wire.enums import Access, ErrorCode, Transport
 
-__all__ = ["agrees", "check_register"]
+__all__ = ["EPOCH", "Holder", "register", "registered"]
+
+EPOCH = 1
+"""Of all memory that this package registers: without the feature EPOCHS there is no other."""
 
 
-def check_register(message: Register, access: Access, described: Described, owner: Geometry) -> Overlaps:
-    """Raise what speaks against a Register, whose memory is that of a rank of `owner`; which of its columns overlap.
+def register(
+    session: Session, access: Access, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
+) -> None:  # fmt: skip
+    """Grant the peer access to this rank's memory."""
+    described = session.described
+    session.step("Register")
+    session.request(
+        m.Register, now, source=described.of_source.digest, sink=described.of_sink.digest, epoch=EPOCH, access=access,
+        regions=regions, columns=columns, plan=described.plan.digest, routes=described.refs,
+    )  # fmt: skip
+
+
+def registered(session: Session, message: m.Registered, take: Callable[[], None] = lambda: None) -> None:
+    """Go on with what the holder has mapped; give the session up where its routes differ (KVP-REG-CHECK)."""
+    if not session.answered(message.request, "Register"):
+        return
+    session.step("Registered")
+    described = session.described
+    digest = described.plan.digest
+    try:
+        if message.routes != described.refs or message.plan != digest:
+            raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", digest.hex(), bytes(message.plan).hex())
+        take()
+    except RemoteError as error:
+        session.give_up(error)
+
+
+class Holder(Part):
+    """The side that maps the peer's memory: the engine is asked to, and then Register is answered."""
+
+    def __init__(self, session: Session, access: Access) -> None:
+        super().__init__(session)
+        self._access = access
+        self.epoch: Epoch | None = None
+        """What is mapped."""
+        self._asked: tuple[m.Register, Overlaps] | None = None
+        """What is being mapped."""
+        self._taken: tuple[m.Register, Transport, m.Process | None] | None = None
+
+    def _register(self, message: m.Register, now: float) -> None:
+        session, before = self._session, self._session.state
+        if self._asked is not None and self._asked[0].request == message.request:
+            return  # it is being mapped, and answered once
+        if self._taken is not None and self._taken[0].request == message.request:
+            self._say_registered(*self._taken)
+            return
+        if self._access == Access.READ and before == SessionState.REGISTERING:
+            return  # it has overtaken the Registered of this side, and comes again
+        try:
+            if self._taken is not None or self._asked is not None:
+                mine = "one Register, without the feature EPOCHS"
+                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", mine, str(message.epoch), "open a new session")
+            session.step("Register")
+            overlaps = _check(message, self._access, session.described)
+        except KvprotoError as error:
+            session.state = before
+            session.refuse(message, error)
+            return
+        self._asked = message, overlaps
+        session.tell(RegisterAsked(session.session, message))
+
+    def accept(self, transport: Transport, process: m.Process | None) -> bool:
+        """The peer's memory is mapped: whether the peer still wants that."""
+        asked, self._asked = self._asked, None
+        if asked is None or not self._session.open:
+            return False
+        self._session.step("Registered")
+        register, overlaps = asked
+        self.epoch = Epoch(register.epoch, {c.group: c for c in register.columns}, overlaps)
+        self._taken = register, transport, process
+        self._say_registered(*self._taken)
+        return True
+
+    def _say_registered(self, register: m.Register, transport: Transport, process: m.Process | None) -> None:
+        described = self._session.described
+        self._session.reply(
+            m.Registered, register, epoch=register.epoch, transport=transport, routes=described.refs,
+            plan=described.plan.digest, process=process,
+        )  # fmt: skip
+
+    def refuse(self, error: KvprotoError) -> None:
+        """The peer's memory cannot be mapped."""
+        asked, self._asked = self._asked, None
+        if asked is not None and self._session.open:
+            self._session.step("Refused")
+            self._session.refuse(asked[0], error)
+
+    hears = ((m.Register, _register),)
+
+
+def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
+    """Raise what speaks against a Register; returns which of its columns overlap.
 
     Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-COLUMNS.
     """
-    for field, ours, theirs in zip(("source", "sink"), described.digests, (message.source, message.sink), strict=True):
+    digests = described.of_source.digest, described.of_sink.digest
+    for field, ours, theirs in zip(("source", "sink"), digests, (message.source, message.sink), strict=True):
         if ours != theirs:
             raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
     if message.access != access:
@@ -36,13 +137,8 @@ def check_register(message: Register, access: Access, described: Described, owne
     regions = {r.id: r for r in message.regions}
     if len(regions) != len(message.regions):
         raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))
-    rank = described.ranks[1] if access == Access.WRITE else described.ranks[0]
+    owner, rank = (described.sink, described.ranks[1])
+    if access == Access.READ:
+        owner, rank = described.source, described.ranks[0]
     check_columns(owner, rank, regions, message.columns)
     return Overlaps.of(owner, rank, {c.group: c for c in message.columns})
-
-
-def agrees(message: Registered, described: Described) -> None:
-    """Raise ROUTE_MISMATCH where the holder states other routes than the owner (KVP-REG-CHECK)."""
-    digest = described.plan.digest
-    if message.routes != described.refs or message.plan != digest:
-        raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", digest.hex(), bytes(message.plan).hex())

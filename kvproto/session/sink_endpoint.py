@@ -8,30 +8,21 @@ from typing import Any
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.planning.geometry import Geometry, encode_geometry, validate
+from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
-from kvproto.session.core import Attempt, Session
-from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import (
-    Arrived,
-    Event,
-    Lost,
-    Offered,
-    Planned,
-    Proven,
-    Ready,
-    SessionClosed,
-    SessionRefused,
-)
-from kvproto.session.phases import Party, Registration
-from kvproto.session.pull import SinkPull, stray
+from kvproto.session import events as e
+from kvproto.session.core import Endpoint
+from kvproto.session.phases import Party
+from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush
+from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
+from kvproto.session.staged import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers
 from kvproto.wire import decode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Columns, Done, Drained, Grants, Message, Process, Region
 
 __all__ = ["SinkEndpoint"]
 
@@ -43,6 +34,7 @@ _OURS = 0
 class _Want:
     """A transfer: one attempt in the session of each required rank."""
 
+    number: int
     parts: dict[int, SinkAttempt]
     started: float
     error: KvprotoError | None = None
@@ -52,7 +44,7 @@ class SinkEndpoint(Endpoint):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
-        self, me: Party, geometry: Geometry, regions: tuple[Region, ...], columns: tuple[Columns, ...],
+        self, me: Party, geometry: Geometry, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...],
         features: tuple[Feature, ...], seed: str, staging: Callable[[int], Registration] | None = None,
         proving: Collection[int] = (),
     ) -> None:  # fmt: skip
@@ -61,11 +53,9 @@ class SinkEndpoint(Endpoint):
         `staging` gives what is registered with one source rank, where that is not `regions`. `proving`: transports by
         which the end of the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
         """
-        super().__init__()
-        validate(geometry)
-        self.me, self.geometry, self.columns = me, geometry, {c.group: c for c in columns}
-        self._parts = (geometry, encode_geometry(geometry), columns, features, proving)
-        self._seed, self._regions, self._staging = seed, regions, staging
+        super().__init__(me, geometry)
+        self._seed, self._columns, self._features, self._proving = seed, columns, features, proving
+        self._registration = staging or (lambda rank: Registration(regions))
         self.plan: Plan | None = None
         self.source: Geometry | None = None
         self.ready = False
@@ -80,7 +70,7 @@ class SinkEndpoint(Endpoint):
         """Transfers that something has happened to."""
         self._unproven: dict[int, set[tuple[int, int]]] = {}
         """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
-        self._told: list[tuple[SinkSession, Event]] = []
+        self._told: list[tuple[SinkSession, e.Event]] = []
         """Events of sessions from which no conclusions are drawn yet."""
         self._next = 1
 
@@ -90,20 +80,19 @@ class SinkEndpoint(Endpoint):
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self._sessions:
-            self._sessions[address] = SinkSession(self.me, self, address, *self._parts)
-            self._sessions[address].hello(now)
+            session = SinkSession(self, address, self._columns, self._features, self._proving)
+            self._sessions[address] = session
+            session.hello(now)
 
-    def tell(self, session: Session, event: Event) -> None:
+    def tell(self, session: SinkSession, event: e.Event) -> None:
         """Queue an event of a session, for the endpoint's own conclusions and for the engine."""
-        if isinstance(session, SinkSession):
-            self._told.append((session, event))
+        self._told.append((session, event))
 
-    def ended(self, session: Session, attempt: Attempt) -> None:
+    def ended(self, session: SinkSession, attempt: SinkAttempt) -> None:
         """Something of an attempt has changed."""
-        if isinstance(attempt, SinkAttempt):
-            self._changed.add(attempt.transfer)
+        self._changed.add(attempt.transfer)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: SinkSession) -> None:
         """A session is over: what is awaited of it is lost."""
         self.ready, self.over = False, True
         self._changed.update(self._wants)
@@ -121,23 +110,17 @@ class SinkEndpoint(Endpoint):
         except RemoteError as error:
             head = self._report(conn, session, frame, message, error)
             if session is not None and head.delivery != "reply":
-                self._spoil(session, head.sequence, head.attempt, error, now)
+                # What its transfer lacks now does not come again.
+                found = session.attempts.get(head.sequence or 0)
+                want = self._wants.get(found.transfer) if found and found.attempt == head.attempt else None
+                self._fail(want, error, now)
         self._after(now)
 
-    def _spoil(
-        self, session: SinkSession, sequence: int | None, attempt: int | None, error: KvprotoError, now: float
-    ) -> None:  # fmt: skip
-        """A refused message costs its transfer: what that lacks now does not come again."""
-        found = session.attempts.get(sequence or 0)
-        want = self._wants.get(found.transfer) if found is not None and found.attempt == attempt else None
-        if want is not None and want.error is None:
-            self._fail(want, error, now)
-
-    def _prove_late(self, session: SinkSession, message: Message) -> None:
+    def _prove_late(self, session: SinkSession, message: m.Message) -> None:
         """Done, or Drained as PROVEN, is proof however late it comes."""
-        if not self._unproven or not isinstance(message, Done | Drained) or message.session != session.session:
+        if not self._unproven or not isinstance(message, m.Done | m.Drained) or message.session != session.session:
             return
-        if isinstance(message, Done) or message.proof == Proof.PROVEN:
+        if isinstance(message, m.Done) or message.proof == Proof.PROVEN:
             self._prove({(session.session, message.sequence)})
 
     def _prove(self, proven: Collection[tuple[int, int]]) -> None:
@@ -145,7 +128,7 @@ class SinkEndpoint(Endpoint):
             missing.difference_update(proven)
             if not missing:
                 del self._unproven[transfer]
-                self._events.append(Proven(transfer))
+                self._events.append(e.Proven(transfer))
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
@@ -156,13 +139,9 @@ class SinkEndpoint(Endpoint):
         return [rank for rank, session in self._ranks.items() if session.delivery.polled]
 
     def transfer(
-        self,
-        key: bytes,
-        content: bytes,
-        grants: dict[int, Grants],
-        now: float,
+        self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
         packers: Mapping[int, Any] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
 
         `grants` by group id; `packers` unpack the streams of the ranks that are `staged`. Raises LocalError before
@@ -170,38 +149,42 @@ class SinkEndpoint(Endpoint):
         """
         if not self.ready or self.plan is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
-        number = self._next
-        asks = {
-            rank: self._ranks[rank].ask(now, number, key, content, grants) for rank in self.plan.required(self.me.rank)
-        }
+        number, made = self._next, {}
+        for rank in self.plan.required(self.me.rank):
+            made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
         self._next += 1
-        self._wants[number] = _Want({rank: ask((packers or {}).get(rank)) for rank, ask in asks.items()}, now)
+        for rank, (attempt, request) in made.items():
+            session = self._ranks[rank]
+            session.delivery.begin(attempt, (packers or {}).get(rank))
+            session.part(SinkTransfers).ask(attempt, request, now)
+        self._wants[number] = _Want(number, {rank: attempt for rank, (attempt, _) in made.items()}, now)
         self._changed.add(number)
         self._after(now)
         return number
 
     def abort(self, number: int, error: KvprotoError, now: float) -> None:
         """Stop a transfer; Lost follows, with what is known of its writes."""
-        want = self._wants.get(number)
-        if want is not None and want.error is None:
-            self._fail(want, error, now)
-            self._after(now)
+        self._fail(self._wants.get(number), error, now)
+        self._after(now)
 
-    def _fail(self, want: _Want, error: KvprotoError, now: float) -> None:
+    def _fail(self, want: _Want | None, error: KvprotoError, now: float) -> None:
         """Abort the parts that are not here, but for those that are being read: Abort says that nothing is."""
-        want.error = error
+        if want is None:
+            return
+        self._changed.add(want.number)
+        want.error = want.error or error
         for rank, attempt in want.parts.items():
-            self._changed.add(attempt.transfer)
-            if attempt.done is None and self._ranks[rank].open and not attempt.reading:
-                self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(error))
+            pending = attempt.done is None and attempt.proof is None and not attempt.reading
+            if pending and self._ranks[rank].open:
+                self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(want.error))
 
     def accept_register(self, number: int, transport: Transport) -> None:
         """The memory of a RegisterAsked is mapped."""
-        self._numbered(number).part(SinkPull).accept_register(transport)
+        self._numbered(number).part(Holder).accept(transport, None)
 
     def refuse_register(self, number: int, error: KvprotoError) -> None:
         """The memory of a RegisterAsked cannot be mapped."""
-        self._numbered(number).part(SinkPull).refuse_register(error)
+        self._numbered(number).part(Holder).refuse(error)
 
     def _numbered(self, number: int) -> SinkSession:
         return next(s for s in self._sessions.values() if s.session == number)
@@ -210,65 +193,61 @@ class SinkEndpoint(Endpoint):
         """The source rank of a session; None: it is not there, or over."""
         return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
 
-    def _part(self, offered: Offered) -> tuple[_Want | None, SinkSession, SinkAttempt | None]:
-        rank, want = offered.offer.writer, self._wants.get(offered.transfer)
-        return want, self._ranks[rank], want.parts.get(rank) if want is not None else None
+    def _part(self, offered: e.Offered) -> tuple[_Want, SinkAttempt] | None:
+        """The part of a transfer that an offer is about; None: the transfer is over."""
+        want = self._wants.get(offered.transfer)
+        return (want, want.parts[offered.offer.writer]) if want is not None else None
 
-    def wanted(self, offered: Offered) -> bool:
+    def wanted(self, offered: e.Offered) -> bool:
         """Whether an offer is still of use; if not, a copy of it should stop."""
-        want, _, attempt = self._part(offered)
-        return want is not None and want.error is None and attempt is not None and attempt.lease is not None
+        part = self._part(offered)
+        return part is not None and part[0].error is None and part[1].lease is not None
 
-    def may_read(self, offered: Offered, now: float) -> bool:
+    def may_read(self, offered: e.Offered, now: float) -> bool:
         """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
-        want, _, attempt = self._part(offered)
+        want, attempt = self._part(offered) or (None, None)
         if want is None or want.error is not None or attempt is None or attempt.lease is None:
             return False
         if not attempt.lease.fresh(now):
             return False
         attempt.lease.reading = True
-        self._watch(want, attempt)
+        self._watch(want, attempt, now)
         return True
 
-    def _watch(self, want: _Want, attempt: SinkAttempt) -> None:
+    def _watch(self, want: _Want, attempt: SinkAttempt, now: float) -> None:
         """Fail a copy that outlives its lease."""
-        if attempt.lease is not None:
-            self.timers.at(attempt.lease.end, lambda now: self._late(want, attempt, now))
+        if want.error is not None or attempt.lease is None or not attempt.reading:
+            return
+        if attempt.lease.over(now):
+            error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
+            self._fail(want, error, now)
+        else:
+            self.timers.at(attempt.lease.end, lambda at: self._watch(want, attempt, at))
 
-    def _late(self, want: _Want, attempt: SinkAttempt, now: float) -> None:
-        if want.error is None and attempt.lease is not None and attempt.lease.reading:
-            if attempt.lease.over(now):
-                error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
-                self._fail(want, error, now)
-            else:
-                self._watch(want, attempt)
-
-    def postpone(self, offered: Offered) -> None:
+    def postpone(self, offered: e.Offered) -> None:
         """The copy could not begin yet."""
-        _, _, attempt = self._part(offered)
-        if attempt is not None:
-            stray(attempt, Proof.PROVEN)
+        if (part := self._part(offered)) is not None:
+            part[1].stop_reading(Proof.PROVEN)
 
-    def read(self, offered: Offered, count: int, now: float) -> None:
+    def read(self, offered: e.Offered, count: int, now: float) -> None:
         """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
-        want, session, attempt = self._part(offered)
-        if want is not None and attempt is not None:
-            self._late(want, attempt, now)
-        if want is None or attempt is None or want.error is not None or not session.open:
+        session, part = self._ranks[offered.offer.writer], self._part(offered)
+        if part is not None and (lease := part[1].lease) is not None and lease.over(now):
+            self._watch(*part, now)
+        if part is None or part[0].error is not None or not session.open:
             self.unread(offered, None, now)
             return
-        session.part(SinkPull).pulled(attempt, count)
+        session.part(SinkPull).pulled(part[1], count)
         self._after(now)
 
-    def unread(self, offered: Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
+    def unread(self, offered: e.Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
         """Nothing reads an offer any more, and not all of it was; `error`: why, where it is still wanted."""
-        want, _, attempt = self._part(offered)
-        if want is not None and attempt is not None:
-            stray(attempt, proof)
-            self._fail(want, want.error or error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
+        if (part := self._part(offered)) is not None:
+            part[1].stop_reading(proof)
+            self._fail(part[0], error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
         self._after(now)
 
-    def writers(self) -> dict[int, Process]:
+    def writers(self) -> dict[int, m.Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
         deliveries = {s.session: s.delivery for s in self._sessions.values()}
         return {n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead}
@@ -284,29 +263,26 @@ class SinkEndpoint(Endpoint):
 
     def _after(self, now: float) -> None:
         while self._told:
-            session, event = self._told.pop(0)
-            self._conclude(session, event, now)
+            self._conclude(*self._told.pop(0), now)
         if self.plan is not None and not self.ready and self._all_ready(self.plan):
             self.ready = True
-            self._events.append(Ready(self.plan))
+            self._events.append(e.Ready(self.plan))
         for session in self._sessions.values():
             if session.delivery.polled:  # slots are emptied without a word
-                session.delivery.advance(now)
+                session.delivery.advance()
                 self._changed.update(self._wants)
         while self._changed:
-            number = self._changed.pop()
-            if number in self._wants:
-                self._progress(number, self._wants[number], now)
+            if (want := self._wants.get(self._changed.pop())) is not None:
+                self._progress(want, now)
 
-    def _conclude(self, session: SinkSession, event: Event, now: float) -> None:
+    def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)
-        if isinstance(event, SessionRefused):
+        if isinstance(event, e.SessionRefused):
             self.refused = event.error
-        elif isinstance(event, SessionClosed) and session.closed_in != SessionState.READY:
-            self.refused = self.refused or RemoteError(
-                ErrorCode.PEER_LOST, "", event.reason, session.name, "see whether it runs"
-            )
-        elif isinstance(event, Planned):
+        elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
+            lost = RemoteError(ErrorCode.PEER_LOST, "", event.reason, session.name, "see whether it runs")
+            self.refused = self.refused or lost
+        elif isinstance(event, e.Planned):
             self._planned(session, now)
 
     def _planned(self, session: SinkSession, now: float) -> None:
@@ -314,22 +290,20 @@ class SinkEndpoint(Endpoint):
         described, rank = session.described, session.peer.rank
         known = self._ranks.setdefault(rank, session)
         if known is not session:
-            error = RemoteError(
-                ErrorCode.WRONG_PEER, "rank", f"rank {rank} at {known.conn}", f"rank {rank} at {session.conn}",
-                "give every rank an address of its own",
-            )  # fmt: skip
-            session.give_up(error)
+            mine, yours = f"rank {rank} at {known.conn}", f"rank {rank} at {session.conn}"
+            session.give_up(
+                RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, "give every rank an address of its own")
+            )
             return
         self.plan, self.source = described.plan, described.source
-        required = described.writers
-        if rank in required:
-            session.register(lambda: self._staging(rank) if self._staging else Registration(self._regions), now)
-        for other in required:
+        if rank in described.writers:
+            session.register(self._registration(rank), now)
+        for other in described.writers:
             if other not in session.endpoints:
+                yours = str(sorted(session.endpoints))
                 self.refused = RemoteError(
-                    ErrorCode.COVERAGE, "endpoints", f"rank {other}", str(sorted(session.endpoints)),
-                    "list every rank in Welcome",
-                )  # fmt: skip
+                    ErrorCode.COVERAGE, "endpoints", f"rank {other}", yours, "list every rank in Welcome"
+                )
             elif other not in self._ranks and session.endpoints[other] != session.conn:
                 self._greet(session.endpoints[other], now)
 
@@ -337,10 +311,10 @@ class SinkEndpoint(Endpoint):
         sessions = [self._ranks.get(rank) for rank in plan.required(self.me.rank)]
         return all(session is not None and session.ready for session in sessions)
 
-    def _progress(self, number: int, want: _Want, now: float) -> None:
+    def _progress(self, want: _Want, now: float) -> None:
         """Tell of offers, fail what cannot succeed any more, and report a transfer that is over."""
-        for rank, attempt in want.parts.items():
-            session = self._ranks[rank]
+        parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
+        for session, attempt in parts:
             if want.error is None and attempt.error is not None:
                 self._fail(want, attempt.error, now)
             if want.error is None and not session.open and attempt.done is None:
@@ -348,8 +322,7 @@ class SinkEndpoint(Endpoint):
                 self._fail(want, error, now)
             if want.error is None and attempt.lease is not None and not attempt.lease.told:
                 attempt.lease.told = True
-                self._events.append(Offered(number, attempt.lease.offer))
-        parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
+                self._events.append(e.Offered(want.number, attempt.lease.offer))
         if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
@@ -359,24 +332,20 @@ class SinkEndpoint(Endpoint):
             want.error = error
         if not all(s.delivery.stop(a) for s, a in parts):
             return
-        del self._wants[number]
-        self._report_end(number, want, parts, now)
+        del self._wants[want.number]
+        self._events.append(self._outcome(want, parts, now))
         for session, attempt in parts:
             attempt.settled = True
             session.forget()
 
-    def _report_end(
-        self, number: int, want: _Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float
-    ) -> None:  # fmt: skip
+    def _outcome(self, want: _Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:
         if want.error is None:
-            done = [a.done for _, a in parts if a.done is not None]
-            done.sort(key=lambda each: each.writer)
-            self._events.append(Arrived(number, tuple(done), now - want.started))
-            return
+            done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
+            return e.Arrived(want.number, tuple(done), now - want.started)
         missing = {(s.delivery.prover or _OURS, a.sequence) for s, a in parts if not s.delivery.free(a)}
         if missing:
-            self._unproven[number] = missing
-        self._events.append(Lost(number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN))
+            self._unproven[want.number] = missing
+        return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
 
     def _peers(self) -> list[SinkSession]:
         return list(self._sessions.values())

@@ -7,36 +7,21 @@ from collections.abc import Hashable
 from functools import partial
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.planning.geometry import Geometry, encode_geometry, validate
+from kvproto.planning.geometry import Geometry
 from kvproto.session.claims import Claims
-from kvproto.session.core import Attempt, Session, refusal
-from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Event, SessionRefused, TransferRequested
+from kvproto.session.core import Session, refusal
+from kvproto.session.events import SessionRefused, TransferRequested
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.source import SourceSession
-from kvproto.session.staged import SourceStaged
-from kvproto.session.staging import StagedPiece
+from kvproto.session.staged import SourceStaged, StagedPiece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
-from kvproto.wire.messages import (
-    Checksum,
-    Error,
-    Grants,
-    HandOff,
-    Hello,
-    Message,
-    Process,
-    Refused,
-    Ticket,
-    Version,
-    Welcome,
-)
-from kvproto.wire.messages import Endpoint as Address
 
 __all__ = ["SourceEndpoint"]
 
@@ -45,24 +30,18 @@ _MAX_REMEMBERED = 1 << 16
 """Incarnations, and sessions of incarnations that were replaced."""
 
 
-class SourceEndpoint(Endpoint):
+class SourceEndpoint(Claims):
     """All sessions of one source rank."""
 
     def __init__(
-        self,
-        me: Party,
-        geometry: Geometry,
-        endpoints: dict[int, str],
-        features: tuple[Feature, ...],
-        first_session: int,
-        process: Process | None = None,
-    ) -> None:
+        self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...],
+        first_session: int, process: m.Process | None = None,
+    ) -> None:  # fmt: skip
         """`endpoints`: where every rank of the replica listens; `process`: the one that will write."""
-        super().__init__()
-        validate(geometry)
-        self.me, self.geometry, self.process = me, geometry, process
-        self._encoded = encode_geometry(geometry)
-        self._endpoints, self._features = endpoints, features
+        super().__init__(me, geometry)
+        self.process = process
+        self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
+        self._features, self._next_session = features, first_session
         self.sessions: dict[int, SourceSession] = {}
         self.draining = False
         """Whether new sessions and transfers are refused."""
@@ -73,18 +52,13 @@ class SourceEndpoint(Endpoint):
         """The greatest of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
         """Connection and incarnations of sessions that a later incarnation has ended."""
-        self._claims = Claims(me.rank, self.timers, self._events_of_claims)
-        self._next_session = first_session
-
-    def _events_of_claims(self, event: Event) -> None:
-        self._events.append(event)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame; whatever it holds, no other session is touched (KVP-ERR-ALONE)."""
         message = session = None
         try:
             message = decode(frame)
-            if isinstance(message, Hello):
+            if isinstance(message, m.Hello):
                 self._hello(conn, message, now)
             else:
                 session = self._find(conn, message)
@@ -94,52 +68,46 @@ class SourceEndpoint(Endpoint):
             self._report(conn, session, frame, message, error)
         self._after(now)
 
-    def _find(self, conn: Hashable, message: Message) -> SourceSession | None:
+    def _find(self, conn: Hashable, message: m.Message) -> SourceSession | None:
         """The session of a message; None: an Error that is about none. Raises UNKNOWN_SESSION, SUPERSEDED."""
         number = getattr(message, "session", None) or 0
         session = self.sessions.get(number)
         known, incarnations = self._superseded.get(number, (None, ""))
         if session is not None and session.conn == conn and known is None:
             return session
-        if isinstance(message, Error):
+        if isinstance(message, m.Error):
             return None
         if known == conn:
             mine = f"a later incarnation took over: {incarnations}"
             raise RemoteError(ErrorCode.SUPERSEDED, "session", mine, str(number), "end this run of the engine")
-        advice = "greet again"
-        raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), advice)
+        raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), "greet again")
 
-    def _hello(self, conn: Hashable, hello: Hello, now: float) -> None:
+    def _hello(self, conn: Hashable, hello: m.Hello, now: float) -> None:
         peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         terms = Terms(tuple(hello.offered), tuple(hello.needed), tuple(hello.versions))
         try:
             chosen = negotiate(terms, Terms(self._features))
             self._check(hello, peer)
         except RemoteError as error:
-            self._out.append((conn, encode(Refused(request=hello.request, **refusal(error)))))
+            self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
         self._supersede(peer)
         session = self.sessions.get(self._greetings.get(conn, 0))
-        repeated = session is not None and session.greeting == hello.request and session.peer == peer
-        if session is None or not repeated:
+        if session is None or session.greeting != hello.request or session.peer != peer:
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
             number, self._next_session = self._next_session, self._next_session + 1
-            session = SourceSession(
-                self.me, self, conn, number, hello, chosen, self.geometry, self._encoded, now, self._sought,
-                lambda: self.draining,
-            )  # fmt: skip
+            session = SourceSession(self, conn, number, hello, chosen.features, now, self._seek, lambda: self.draining)
             self.sessions[number], self._greetings[conn] = session, number
-        welcome = Welcome(
-            session=session.session, request=hello.request, version=Version(major=chosen.major, minor=chosen.minor),
+        welcome = m.Welcome(
+            session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
             engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
-            features=session.features, limits=LIMITS,
-            endpoints=tuple(Address(rank=r, address=a) for r, a in sorted(self._endpoints.items())),
+            features=session.features, limits=LIMITS, endpoints=self._endpoints,
         )  # fmt: skip
-        self._out.append((conn, encode(welcome)))
+        self.send(conn, encode(welcome))
 
-    def _check(self, hello: Hello, peer: Party) -> None:
+    def _check(self, hello: m.Hello, peer: Party) -> None:
         """Raise what else speaks against a Hello."""
         if hello.role != Role.SINK:
             raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name, "dial a source")
@@ -166,31 +134,6 @@ class SourceEndpoint(Endpoint):
             while len(bounded) > _MAX_REMEMBERED:
                 bounded.popitem(last=False)
 
-    def expect(self, ticket: Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
-        """The engine has the request of this ticket; its first use binds it to one sink.
-
-        `tokens`: length of its prompt; where it is given, a Transfer for more is refused at once (KVP-GRANT-REAL).
-        """
-        self._claims.expect(ticket, content, tokens, now)
-        self._after(now)
-
-    def _sought(self, session: SourceSession, attempt: SourceAttempt, now: float) -> None:
-        if attempt.transfer is not None:
-            self._claims.seek(session, attempt, attempt.transfer, now)
-
-    def finish(self, key: bytes) -> None:
-        """Prefill of this request is over: whoever waits is served."""
-        self._claims.finish(key)
-
-    def asking(self, key: bytes) -> list[TransferRequested]:
-        """Who waits for this request while its prefill runs; its first rows may be copied to them."""
-        return self._claims.asking(key)
-
-    def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
-        """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
-        self._claims.refuse(key, error, now)
-        self._after(now)
-
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""
         self.draining = True
@@ -200,92 +143,90 @@ class SourceEndpoint(Endpoint):
         self.draining = True
         super().goodbye(reason)
 
-    def _attempt(self, asked: TransferRequested) -> tuple[SourceSession | None, SourceAttempt | None]:
+    def _attempt(self, asked: TransferRequested) -> tuple[SourceSession, SourceAttempt] | None:
         session = self.sessions.get(asked.session)
-        attempt = session.attempts.get(asked.transfer.sequence) if session is not None else None
-        return session, attempt if attempt is not None and attempt.attempt == asked.transfer.attempt else None
+        attempt = session.part(SourceTransfers).find(asked.transfer) if session is not None else None
+        return (session, attempt) if session is not None and attempt is not None else None
+
+    def _is(self, asked: TransferRequested, state: TransferState) -> bool:
+        found = self._attempt(asked)
+        return found is not None and found[0].open and found[1].state == state
 
     def active(self, asked: TransferRequested) -> bool:
         """Whether the transfer is still wanted."""
-        session, attempt = self._attempt(asked)
-        return session is not None and session.open and attempt is not None and attempt.state == TransferState.ACCEPTED
+        return self._is(asked, TransferState.ACCEPTED)
 
     def offered(self, asked: TransferRequested) -> bool:
         """Whether the sink may read what it was offered, and has not said Pulled."""
-        session, attempt = self._attempt(asked)
-        return session is not None and session.open and attempt is not None and attempt.state == TransferState.OFFERED
+        return self._is(asked, TransferState.OFFERED)
 
     def copying(self, asked: TransferRequested) -> None:
         """The copy begins; `done`, `offer` or `failed` ends it."""
-        _, attempt = self._attempt(asked)
-        if attempt is not None:
-            attempt.copying = True
+        if (found := self._attempt(asked)) is not None:
+            found[1].copying = True
 
     def chunk(self, asked: TransferRequested, piece: StagedPiece) -> None:
         """Bytes of the transfer are in a slot of the sink."""
-        session, attempt = self._attempt(asked)
-        if session is not None and attempt is not None:
-            session.part(SourceStaged).chunk(attempt, piece)
+        if (found := self._attempt(asked)) is not None:
+            found[0].part(SourceStaged).chunk(found[1], piece)
 
-    def _copied(self, asked: TransferRequested, proof: Proof = Proof.PROVEN) -> None:
-        session, attempt = self._attempt(asked)
-        if session is not None and attempt is not None:
-            session.part(SourceTransfers).copied(attempt, proof)
+    def _copied(
+        self, asked: TransferRequested, proof: Proof = Proof.PROVEN
+    ) -> tuple[SourceSession, SourceAttempt] | None:
+        """The copy is over; returns the transfer if it is still wanted."""
+        found = self._attempt(asked)
+        if found is not None:
+            found[0].part(SourceTransfers).copied(found[1], proof)
+        return found if self.active(asked) else None
 
     def done(
-        self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[HandOff, ...],
-        checksums: tuple[Checksum, ...] | None,
+        self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
+        checksums: tuple[m.Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """The copy is complete: `written` bytes are at their destination."""
-        self._copied(asked)
-        session, attempt = self._attempt(asked)
-        if session is not None and attempt is not None and self.active(asked):
-            session.part(SourcePush).done(attempt, now, written, outcome, handoff, checksums)
+        if (found := self._copied(asked)) is not None:
+            found[0].part(SourcePush).done(found[1], now, written, outcome, handoff, checksums)
 
     def offer(
-        self, asked: TransferRequested, now: float, lease: float, grants: tuple[Grants, ...], outcome: Outcome,
-        handoff: tuple[HandOff, ...], checksums: tuple[Checksum, ...] | None,
+        self, asked: TransferRequested, now: float, lease: float, grants: tuple[m.Grants, ...], outcome: Outcome,
+        handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
     ) -> None:  # fmt: skip
         """The sink may read these items for `lease` seconds, and no longer than the ticket lives."""
-        self._copied(asked)
-        deadline = self._claims.deadline(asked.key)
-        end = min(now + lease, deadline) if deadline is not None else now
-        session, attempt = self._attempt(asked)
-        if deadline is None or (end - now) * 1000 < 1:
+        claim = self._claims.get(asked.key)
+        deadline = claim.deadline if claim is not None else now
+        end = min(now + lease, deadline)
+        if (end - now) * 1000 < 1:
             self.failed(asked, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
-        elif session is not None and attempt is not None and self.active(asked):
-            session.part(SourcePull).offer(attempt, now, end, deadline, grants, outcome, handoff, checksums)
+        elif (found := self._copied(asked)) is not None:
+            found[0].part(SourcePull).offer(found[1], now, end, deadline, grants, outcome, handoff, checksums)
 
     def failed(
         self, asked: TransferRequested, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN
     ) -> None:  # fmt: skip
         """The copy failed; PROVEN: no write of it can arrive any more."""
-        self._copied(asked, proof)
-        session, attempt = self._attempt(asked)
-        if session is not None and attempt is not None and self.active(asked):
-            session.part(SourceTransfers).fail(attempt, error, now)
+        if (found := self._copied(asked, proof)) is not None:
+            found[0].part(SourceTransfers).fail(found[1], error, now)
 
-    def ended(self, session: Session, attempt: Attempt) -> None:
+    def ended(self, session: Session, attempt: SourceAttempt) -> None:
         """An attempt of a session is over."""
-        if isinstance(attempt, SourceAttempt):
-            self._claims.touch(attempt)
-            session.forget()
+        self._touch(attempt)
+        session.forget()
 
     def closed(self, session: Session) -> None:
         """A session is over: its requests may be, now or when what it was lent comes back."""
         self._closed.add(session.session)
         for attempt in session.attempts.values():
-            self._claims.touch(attempt)
+            self._touch(attempt)
             if attempt.loan is not None:
                 self.timers.at(attempt.loan.end, partial(self._returned, attempt))
 
     def _returned(self, attempt: SourceAttempt, now: float) -> None:
         """The lease of a session that is over has ended."""
-        self._claims.touch(attempt)
+        self._touch(attempt)
 
     def _after(self, now: float) -> None:
         """Release requests that are over, and forget sessions that no request waits for."""
-        self._claims.settle(now)
+        self._settle(now)
         if self.draining:
             return
         for number in [n for n in self._closed if not self.sessions[n].claims]:

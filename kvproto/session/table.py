@@ -25,29 +25,29 @@ from kvproto.wire.enums import ErrorCode, Feature
 __all__ = ["SESSION", "TRANSFER", "SessionState", "TransferState", "next_session", "next_transfer"]
 
 State = TypeVar("State", SessionState, TransferState)
+_Rows = Mapping[tuple[State, str], State]
 _Needed = Mapping[tuple[State, str], frozenset[Feature]]
 
 
 def next_session(state: SessionState, event: str, features: Collection[int]) -> SessionState:
     """State of a session with these features after the message; raises UNEXPECTED_MESSAGE."""
-    after = SESSION.get((state, event))
-    if after is None:
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", f"session {state.value}", event)
-    _check(SESSION_FEATURES, state, event, features, "")
-    return after
+    return _next(SESSION, SESSION_FEATURES, state, event, features, "")
 
 
 def next_transfer(state: TransferState, event: str, features: Collection[int]) -> TransferState:
     """State of a transfer in a session with these features after the message; raises UNEXPECTED_MESSAGE."""
-    after = TRANSFER.get((state, event))
+    return _next(TRANSFER, TRANSFER_FEATURES, state, event, features, "sequence")
+
+
+def _next(
+    rows: _Rows[State], needed: _Needed[State], state: State, event: str, features: Collection[int], path: str
+) -> State:  # fmt: skip
+    after, names = rows.get((state, event)), needed.get((state, event))
     if after is None:
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", f"transfer {state.value}", event)
-    _check(TRANSFER_FEATURES, state, event, features, "sequence")
+        mine = f"{'transfer' if path else 'session'} {state.value}"
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, mine, event)
+    if names is not None and names.isdisjoint(features):
+        either = " or ".join(sorted(f.name for f in names))
+        mine = f"a session without {either}"
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, mine, event, f"negotiate {either}")
     return after
-
-
-def _check(rows: _Needed[State], state: State, event: str, features: Collection[int], path: str) -> None:
-    needed = rows.get((state, event))
-    if needed is not None and needed.isdisjoint(features):
-        names = " or ".join(sorted(f.name for f in needed))
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, f"a session without {names}", event, f"negotiate {names}")

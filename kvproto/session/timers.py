@@ -18,7 +18,6 @@ _SPARE = 64
 class Timer:
     """One action at one time; `cancel` withdraws it."""
 
-    when: float
     action: Callable[[float], None] | None
     _owner: Timers
 
@@ -39,7 +38,7 @@ class Timers:
 
     def at(self, when: float, action: Callable[[float], None]) -> Timer:
         """Call `action(now)` in the first `run` at or after `when`."""
-        timer = Timer(when, action, self)
+        timer = Timer(action, self)
         heapq.heappush(self._heap, (when, next(self._order), timer))
         return timer
 
@@ -58,8 +57,8 @@ class Timers:
             self._cancelled -= 1
         return self._heap[0][0] if self._heap else None
 
-    def run(self, now: float) -> bool:
-        """Run the actions that are due; whether there were any. An action set by another runs in the next call."""
+    def run(self, now: float) -> None:
+        """Run the actions that are due; an action set by another runs in the next call."""
         due = []
         while (when := self.next()) is not None and when <= now:
             due.append(heapq.heappop(self._heap)[2])
@@ -69,4 +68,3 @@ class Timers:
                 action(now)
             else:  # cancelled by one before it, when it was out of the heap already
                 self._cancelled -= 1
-        return bool(due)

@@ -16,14 +16,14 @@ import numpy as np
 
 from kvproto.copying.grants import check_grants
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.session.core import Attempt, Handler, Part, Session, refusal, refused
+from kvproto.session.core import Attempt, Part, Request, Session, refusal, refused
 from kvproto.session.events import ProtocolError
 from kvproto.session.leases import Lease, Loan
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.phases import Epoch
+from kvproto.session.registering import EPOCH, Holder
 from kvproto.session.table import SessionState, TransferState
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Proof, RequestState
-from kvproto.wire.messages import Abort, Accepted, Done, DoneAck, Drained, Failed, Grants, Transfer
 
 __all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
 
@@ -32,7 +32,7 @@ __all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
 class SourceAttempt(Attempt):
     """An attempt at the source."""
 
-    transfer: Transfer | None = None
+    transfer: m.Transfer | None = None
     """None: it was aborted before its Transfer came."""
     progress: Callable[[], RequestState] | None = None
     """How far the request is now."""
@@ -41,8 +41,8 @@ class SourceAttempt(Attempt):
     aborted: bool = False
     copying: bool = False
     """Whether writes of it may arrive."""
-    drain: int | None = None
-    """Request id of an Abort that waits for the copy to end."""
+    drain: m.Abort | None = None
+    """An Abort that waits for the copy to end."""
     loan: Loan | None = None
     fetched: bool = False
     """Whether the sink has read what it was offered."""
@@ -64,31 +64,32 @@ class SourceAttempt(Attempt):
 class SourceTransfers(Part):
     """What a source does with transfers, but for their bytes.
 
-    `epoch` is the memory that the sink has registered, None before that; `sought` is told of each Transfer that is
-    legal, to be matched with its ticket; `draining` says whether new ones are refused.
+    `seek` is told of each Transfer that is legal, to be matched with its ticket; `draining` says whether new ones are
+    refused.
     """
 
     def __init__(
-        self, session: Session, epoch: Callable[[], Epoch | None],
-        sought: Callable[[SourceAttempt, float], None], draining: Callable[[], bool],
+        self, session: Session, seek: Callable[[SourceAttempt, m.Transfer, float], None], draining: Callable[[], bool]
     ) -> None:  # fmt: skip
-        self._session, self._epoch, self._sought, self._draining = session, epoch, sought, draining
+        super().__init__(session)
+        self._seek, self._draining = seek, draining
         self._unprovable: set[tuple[int, int]] = set()
         """Attempts whose writes may arrive at any time, although their copy is over."""
 
-    def handlers(self) -> Mapping[type, Handler]:
-        return {Transfer: self._transfer, DoneAck: self._done_ack, Abort: self._abort}
+    def find(self, message: Any) -> SourceAttempt | None:
+        """The attempt that a message names; None: there is no record of it."""
+        found: SourceAttempt | None = self._session.attempts.get(message.sequence)
+        return found if found is not None and found.attempt == message.attempt else None
 
-    def _transfer(self, message: Transfer, now: float) -> None:
-        session = self._session
-        known: SourceAttempt | None = session.attempts.get(message.sequence)
-        if known is not None and self._is_repeated(known, message):
+    def _transfer(self, message: m.Transfer, now: float) -> None:
+        session, known = self._session, self.find(message)
+        if known is not None and known.transfer is not None and known.transfer.request == message.request:
             self._answer_again(known, message)
             return
         try:
-            self._check_sequence(message, known)
+            self._check_sequence(message)
         except RemoteError as error:
-            self._failed(message, error)
+            session.reply(m.Failed, message, **refusal(error))
             return
         attempt = SourceAttempt(message.sequence, message.attempt, transfer=message)
         session.attempts[message.sequence] = attempt
@@ -98,40 +99,42 @@ class SourceTransfers(Part):
         except RemoteError as error:
             self.fail(attempt, error, now)
             return
-        self._sought(attempt, now)
+        self._seek(attempt, message, now)
 
-    def _is_repeated(self, known: SourceAttempt, message: Transfer) -> bool:
-        asked = known.transfer
-        return asked is not None and (asked.request, asked.attempt) == (message.request, message.attempt)
-
-    def _answer_again(self, attempt: SourceAttempt, message: Transfer) -> None:
+    def _answer_again(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """KVP-SES-REPLY."""
+        error = attempt.refused
         if attempt.aborted:
-            self._failed(message, RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence)))
-        elif attempt.refused is not None:
-            self._failed(message, attempt.refused)
+            error = RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
+        if error is not None:
+            self._session.reply(m.Failed, message, **refusal(error))
         elif attempt.progress is not None:
-            self._session.notice(Accepted(**self._head(message), state=attempt.progress()))
+            self._session.reply(m.Accepted, message, state=attempt.progress())
 
-    def _check_sequence(self, message: Transfer, known: SourceAttempt | None) -> None:
+    def _check_sequence(self, message: m.Transfer) -> None:
         """Raise where the sequence or the attempt is not the next; such a Transfer leaves no record."""
         low, number = self._session.low_water, message.sequence
+        known: SourceAttempt | None = self._session.attempts.get(number)
+        if known is not None and known.aborted and message.attempt == known.attempt:
+            raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use the next attempt")
         if number <= low or (known is not None and message.attempt <= known.attempt):
-            if known is not None and known.aborted and message.attempt == known.attempt:
-                raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use the next attempt")
             mine = f"every sequence up to {low} is over" if number <= low else f"sequence {number} is in use"
             raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(number), "number new transfers upwards")
-        mine = "no attempt yet" if known is None else f"attempt {known.attempt} is {known.state.value}"
-        if message.attempt != (1 if known is None else known.attempt + 1) or (known is not None and not known.over):
-            advice = "abort the attempt before, and wait until it is Drained"
-            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}", advice)
+        self._check_next(known, message)
         if number > low + MAX_TRANSFERS:
             mine = f"{MAX_TRANSFERS} transfers at once, from {low + 1}"
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
 
-    def _check(self, message: Transfer) -> None:
+    def _check_next(self, known: SourceAttempt | None, message: m.Transfer | m.Abort) -> None:
+        """Raise UNEXPECTED_MESSAGE where an attempt neither is the first nor follows one that has ended."""
+        if message.attempt != (1 if known is None else known.attempt + 1) or (known is not None and not known.over):
+            mine = "no attempt yet" if known is None else f"attempt {known.attempt} is {known.state.value}"
+            advice = "abort the attempt before, and wait until it is Drained"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}", advice)
+
+    def _check(self, message: m.Transfer) -> None:
         """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*)."""
-        session, epoch = self._session, self._epoch()
+        session, epoch = self._session, self._session.part(Holder).epoch
         state = session.state if session.open else session.closed_in
         if state != SessionState.READY or epoch is None or not (session.open or self._draining()):
             mine = f"session {session.state.value}"
@@ -140,8 +143,8 @@ class SourceTransfers(Part):
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
         described = session.described
         for field, ours, theirs, advice in (
-            ("source_version", described.versions[0], message.source_version, "describe again"),
-            ("sink_version", described.versions[1], message.sink_version, "describe again"),
+            ("source_version", described.of_source.version, message.source_version, "describe again"),
+            ("sink_version", described.of_sink.version, message.sink_version, "describe again"),
             ("epoch", epoch.number, message.epoch, "name the epoch of the last Registered"),
             ("writers", list(described.writers), message.writers.tolist(), "name all source ranks of the plan"),
         ):
@@ -151,23 +154,11 @@ class SourceTransfers(Part):
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps
         )
 
-    def _head(self, message: Transfer) -> dict[str, Any]:
-        return {
-            "session": self._session.session,
-            "request": message.request,
-            "sequence": message.sequence,
-            "attempt": message.attempt,
-        }
-
-    def _failed(self, message: Transfer, error: KvprotoError) -> None:
-        self._session.notice(Failed(**self._head(message), **refusal(error)))
-
-    def accept(self, attempt: SourceAttempt, progress: Callable[[], RequestState]) -> None:
+    def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer by how far its request is; Done or Failed will follow."""
-        if attempt.transfer is not None:
-            self._session.move(attempt, "Accepted")
-            attempt.progress = progress
-            self._session.notice(Accepted(**self._head(attempt.transfer), state=progress()))
+        self._session.move(attempt, "Accepted")
+        attempt.progress = progress
+        self._session.reply(m.Accepted, transfer, state=progress())
 
     def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float) -> None:
         """End an attempt without its bytes; this proves nothing about its writes."""
@@ -175,31 +166,30 @@ class SourceTransfers(Part):
         self._session.move(attempt, "Failed")
         if asked and attempt.transfer is not None:
             attempt.refused = error
-            self._failed(attempt.transfer, error)
+            self._session.reply(m.Failed, attempt.transfer, **refusal(error))
         else:
             self._session.request(
-                Failed, now, sequence=attempt.sequence, attempt=attempt.attempt, **refusal(error),
+                m.Failed, now, **attempt.ids, **refusal(error),
                 on_error=lambda error, now: self._session.move(attempt, "DoneAck"),
             )  # fmt: skip
 
     def refused(self, attempt: SourceAttempt, error: RemoteError) -> None:
-        """The sink answered Done or Offer by Error: nothing is sent again."""
+        """The sink answered Done or Offer by Error: nothing is sent again, and the sink reads nothing."""
+        attempt.loan = None
         if attempt.state in (TransferState.DONE, TransferState.OFFERED):
             self._session.move(attempt, "Error")
         self._session.tell(ProtocolError(self._session.name, error))
 
-    def _done_ack(self, message: DoneAck, now: float) -> None:
+    def _done_ack(self, message: m.DoneAck, now: float) -> None:
         self._session.answered(message.request)
-        attempt = self._session.attempts.get(message.sequence)
-        if attempt is None or attempt.attempt != message.attempt:
-            return
-        if attempt.state in (TransferState.DONE, TransferState.FAILED):
+        attempt = self.find(message)
+        if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
             self._session.move(attempt, "DoneAck")
 
-    def _abort(self, message: Abort, now: float) -> None:
+    def _abort(self, message: m.Abort, now: float) -> None:
         attempt = self._aborted(message)
         if attempt is None:  # over: the low-water mark refuses it from now on
-            self._drained((message.sequence, message.attempt), message.request)
+            self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
             self._session.move(attempt, "Abort")
@@ -207,11 +197,11 @@ class SourceTransfers(Part):
         if attempt.loan is not None:
             self._session.answered(attempt.loan.request)
             attempt.loan = None
-        attempt.drain = message.request
+        attempt.drain = message
         if not attempt.copying:
             self._end(attempt)
 
-    def _aborted(self, message: Abort) -> SourceAttempt | None:
+    def _aborted(self, message: m.Abort) -> SourceAttempt | None:
         """The record of what is to be aborted, made if there is none; None: it is over and forgotten."""
         session, number = self._session, message.sequence
         known: SourceAttempt | None = session.attempts.get(number)
@@ -219,30 +209,23 @@ class SourceTransfers(Part):
             return None
         if known is not None and known.attempt == message.attempt:
             return known
-        if message.attempt != (1 if known is None else known.attempt + 1) or (known is not None and not known.over):
-            mine = "no attempt yet" if known is None else f"attempt {known.attempt} is {known.state.value}"
-            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}")
+        self._check_next(known, message)
         if len(session.attempts) >= 2 * MAX_TRANSFERS:
             mine = f"records of {len(session.attempts)} transfers"
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
-        made = SourceAttempt(number, message.attempt)
-        session.attempts[number] = made
+        made = session.attempts[number] = SourceAttempt(number, message.attempt)
         return made
 
     def _end(self, attempt: SourceAttempt) -> None:
         """Answer an Abort, now that no copy is under way."""
         if attempt.drain is not None:
             self._session.move(attempt, "Drained")
-            self._drained((attempt.sequence, attempt.attempt), attempt.drain)
+            self._drained(attempt.drain)
             attempt.drain = None
 
-    def _drained(self, key: tuple[int, int], request: int) -> None:
-        self._session.notice(
-            Drained(
-                session=self._session.session, request=request, sequence=key[0], attempt=key[1],
-                proof=Proof.UNPROVABLE if key in self._unprovable else Proof.PROVEN,
-            )
-        )  # fmt: skip
+    def _drained(self, message: m.Abort) -> None:
+        unprovable = (message.sequence, message.attempt) in self._unprovable
+        self._session.reply(m.Drained, message, proof=Proof.UNPROVABLE if unprovable else Proof.PROVEN)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:
         """The copy of an attempt is over; an Abort that waited for it is answered with the proof (KVP-END-PROVEN)."""
@@ -251,6 +234,8 @@ class SourceTransfers(Part):
         attempt.copying = False
         self._end(attempt)
         self._session.host.ended(self._session, attempt)
+
+    hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
 @attrs.define(eq=False)
@@ -265,7 +250,7 @@ class SinkAttempt(Attempt):
     """Of the Transfer."""
     abort: int = 0
     """Request id of the Abort."""
-    done: Done | None = None
+    done: m.Done | None = None
     """What the source said; of an offer that was read, in the same words."""
     error: KvprotoError | None = None
     proof: Proof | None = None
@@ -285,45 +270,46 @@ class SinkAttempt(Attempt):
         """Whether a copy of what was offered is under way."""
         return self.lease is not None and self.lease.reading
 
+    def stop_reading(self, proof: Proof) -> None:
+        """A copy of an offer is over, and of no use; UNPROVABLE: its writes may still arrive."""
+        if self.lease is not None:
+            self.lease.reading = False
+        self.stray = self.stray or proof != Proof.PROVEN
+
 
 class SinkTransfers(Part):
     """What a sink does with transfers, but for their bytes; `stop` is told of each attempt that is aborted."""
 
-    def __init__(self, session: Session, epoch: int, stop: Callable[[SinkAttempt], object]) -> None:
-        self._session, self._epoch, self._stop = session, epoch, stop
-        self._sequence = 0
-
-    def handlers(self) -> Mapping[type, Handler]:
-        return {Accepted: self._accepted, Failed: self._failed, Drained: self._drained}
+    def __init__(self, session: Session, stop: Callable[[SinkAttempt], object]) -> None:
+        super().__init__(session)
+        self._stop, self._sequence = stop, 0
 
     def compose(
-        self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, Grants], most: int
-    ) -> tuple[SinkAttempt, Callable[[], None]]:
-        """Make a Transfer of `grants` (by group id; the routed ones go), and what sends it.
+        self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
+    ) -> tuple[SinkAttempt, Request]:
+        """Make the attempt and its Transfer, for `ask`; of `grants` (by group id) the routed ones go.
 
-        Raises LocalError: BUSY beyond the `most` transfers that the source takes at once, TOO_LARGE beyond its
-        `max_body`. Then nothing was sent.
+        Raises LocalError: BUSY beyond the transfers that the source takes at once, TOO_LARGE beyond its `max_body`.
         """
-        session = self._session
+        session, described = self._session, self._session.described
         attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now)
+        most = session.limits.max_transfers
         if attempt.sequence > session.low_water + most:
             mine = f"{most} transfers at once with {session.name}"
             raise LocalError(ErrorCode.BUSY, "transfer", mine, "one more", "wait until earlier transfers are over")
-        described = session.described
-        send = session.compose(
-            Transfer, now, sequence=attempt.sequence, attempt=1, ticket=key, content=content,
-            source_version=described.versions[0], sink_version=described.versions[1], epoch=self._epoch,
-            grants=tuple(grants[g] for g in described.groups), writers=np.array(described.writers, np.uint32),
-            on_error=lambda error, now: self.lose(attempt, error),
+        request = session.compose(
+            m.Transfer, now, **attempt.ids, ticket=key, content=content, source_version=described.of_source.version,
+            sink_version=described.of_sink.version, epoch=EPOCH, grants=tuple(grants[g] for g in described.groups),
+            writers=np.array(described.writers, np.uint32), on_error=lambda error, now: self.lose(attempt, error),
         )  # fmt: skip
+        return attempt, request
 
-        def ask() -> None:
-            self._sequence = attempt.sequence
-            session.attempts[attempt.sequence] = attempt
-            session.move(attempt, "Transfer")
-            attempt.request = send()
-
-        return attempt, ask
+    def ask(self, attempt: SinkAttempt, request: Request, now: float) -> None:
+        """Send a Transfer that was composed."""
+        self._sequence = attempt.sequence
+        self._session.attempts[attempt.sequence] = attempt
+        self._session.move(attempt, "Transfer")
+        attempt.request = self._session.ask(request, now)
 
     def lose(self, attempt: SinkAttempt, error: KvprotoError) -> None:
         """The attempt cannot succeed any more."""
@@ -347,29 +333,20 @@ class SinkTransfers(Part):
         if attempt.state == TransferState.ASKED:
             self._session.move(attempt, "Accepted")
 
-    def _accepted(self, message: Accepted, now: float) -> None:
+    def _accepted(self, message: m.Accepted, now: float) -> None:
         self._session.answered(message.request)
         attempt = self.find(message)
-        if attempt is not None and attempt.state == TransferState.ASKED:
-            self._session.move(attempt, "Accepted")
+        if attempt is not None:
+            self.heard(attempt)
 
-    def _failed(self, message: Failed, now: float) -> None:
+    def _failed(self, message: m.Failed, now: float) -> None:
         attempt = self.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             self._session.answered(attempt.request)
             self._session.move(attempt, "Failed")
             self._session.move(attempt, "DoneAck")
             self.lose(attempt, refused(message))
-        self.acknowledge(message)
-
-    def acknowledge(self, message: Done | Failed) -> None:
-        """Done or Failed was heard."""
-        self._session.notice(
-            DoneAck(
-                session=self._session.session, request=message.request, sequence=message.sequence,
-                attempt=message.attempt,
-            )
-        )  # fmt: skip
+        self._session.reply(m.DoneAck, message)
 
     def abort(self, attempt: SinkAttempt, now: float, reason: str) -> None:
         """Stop an attempt; Drained says what is known of its writes."""
@@ -378,11 +355,11 @@ class SinkTransfers(Part):
             self._session.answered(attempt.request)
             self._stop(attempt)
             attempt.abort = self._session.request(
-                Abort, now, sequence=attempt.sequence, attempt=attempt.attempt, reason=reason[:1000],
+                m.Abort, now, **attempt.ids, reason=reason[:1000],
                 on_error=lambda error, now: self._ended(attempt, Proof.UNPROVABLE),
             )  # fmt: skip
 
-    def _drained(self, message: Drained, now: float) -> None:
+    def _drained(self, message: m.Drained, now: float) -> None:
         attempt = self.find(message) if self._session.asks(message.request) else None
         if attempt is not None and attempt.abort == message.request:
             self._session.answered(message.request)
@@ -391,3 +368,5 @@ class SinkTransfers(Part):
     def _ended(self, attempt: SinkAttempt, proof: Proof) -> None:
         attempt.proof = proof
         self._session.move(attempt, "Drained")
+
+    hears = ((m.Accepted, _accepted), (m.Failed, _failed), (m.Drained, _drained))

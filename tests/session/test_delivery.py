@@ -160,7 +160,7 @@ def test_a_message_out_of_state_or_of_a_feature_not_chosen_is_refused() -> None:
         (answer,) = world.say(message)
         assert (answer.code, answer.request) == (ErrorCode.UNEXPECTED_MESSAGE, message.request)
     world.sinks["d0"].receive("s0", encode(progress), world.now)
-    assert world.sinks["d0"].take_events()[-1].error.code == ErrorCode.UNEXPECTED_MESSAGE  # type: ignore[union-attr]
+    assert world.sinks["d0"].take_events()[-1].error.code == ErrorCode.UNEXPECTED_MESSAGE  # type: ignore[attr-defined]
     world.serves()
 
 
@@ -271,15 +271,14 @@ def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
     world = Heard()
     (session,) = world.sinks["d0"]._peers()
     for limits, code in (({"max_transfers": 2}, ErrorCode.BUSY), ({"max_body": 60}, ErrorCode.TOO_LARGE)):
-        before = session._peer_limits
-        assert before is not None
-        session._peer_limits = attrs.evolve(before, **limits)
+        before = session.limits
+        session.limits = attrs.evolve(before, **limits)
         for _ in range(limits.get("max_transfers", 0)):
             world.asked(finished=False)
         with pytest.raises(LocalError) as caught:
             world.asked(finished=False)
         assert caught.value.code == code
-        session._peer_limits = before
+        session.limits = before
     assert len(world.of(Transfer)) == 2
 
 

@@ -199,7 +199,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     (session,) = world.sources["s0"].sessions.values()
     pool, described = world.pools["d0"], session.described
     session.request(
-        Register, 0.0, source=described.digests[0], sink=described.digests[1], epoch=1, access=Access.READ,
+        Register, 0.0, source=described.of_source.digest, sink=described.of_sink.digest, epoch=1, access=Access.READ,
         regions=(memory(pool).region,), columns=tuple(pool.layout.columns.values()), plan=described.plan.digest,
         routes=described.refs,
     )  # fmt: skip

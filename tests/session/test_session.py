@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.planning.geometry import Geometry, Rank, encode_geometry, owns
+from kvproto.planning.geometry import Geometry, Rank, owns
+from kvproto.session.phases import Stated
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
@@ -439,8 +440,7 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     good = geometry(1)
     hostile = attrs.evolve(good, groups=(group, *good.groups[1:]))
     sink = world.sink("d0", good)
-    sink.geometry = hostile
-    sink._parts = (hostile, encode_geometry(hostile), *sink._parts[2:])
+    sink.geometry, sink.stated = hostile, Stated.of(hostile)
     sink._sessions.clear()
     sink.dial(0.0)
     world.run()
