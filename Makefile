@@ -49,7 +49,7 @@ docs: $(VENV)/.docs
 	@echo "the site is in build/site: open build/site/index.html, or $(PY) -m mkdocs serve"
 
 coverage: $(VENV)/.test $(VENV)/.coverage
-	@$(PY) -m tools.coverage_figures $(ARGS)
+	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS) --dist loadgroup
 
 wheel: $(VENV)/.demo
 	@rm -rf dist && $(PY) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
