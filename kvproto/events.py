@@ -89,7 +89,10 @@ class Freed:
 
     request: Request
     routed: tuple[int, ...]
-    """Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all are."""
+    """Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all are.
+
+    Empty after `Request.fail` or `release`.
+    """
 
 
 @attrs.frozen

@@ -23,6 +23,9 @@ from kvproto.wire.enums import ErrorCode, Outcome
 
 __all__ = ["Request", "Source"]
 
+_AT_ONCE = 1 << 20
+"""Bytes that `finish` may copy in the thread that calls it."""
+
 
 class Request(Handle[Freed | Expired]):
     """One request at a source, from its ticket until its pages are free.
@@ -74,12 +77,22 @@ class Request(Handle[Freed | Expired]):
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
         self._finished = True
-        self._post(lambda: self._source._node.finish(self._key, Finished(items, number, outcome, data, after)))
+        finished_ = Finished(items, number, outcome, data, after)
+        # a large request is left to the I/O thread, so that its copy does not hold the engine up
+        small = number * self._source.token_bytes <= _AT_ONCE
+        self._post(lambda: self._source._node.finish(self._key, finished_), wait=small)
 
     def fail(self, reason: str | KvprotoError) -> None:
         """Say that this request cannot be produced: whoever waits for it is told why."""
         error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=reason)
         self._post(lambda: self._source._node.refuse(self._key, error))
+
+    def release(self) -> None:
+        """End the request on this rank without handing it over, as a rank does that takes part in no transfer.
+
+        Its pages are free when this handle is done. The verdict is that of the ranks in `Freed.routed` (KVP-TRN-DUMMY).
+        """
+        self.fail("released by its engine")
 
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:
@@ -116,6 +129,8 @@ class Source(Door):
         self._used: dict[bytes, float] = {}
         """Tickets that came, until their deadlines."""
         self._used_most = 1024
+        self.token_bytes = _token_bytes(pool)
+        """Bytes of one token of every cache of this rank, on average."""
         chosen = options or Options()
         listener = Listener(endpoints[pool.rank], chosen.insecure)
         endpoints[pool.rank] = listener.address
@@ -217,3 +232,13 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
     if unknown := [n for n in given if n not in {g.name for g in geometry.groups if not kind_of(g).has_memory}]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
     return found
+
+
+def _token_bytes(pool: Pool) -> int:
+    groups = {g.id: g for g in pool.geometry.groups}
+    total = 0
+    for id in pool.layout.columns:
+        share = pool.layout.owns(id)
+        lanes = sum((s.hi - s.lo) * groups[id].parts[s.part].lane_bytes for s in share.lanes)
+        total += lanes * share.layers.size // (groups[id].tokens_per_row * groups[id].cp_size)
+    return total
