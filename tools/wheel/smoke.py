@@ -1,23 +1,12 @@
-"""What the bare wheel can do: the codec, a plan, and bytes moved by it, with kvproto's own dependencies alone."""
+"""What the bare wheel can do with its own dependencies alone: the codec, a plan, and a hand-over through shared memory."""
 
 import importlib.util
-
-import numpy as np
+import tempfile
 
 import kvproto
-from kvproto import wire
-from kvproto.copying.execute import execute
-from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
-from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
-from kvproto.planning.geometry import Geometry
-from kvproto.planning.layout import Cache, Parallel, lay_out
-from kvproto.planning.plan import plan
+from kvproto import Cache, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket, plan, wire
 from kvproto.transport import names
 from kvproto.wire.messages import Goodbye
-
-TOKENS = 21
 
 
 def codec() -> None:
@@ -26,21 +15,28 @@ def codec() -> None:
     assert wire.decode(wire.encode(message)) == message
 
 
-def moved(source: Geometry, sink: Geometry) -> int:
-    """Bytes that arrive in a pool of ones, from pools of zeros, by every route of the plan."""
-    made = plan(source, sink)
-    pools = {}
-    for at, geometry, fill in (("source", source, 0), ("sink", sink, 255)):
-        for share in geometry.ranks:
-            need = items_needed(geometry.groups[0], 0, 0, TOKENS)
-            columns, length = pack(geometry, share.rank, {0: need})
-            pools[at, share.rank] = columns, bytearray([fill]) * length, Window(0, TOKENS, np.arange(need))
-    for a, b in sorted({(r.source, r.sink) for r in made.routes}):
-        here, there = pools["source", a], pools["sink", b]
-        sides = RankLayout(source, a, here[0]), RankLayout(sink, b, there[0])
-        copy = lower(made.between(a, b), *sides, {0: here[2]}, {0: there[2]})
-        execute(copy, {0: memoryview(here[1])}, {0: memoryview(there[1])})
-    return sum(pools["sink", r.rank][1].count(0) for r in sink.ranks)
+def planned() -> None:
+    """Two engines of different sizes agree on who sends what."""
+    cache = [Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16)]
+    made = plan(lay_out(cache, Parallel(tp=4)), lay_out(cache, Parallel(tp=2)))
+    assert made.required(1) == (2, 3), made.required(1)
+
+
+def handed_over() -> None:
+    """Pages arrive in another pool, by the front door."""
+    geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16)])
+    here, there = Pool.allocate(geometry, pages=8), Pool.allocate(geometry, pages=8)
+    here.array("kv", layer=0, part="k")[:3] = 7
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/prefill"
+        with Source("prefill", here, address) as source, Sink("decode", there, {"prefill": address}) as sink:
+            ticket, prompt = new_ticket("prefill"), Prompt(range(40))
+            request = source.request(ticket, prompt)
+            fetch = sink.fetch(ticket, prompt, {"kv": [5, 1, 6]})
+            request.finish({"kv": [0, 1, 2]})
+            fetch.wait(20)
+            request.wait(20)
+    assert there.array("kv", layer=0, part="k")[[5, 1]].min() == 7
 
 
 def main() -> None:
@@ -48,9 +44,8 @@ def main() -> None:
     assert not importlib.util.find_spec("torch")
     assert kvproto.__version__
     codec()
-    cache = [Cache.gqa("target", layers=3, kv_heads=4, head_dim=16, page=4)]
-    found = moved(lay_out(cache, Parallel(tp=4)), lay_out(cache, Parallel(tp=2)))
-    assert found == TOKENS * 3 * 2 * 4 * 16 * 2, found
+    planned()
+    handed_over()
     assert {"shm", "cuda", "nixl"} <= set(names()), names()
     print("the wheel works in an empty environment")
 

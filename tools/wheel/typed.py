@@ -3,16 +3,25 @@
 from typing import assert_type
 
 import kvproto
-from kvproto import wire
-from kvproto.errors import KvprotoError
-from kvproto.planning.layout import Cache, Parallel, lay_out
-from kvproto.planning.plan import Plan, plan
+from kvproto import Cache, Fetch, KvprotoError, Parallel, Pool, Prompt, Sink, Ticket, lay_out, plan, wire
+from kvproto.events import Arrived
+from kvproto.planning.plan import Plan
 
 assert_type(kvproto.__version__, str)
 cache = Cache.mla("target", layers=61, latent=512, rope=64, page=64)
 made = plan(lay_out([cache], Parallel(tp=8)), lay_out([cache], Parallel(tp=4)))
 assert_type(made, Plan)
 assert_type(made.required(1), tuple[int, ...])
+
+
+def fetched(sink: Sink, ticket: Ticket, pool: Pool) -> Arrived:
+    """What an engine does with a request."""
+    fetch = sink.fetch(ticket, Prompt(range(40)), {"target": [5, 1, 6]})
+    assert_type(fetch, Fetch)
+    assert_type(pool.pages("target"), int)
+    return assert_type(fetch.wait(10), Arrived)
+
+
 try:
     wire.decode(b"")
 except KvprotoError as error:
