@@ -1,4 +1,4 @@
-"""What a transfer costs: bytes over a link plus a price for each contiguous run, by transport."""
+"""What a transfer costs: bytes over a link, and a price for each contiguous run, for each way of each transport."""
 
 from __future__ import annotations
 
@@ -13,45 +13,38 @@ from kvproto.calibration import results
 from kvproto.copying.program import Runs
 from kvproto.errors import LocalError
 from kvproto.transport import find, names
-from kvproto.transport.bench import CostKind
+from kvproto.transport.bench import Constants, CostedWay, CostKind
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["COSTS", "ORIGIN", "Advice", "Cost", "Estimate", "advise", "estimates", "load"]
+__all__ = ["ORIGIN", "Advice", "Cost", "Estimate", "advise", "estimates", "load", "reference_costs"]
+
+ORIGIN = "measured on a pair of H200"
+"""Of `reference_costs`."""
 
 
 @attrs.frozen
 class Cost:
-    """Constants of a way to move bytes between two places of a host."""
+    """The constants of one way to move bytes between two places of a host."""
 
     name: str
-    link: float
-    """Bytes a second that the link gives at long runs."""
-    run: float
-    """Seconds that each run costs more than its bytes."""
-    start: float
-    """Seconds before the first byte."""
+    constants: Constants
     doc: str
     kind: CostKind
 
 
-COSTS = (
-    Cost("kernel", 370e9, 1.0e-11, 15e-6, "one gather-scatter kernel, pull", "copy"),
-    Cost("pack + copy + unpack", 264e9, 1.0e-11, 60e-6, "index_select, one peer copy, index_copy", "packed"),
-    Cost("descriptors", 335e9, 6.5e-6, 50e-6, "a descriptor a run, as UCX takes them", "direct"),
-)
-"""Medians of measurements of 2026-11 between two H200, NVLink; `kvproto probe` measures the machine at hand."""
-ORIGIN = "measured on a pair of H200"
-"""Of COSTS."""
-
-
 @cache
-def _ways() -> dict[tuple[str, str], tuple[str, CostKind]]:
-    """What a plan is costed with, by transport and way."""
-    return {(name, way): cost for name in names() for way, cost in find(name).costs.items()}
+def _ways() -> dict[tuple[str, str], CostedWay]:
+    """The ways that plans are costed with, by transport and way."""
+    return {(name, cost.way): cost for name in names() for cost in find(name).costs}
+
+
+def reference_costs() -> tuple[Cost, ...]:
+    """Medians of measurements of 2026-11 between two H200 over NVLink; `kvproto probe` measures the machine at hand."""
+    return tuple(Cost(c.name, c.reference, c.doc, c.kind) for c in _ways().values() if c.reference is not None)
 
 
 def load(path: Path) -> tuple[Cost, ...]:
-    """The constants of a file of `kvproto probe`: between GPUs where it has any, else on the host.
+    """The constants in a file of `kvproto probe`: between GPUs where it has any, else on the host.
 
     Of several pairs of GPUs the slowest counts. Raises LocalError with the path of the file and of what is wrong in it.
     """
@@ -60,10 +53,9 @@ def load(path: Path) -> tuple[Cost, ...]:
     gpus = any(m.gpus for m in known)
     made: dict[str, Cost] = {}
     for m in known:
-        name, kind = _ways()[m.transport, m.way]
-        c = m.constants
-        if m.gpus == gpus and (name not in made or c.link < made[name].link):
-            made[name] = Cost(name, c.link, c.run, c.start, f"{m.name}, {found.date[:10]}", kind)
+        way = _ways()[m.transport, m.way]
+        if m.gpus == gpus and (way.name not in made or m.constants.link < made[way.name].constants.link):
+            made[way.name] = Cost(way.name, m.constants, f"{m.name}, {found.date[:10]}", way.kind)
     if not made:
         ways = ", ".join(" ".join(w) for w in _ways())
         seen = ", ".join(m.name for m in found.measured) or "none"
@@ -73,16 +65,17 @@ def load(path: Path) -> tuple[Cost, ...]:
 
 @attrs.frozen
 class Estimate:
-    """Seconds of one way."""
+    """The seconds that one way takes."""
 
     name: str
     seconds: float
     kind: CostKind
 
 
-def estimates(runs: Runs, costs: Iterable[Cost] = COSTS) -> tuple[Estimate, ...]:
-    """Each way's seconds for the runs of one program, fastest first."""
-    made = [Estimate(c.name, c.start + runs.bytes / c.link + runs.count * c.run, c.kind) for c in costs]
+def estimates(runs: Runs, costs: Iterable[Cost] | None = None) -> tuple[Estimate, ...]:
+    """The seconds that each way takes for the runs of one program, fastest first; by default of `reference_costs`."""
+    chosen = reference_costs() if costs is None else costs
+    made = [Estimate(c.name, c.constants.seconds(runs.bytes, runs.count), c.kind) for c in chosen]
     return tuple(sorted(made, key=lambda e: e.seconds))
 
 
@@ -91,16 +84,16 @@ class Advice:
     """How to send, and why."""
 
     kind: Literal["direct", "pack", "copy"]
-    """Descriptors; through staging slots; or let the side that maps the other's memory copy."""
+    """By descriptors; through staging slots; or copied by the side that maps the other's memory."""
     why: str
 
 
 SIMPLE = 1.5
-"""How many times as long as packing descriptors may take and still be advised: they need no staging."""
+"""Descriptors need no staging, so they are advised even where they take this many times as long as packing."""
 
 
 def advise(ways: tuple[Estimate, ...]) -> Advice:
-    """What the estimates of one program, fastest first, come to."""
+    """The way that the estimates of one program, fastest first, speak for."""
     first = {kind: next((w for w in ways if w.kind == kind), None) for kind in ("direct", "packed", "copy")}
     direct, other = first["direct"], first["packed"] or first["copy"]
     fastest = "" if ways[0] in (direct, first["packed"]) else f"; fastest where memory can be mapped: {ways[0].name}"

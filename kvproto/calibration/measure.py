@@ -18,11 +18,11 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["fit", "samples"]
 
 _ROUNDS = 4, 31
-"""Rounds that a program's size must leave time for, and the most that are made."""
+"""The rounds that a program must be small enough for, and the most that are made."""
 
 
 def samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator[Sample]:
-    """One of the smallest program, then one of each length that fits, in about `budget` seconds."""
+    """A sample of the smallest program, then one for each length that fits, in about `budget` seconds."""
     until = time.perf_counter() + budget
     yield _sample(path.runner(lengths[0], 1), lengths[0], 1, budget / (len(lengths) + 1))
     for i, run in enumerate(lengths):
@@ -35,7 +35,7 @@ def samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator[
 
 
 def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
-    """Runs that take at most `seconds`, as a smaller program foretells."""
+    """How many runs take at most `seconds`, judged by a smaller program."""
     few = max(most // 16, 1)
     go = path.runner(run, few)
     go()  # touches, connects, compiles
@@ -53,14 +53,14 @@ def _sample(go: RunOnce, run: int, runs: int, seconds: float) -> Sample:
 
 
 _LEAST_SECONDS = 1e-12
-"""Of a run or a start that no sample shows."""
+"""The cost of a run or a start that is too small to measure."""
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The constants that fit best, all positive: least squares of each sample's share of error.
+    """The positive constants that fit best: least squares of the relative errors.
 
-    Of five samples or more, one is left out where that brings the fit nearer to all of them in sum: a machine does
-    other things too. Raises LocalError(OUT_OF_RANGE) without samples.
+    Of five samples or more, one outlier is left out where that improves the fit to all of them. Raises
+    LocalError(OUT_OF_RANGE) without samples.
     """
     some = list(samples)
     if not some:
@@ -77,7 +77,7 @@ def fit(samples: Iterable[Sample]) -> Constants:
 
 
 def _positive(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Least squares of terms @ x = 1, x >= 0, the first above: of all choices of terms the best that is positive."""
+    """The least squares solution of terms @ x = 1 with x >= 0 and x[0] > 0, the best of all subsets of the terms."""
     scale = np.sqrt((terms**2).sum(axis=0))
     scaled = terms / scale
     best, least = np.zeros(len(scale)), math.inf

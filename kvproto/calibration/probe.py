@@ -21,7 +21,7 @@ LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20
 QUICK_LENGTHS = (256, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
 LEAST_MEMORY = 4 << 20
 _SECONDS, _QUICK_SECONDS = (40.0, 54.0), (4.0, 8.0)
-"""For copying; and until no other job is begun, as starting UCX and compiling a kernel take time too."""
+"""For copying; and until no other job begins, as starting UCX and compiling a kernel take time too."""
 
 
 def probe(
@@ -30,12 +30,12 @@ def probe(
     memory: int = 512 << 20,
     tell: Callable[[str, int, int], None] = lambda what, done, all_: None,
 ) -> Probe:
-    """Measure the transports that this machine has, in under 60 s, or under 10 s where `quick`.
+    """Measure the transports of this machine in under 60 s, or under 10 s where `quick`.
 
-    transports: names, all by default. memory: bytes of all pools and staging slots at any time, host and devices
-    together. `tell` hears what is next, and how many paths of how many are done. Raises LocalError: OUT_OF_RANGE for
-    other transports or too little memory, NO_TRANSPORT where none of them is here. A transport that fails is absent, as
-    are paths without time left.
+    transports: names, all by default. memory: the most bytes of all pools and staging slots, on the host and devices
+    together. `tell` is called with what is measured next, and how many paths of how many are done. A transport that
+    fails is absent from the result, as are paths for which no time is left. Raises LocalError: OUT_OF_RANGE for unknown
+    transports or too little memory, NO_TRANSPORT where none of them is here.
     """
     transports = names() if transports is None else transports
     strange = [t for t in transports if t not in names()]

@@ -1,18 +1,18 @@
-"""What was found when a machine's transports were measured, and the file that keeps it."""
+"""The results of measuring a machine's transports, and the file that keeps them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import attrs
 
 from kvproto.errors import LocalError
 from kvproto.transport import find, names
-from kvproto.transport.bench import Absent, Constants, Floor, Measured, Sample
+from kvproto.transport.bench import Absent, Floor, Measured
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Host", "Probe", "Slow", "floors", "load", "save"]
@@ -22,24 +22,24 @@ _VERSION = 1
 
 @cache
 def floors() -> tuple[Floor, ...]:
-    """What `Probe.slow` compares with: the floors of all transports that kvproto knows."""
+    """The floors of all transports, with which `Probe.slow` compares."""
     return tuple(floor for name in names() for floor in find(name).floors)
 
 
 @attrs.frozen
 class Slow:
-    """A path that is not what it should be; rates in bytes a second, None where there is no path at all."""
+    """A path that is slower than it should be; rates in bytes a second, None where there is no path at all."""
 
     what: str
     rate: float | None
     floor: float | None
     advice: str
-    """What to look at; where there is no path, what went wrong too."""
+    """What to look at; where there is no path, also what went wrong."""
 
 
 @attrs.frozen
 class Host:
-    """What of a machine the figures depend on."""
+    """The machine that the figures depend on."""
 
     cpus: int
     machine: str
@@ -49,58 +49,52 @@ class Host:
 
 @attrs.frozen
 class Probe:
-    """All that was found in one go."""
+    """The results of one `kvproto probe`."""
 
     date: str
     """ISO 8601, UTC."""
     quick: bool
     memory: int
-    """Bytes that it was allowed."""
+    """Bytes that it was allowed to use."""
     host: Host
     measured: tuple[Measured, ...]
     absent: tuple[Absent, ...] = ()
 
     def slow(self) -> tuple[Slow, ...]:
-        """Paths below their floor, and those that should be there."""
-        found = [
+        """Paths below their floor, and missing paths that should be there."""
+        below = [
             Slow(m.name, m.rate, f.floor, f.advice)
             for m in self.measured
             for f in floors()
             if f.transport == m.transport and m.way in f.ways and f.gpus == m.gpus
             and not (m.gpus and m.source == m.sink) and m.rate < f.floor
         ]  # fmt: skip
-        for a in self.absent:
-            if a.slow:
-                found.append(Slow(a.what, None, None, "; ".join(filter(None, (a.reason, a.advice)))))
-        return tuple(found)
+        missing = [
+            Slow(a.what, None, None, "; ".join(filter(None, (a.reason, a.advice)))) for a in self.absent if a.slow
+        ]
+        return (*below, *missing)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds; `slow` is for readers, and follows from the rest."""
+        """The content of the file; its `slow` is for readers, as it follows from the rest."""
         made: dict[str, Any] = {"kvproto_probe": _VERSION, **attrs.asdict(self)}
         return made | {"slow": [attrs.asdict(s) for s in self.slow()]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Probe:
-        """The inverse; fields that are not known are passed over.
+        """The inverse of `to_dict`; unknown fields are ignored.
 
         Raises LocalError: UNSUPPORTED_VERSION, or MISSING_FIELD, BAD_TYPE, OUT_OF_RANGE with the path of what is wrong.
         """
-        top = _Reader(data, "")
-        version = top.number("kvproto_probe", whole=True)
+        _check(data, (dict,), "an object", "")
+        version = _field(data, "", "kvproto_probe", int)
         if version != _VERSION:
-            raise LocalError(
-                ErrorCode.UNSUPPORTED_VERSION, "kvproto_probe", str(_VERSION), str(version), "probe with this kvproto"
-            )
-        host = top.inner("host")
-        return cls(
-            top.text("date"), top.flag("quick"), int(top.number("memory", whole=True)),
-            Host(
-                int(host.number("cpus", whole=True)), host.text("machine"),
-                host.texts("gpus"), host.text("driver", none=True) or None,
-            ),
-            tuple(_measured(m) for m in top.each("measured")),
-            tuple(_absent(a) for a in top.each("absent")),
-        )  # fmt: skip
+            said = str(_VERSION), str(version), "probe with this kvproto"
+            raise LocalError(ErrorCode.UNSUPPORTED_VERSION, "kvproto_probe", *said)
+        made: Probe = _read(cls, data, "")
+        for i, measured in enumerate(made.measured):
+            if not measured.samples:
+                raise LocalError(ErrorCode.OUT_OF_RANGE, f"measured[{i}].samples", "a sample", "none")
+        return made
 
 
 def save(found: Probe, path: Path) -> None:
@@ -125,76 +119,39 @@ def load(path: Path) -> Probe:
         raise LocalError(error.code, where, error.mine, error.yours, error.advice or advice) from None
 
 
-def _absent(data: _Reader) -> Absent:
-    return Absent(data.text("what"), data.text("reason"), data.text("advice"), data.flag("slow"))
+_SCALARS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"), float: ((int, float), "a number"), str: ((str,), "a string"),
+    bool: ((bool,), "true or false"),
+}  # fmt: skip
+"""The types that JSON may give for each of ours, and what people call them."""
 
 
-def _measured(data: _Reader) -> Measured:
-    inner = data.inner("constants")
-    link, run, start = (inner.number(n) for n in ("link", "run", "start"))
-    constants = Constants(link, run, start, inner.number("error", least=0))
-    samples = tuple(
-        Sample(int(s.number("run", whole=True)), int(s.number("runs", whole=True)), s.number("seconds"))
-        for s in data.each("samples")
-    )
-    if not samples:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, f"{data.path}.samples", "a sample", "none")
-    transport, way, source, sink = (data.text(n) for n in ("transport", "way", "source", "sink"))
-    return Measured(transport, way, source, sink, samples, constants)
+def _read(kind: Any, data: Any, path: str, least: float | None = None) -> Any:
+    """A value of type `kind` from what `attrs.asdict` and JSON made of it; numbers are positive, or equal `least`."""
+    if attrs.has(kind):
+        _check(data, (dict,), "an object", path)
+        types = get_type_hints(kind)
+        return kind(**{f.name: _field(data, path, f.name, types[f.name], f.default) for f in attrs.fields(kind)})
+    if get_origin(kind) is tuple:
+        _check(data, (list, tuple), "a list", path)
+        return tuple(_read(get_args(kind)[0], item, f"{path}[{i}]") for i, item in enumerate(data))
+    if get_origin(kind) is UnionType:
+        return None if data is None else _read(get_args(kind)[0], data, path)
+    _check(data, *_SCALARS[kind], path)
+    if kind in (int, float):
+        if not 0 < data < 1e300 and data != least:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, path, "a positive number", str(data)[:40])
+        return kind(data)
+    return data
 
 
-@attrs.frozen
-class _Reader:
-    """An object of JSON, its fields by name and type."""
+def _field(data: dict[str, Any], path: str, name: str, kind: Any, least: float | None = None) -> Any:
+    where = f"{path}.{name}" if path else name
+    if name not in data:
+        raise LocalError(ErrorCode.MISSING_FIELD, where, _SCALARS.get(kind, (None, "a value"))[1], "nothing")
+    return _read(kind, data[name], where, least)
 
-    data: Any
-    path: str
 
-    def __attrs_post_init__(self) -> None:
-        if not isinstance(self.data, dict):
-            raise LocalError(ErrorCode.BAD_TYPE, self.path, "an object", type(self.data).__name__)
-
-    def at(self, name: str) -> str:
-        """The path of a field."""
-        return f"{self.path}.{name}" if self.path else name
-
-    def _take(self, name: str, kinds: tuple[type, ...], wanted: str) -> Any:
-        if name not in self.data:
-            raise LocalError(ErrorCode.MISSING_FIELD, self.at(name), wanted, "nothing")
-        value = self.data[name]
-        if type(value) not in kinds:
-            raise LocalError(ErrorCode.BAD_TYPE, self.at(name), wanted, type(value).__name__)
-        return value
-
-    def number(self, name: str, whole: bool = False, least: float | None = None) -> float:
-        """A positive one, or one of at least `least`."""
-        wanted = "a whole number" if whole else "a number"
-        value = self._take(name, (int,) if whole else (int, float), wanted)
-        if not 0 < value < 1e300 and not (least is not None and least <= value < 1e300):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, self.at(name), "a positive number", f"{value:.6g}"[:40])
-        return value if whole else float(value)
-
-    def text(self, name: str, none: bool = False) -> str:
-        """A string; with `none` an empty one for null."""
-        return self._take(name, (str, type(None)) if none else (str,), "a string") or ""
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        return bool(self._take(name, (bool,), "true or false"))
-
-    def inner(self, name: str) -> _Reader:
-        """An object within."""
-        return _Reader(self._take(name, (dict,), "an object"), self.at(name))
-
-    def each(self, name: str) -> Iterator[_Reader]:
-        """A list of objects."""
-        for i, item in enumerate(self._take(name, (list, tuple), "a list")):
-            yield _Reader(item, f"{self.at(name)}[{i}]")
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings."""
-        made: Sequence[Any] = self._take(name, (list, tuple), "a list")
-        for i, item in enumerate(made):
-            if type(item) is not str:
-                raise LocalError(ErrorCode.BAD_TYPE, f"{self.at(name)}[{i}]", "a string", type(item).__name__)
-        return tuple(made)
+def _check(value: Any, types: tuple[type, ...], wanted: str, path: str) -> None:
+    if type(value) not in types:
+        raise LocalError(ErrorCode.BAD_TYPE, path, wanted, type(value).__name__)

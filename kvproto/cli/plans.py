@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.calibration.cost import COSTS, ORIGIN, Cost, advise, estimates, load
+from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
 from kvproto.cli.page import page
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             return _describe(args)
         source, sink = read_geometry(args.source), read_geometry(args.sink)
         file = args.costs if args.command == "plan" else None
-        costs = load(file) if file else COSTS
+        costs = load(file) if file else reference_costs()
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1

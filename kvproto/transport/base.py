@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import KvprotoError, RemoteError
-from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
+from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.staging.packed import Layer, Packer
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
@@ -24,7 +24,7 @@ from kvproto.wire.messages import Handle, Region
 
 __all__ = [
     "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory", "Move", "Provider",
-    "StagedDelivery", "Stream", "Transport", "connect_each", "no_handle",
+    "Regions", "StagedDelivery", "Stream", "Transport", "connect_each", "no_handle",
 ]  # fmt: skip
 
 
@@ -58,6 +58,10 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Free it, if it was allocated here; raises BufferError while views of it live."""
+
+
+Regions = Mapping[int, Memory]
+"""Memory of this process by region id."""
 
 
 class Mapped(Protocol):
@@ -182,13 +186,14 @@ class Connection:
 
 
 class Transport(Protocol):
-    """Runs copy programs between memory of this process and mapped memory of peers; for use by one thread."""
+    """Runs copy programs between memory of this process and mapped memory of peers; for use by one thread.
+
+    A transport that derives from it has nothing to prepare, to announce or to release unless it says so.
+    """
 
     capabilities: Capabilities
 
-    def expose(
-        self, memory: Mapping[int, Memory], next_id: int, program: CopyProgram, runs: Callable[[], Runs]
-    ) -> Exposure:
+    def expose(self, memory: Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]) -> Exposure:
         """Let one peer reach these regions; further regions get ids from `next_id` on.
 
         `program` is any of the rank pair's, for what can be prepared; `runs` estimates the runs of a typical request.
@@ -204,21 +209,25 @@ class Transport(Protocol):
 
     def prepare(self, move: Move) -> None:
         """Warm up tables and kernels of a rank pair, so that its first hand-over does not wait for them."""
+        return
 
     def start(self, moves: Sequence[Move]) -> Copying:
         """Start all moves, or none; several only where the transport `batches`. Raises BUSY while too many run."""
 
-    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, over memory of this process by region id."""
+    def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
+        """As `kvproto.copying.execute.checksums`, over memory of this process."""
 
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when a copy has made progress; None: see `Capabilities.poll_interval`."""
+        return None
 
     def acknowledge(self) -> None:
         """Make the descriptor unreadable again, before asking after copies."""
+        return
 
     def close(self) -> None:
         """Release everything; no copy may be under way."""
+        return
 
 
 def connect_each(
@@ -247,11 +256,11 @@ class Allocation:
 
 
 class Provider(ABC):
-    """What an entry point of `kvproto.transports` names: a transport before any library of it has been imported."""
+    """What an entry point of `kvproto.transports` names; to import it needs none of the transport's libraries."""
 
     name: str
     requires: tuple[str, ...] = ()
-    """Importable names of the libraries that it needs, outermost first."""
+    """Importable names of the libraries that it needs, packages before their modules."""
     install: str = ""
     """The command that installs them."""
 
@@ -260,9 +269,9 @@ class Provider(ABC):
         return next((name for name in self.requires if importlib.util.find_spec(name) is None), None)
 
     def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
-        """Zeroed memory of a GPU, or of the host where `device` is None; None where this transport allocates no such.
+        """Zeroed memory of a GPU, or of the host where `device` is None; raises LocalError(TRANSPORT_FAILED).
 
-        Raises LocalError(TRANSPORT_FAILED) where memory is short.
+        None where this transport does not allocate memory of that kind.
         """
         return None
 
@@ -273,12 +282,21 @@ class Provider(ABC):
         """
         return None
 
+    def device_of(self, memory: Regions) -> int | None:
+        """The GPU that all regions are on, None for the host; raises LocalError(NO_TRANSPORT)."""
+        devices = {m.device for m in memory.values()}
+        if len(devices) != 1:
+            found = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
+            wanted, advice = "regions of one GPU, or of the host", "give each rank pools of one GPU"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, found, advice)
+        return devices.pop()
+
     @abstractmethod
     def preference(self, memory: Memory) -> int:
         """How well the transport suits this memory: 0 not at all; the highest is used where nobody chooses."""
 
     @abstractmethod
-    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> Transport:
+    def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
         """A transport for a pool of these regions; raises NO_TRANSPORT where it does not suit them.
 
         `measured`: what `kvproto probe` found on this machine, for choices that depend on it.
@@ -288,20 +306,23 @@ class Provider(ABC):
 
     floors: tuple[Floor, ...] = ()
     """Rates below which something is wrong."""
-    costs: ClassVar[CostedWays] = {}
-    """Of the ways that plans are costed with."""
+    costs: tuple[CostedWay, ...] = ()
+    """The ways that plans are costed with, and what they took on one machine."""
 
     def gpus(self) -> tuple[tuple[str, ...], str | None]:
-        """Names of the GPUs that this transport sees, in order, and the version of their driver."""
+        """The names of the GPUs that this transport sees, in order, and the version of their driver."""
         return (), None
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
-        """How to time each way on this machine, of so many GPUs, in `memory` bytes; and what cannot be timed."""
+        """How to time each way on a machine of so many GPUs in `memory` bytes; and what cannot be timed."""
         return [], []
 
 
 def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:
-    """The refusal of a region without a handle of a transport."""
-    return RemoteError(
-        ErrorCode.NO_TRANSPORT, f"{path}.handles", wanted or code.name, "none", "use a transport that both sides have"
-    )
+    """The refusal of a region that has no handle of a transport."""
+    advice = "use a transport that both sides have"
+    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", wanted or code.name, "none", advice)
+
+
+def _place(memory: Memory) -> str:
+    return "the host" if memory.device is None else f"GPU {memory.device}"

@@ -1,13 +1,13 @@
-"""What transports and the measuring of them have in common: results, and paths that can be timed.
+"""Measuring transports: results, paths that can be timed, and programs of runs of one length.
 
-A transport says how to measure it in its own folder (`Provider.bench`); `kvproto.calibration` drives that. A path takes
-start + bytes / link + runs * run seconds. Also here: programs that are named by their run length.
+A transport says in its own folder how to measure it (`Provider.bench`), and `kvproto.calibration` does it. A path is
+expected to take start + bytes / link + runs * run seconds.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -17,18 +17,16 @@ import numpy as np
 from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
 
 __all__ = [
-    "HOST", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWays", "Floor", "Measured", "RunOnce",
+    "HOST", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor", "Measured", "RunOnce",
     "Sample", "program", "same_path", "scattered",
 ]  # fmt: skip
 
 RunOnce = Callable[[], float]
 """Copies once; returns the seconds that it took."""
 HOST = "host"
-"""The place that is no GPU; those are `gpu0`, `gpu1`, ..."""
+"""The place of host memory; those of GPUs are `gpu0`, `gpu1`, ..."""
 CostKind = Literal["direct", "packed", "copy"]
-"""A descriptor a run; gathered and scattered; copied run by run by a side that maps the other's memory."""
-CostedWays = Mapping[str, tuple[str, CostKind]]
-"""By way: what people call it, and its kind."""
+"""One descriptor for each run; gathered and scattered; copied by a side that maps the other's memory."""
 LAYERS = 64
 """Layers of a program for measuring, where its runs divide by them."""
 
@@ -38,7 +36,7 @@ LAYERS = 64
 
 @attrs.frozen
 class Sample:
-    """Seconds of programs of one size, the median of several."""
+    """The median time of several runs of a program."""
 
     run: int
     """Bytes of a run."""
@@ -53,20 +51,34 @@ class Sample:
 
 @attrs.frozen
 class Constants:
-    """What fits the samples of one way; all are positive."""
+    """The constants of one way; all are positive."""
 
     link: float
     """Bytes a second at long runs."""
     run: float
-    """Seconds that each run costs more than its bytes."""
+    """Seconds that each run costs beside its bytes."""
     start: float
     """Seconds before the first byte."""
     error: float = 0.0
-    """Median of how far the samples are from the fit, as a share of each."""
+    """The median relative error of the fit."""
 
     def seconds(self, bytes_: float, runs: float) -> float:
-        """Of a program of so many bytes in so many runs."""
+        """The time that a program of so many bytes in so many runs takes."""
         return self.start + bytes_ / self.link + runs * self.run
+
+
+@attrs.frozen
+class CostedWay:
+    """A way that people compare plans by."""
+
+    way: str
+    """As the transport calls it."""
+    name: str
+    """As people call it."""
+    kind: CostKind
+    reference: Constants | None = None
+    """Measured between two H200; None where only `kvproto probe` can tell."""
+    doc: str = ""
 
 
 @attrs.frozen
@@ -90,7 +102,7 @@ class Measured:
     @property
     def gpus(self) -> bool:
         """Whether it goes between GPUs, or within one."""
-        return self.source != "host"
+        return self.source != HOST
 
     @property
     def rate(self) -> float:
@@ -106,23 +118,23 @@ class Absent:
     reason: str
     advice: str = ""
     slow: bool = False
-    """Whether it should have been there: what would take it takes a slower path."""
+    """Whether it should be there: transfers take a slower path without it."""
 
 
 @attrs.frozen
 class Floor:
-    """Bytes a second below which the best sample of a way tells that something is wrong."""
+    """The rate in bytes a second below which something is wrong with a way."""
 
     transport: str
     ways: tuple[str, ...]
     gpus: bool
-    """Between two GPUs; else on the host."""
+    """Whether between two GPUs, or on the host."""
     floor: float
     advice: str
 
 
 def same_path(this: Measured, measured: Iterable[Measured], way: str) -> list[Measured]:
-    """Another way of the same transport, from the same place to the same."""
+    """What was measured of another way of the same transport between the same places."""
     wanted = attrs.evolve(this, way=way).name
     return [m for m in measured if m.name == wanted]
 
@@ -140,16 +152,16 @@ class BenchPath(ABC):
 
     @abstractmethod
     def most_runs(self, run: int) -> int:
-        """Runs of `run` bytes that a program may have; 0 where not one fits."""
+        """How many runs of `run` bytes a program may have; 0 where none fits."""
 
     @abstractmethod
     def runner(self, run: int, runs: int) -> RunOnce:
-        """What copies a program of `runs` runs of `run` bytes, again and again."""
+        """Prepares a program of `runs` runs of `run` bytes; what is returned copies it each time that it is called."""
 
 
 @attrs.frozen
 class BenchJob:
-    """Paths that are set up and torn down together."""
+    """Paths that are set up and released together."""
 
     name: str
     paths: int
@@ -169,9 +181,9 @@ def program(run: int, runs: int, pool: int) -> CopyProgram:
 def scattered(
     width: int, number: int, layers: int = 1, pool: int | None = None, seed: int = 0, run: int = 1
 ) -> CopyProgram:
-    """`number` runs of `run` rows of `width` bytes, of each layer, between places in no order of pools of `pool` rows.
+    """For each layer `number` runs of `run` rows of `width` bytes between random places of pools of `pool` rows.
 
-    A pool holds layer after layer without gaps, in region 0.
+    A pool holds layer after layer without gaps in region 0.
     """
     dice = np.random.default_rng(seed)
     room = (pool or number * run) // run
@@ -191,7 +203,5 @@ def scattered(
 
 
 def _some(dice: np.random.Generator, room: int, number: int) -> IntArray:
-    """Distinct random places of a room that is too large to permute."""
-    found: IntArray = np.unique(dice.integers(0, room, number + number // 8 + 64))
-    some: IntArray = dice.permutation(found)[:number]
-    return some
+    """Distinct random places of a pool that is too large to permute."""
+    return dice.permutation(np.unique(dice.integers(0, room, number + number // 8 + 64)))[:number]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Memory, Provider, Transport
+from kvproto.transport.base import Provider, Regions, Transport
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["GROUP", "default", "find", "load", "names", "usable"]
@@ -46,13 +46,12 @@ def find(name: str) -> Provider:
 
 
 def load(name: str) -> Provider:
-    """The provider of a transport that can be used here; raises LocalError(NO_TRANSPORT), with what to install."""
+    """The provider of a transport that can be used here; raises LocalError(NO_TRANSPORT) that says what to install."""
     provider = find(name)
     missing = provider.missing()
     if missing is not None:
-        raise LocalError(
-            ErrorCode.NO_TRANSPORT, "transport", f"{name}, which needs {missing}", "not installed", provider.install
-        )
+        wanted = f"{name}, which needs {missing}"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", wanted, "not installed", provider.install)
     return provider
 
 
@@ -61,18 +60,15 @@ def usable() -> Iterator[Provider]:
     return (provider for provider in map(find, names()) if provider.missing() is None)
 
 
-def default(memory: Mapping[int, Memory]) -> Transport:
-    """A transport for a pool where nobody has chosen one: the one that suits its memory best.
+def default(memory: Regions) -> Transport:
+    """The transport that suits the memory of a pool best, for use where nobody has chosen one.
 
     Raises LocalError(NO_TRANSPORT) where none suits all regions.
     """
-    best: tuple[int, Provider] | None = None
-    for provider in usable():
-        rank = min((provider.preference(m) for m in memory.values()), default=0)
-        if rank and (best is None or rank > best[0]):
-            best = rank, provider
-    if best is None:
+    ranked = [(min((p.preference(m) for m in memory.values()), default=0), p) for p in usable()]
+    rank, best = max(ranked, key=lambda each: each[0], default=(0, None))
+    if best is None or not rank:
         kinds = ", ".join(sorted({f"{type(m).__name__} on {m.kind.name}" for m in memory.values()})) or "no memory"
         advice = "allocate it with kvproto.transport.memory, or install a transport for it"
         raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory for one of {', '.join(names())}", kinds, advice)
-    return best[1].open(memory)
+    return best.open(memory)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from kvproto.errors import LocalError
 from kvproto.transport.base import Allocation, Memory
-from kvproto.transport.loading import find, load, names, usable
+from kvproto.transport.loading import find, names, usable
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["adopt", "adopt_all", "allocate"]
@@ -33,12 +33,9 @@ def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
     )  # fmt: skip
 
 
-def adopt(address: int, length: int, id: int = 0) -> Memory:
-    """An engine's own CUDA memory, which stays its own; raises LocalError, NO_TRANSPORT or OUT_OF_REGION."""
-    load("cuda")
-    from kvproto.transport.cuda.memory import DeviceMemory
-
-    return DeviceMemory.adopt(address, length, id)
+def adopt(address: int, length: int) -> Memory:
+    """CUDA memory that an engine keeps owning; raises LocalError: NO_TRANSPORT or OUT_OF_REGION."""
+    return _allocation_of((_CUDA, 0), address, length, "address").adopt(address, address + length)[0]
 
 
 class Placed(Protocol):
@@ -46,7 +43,7 @@ class Placed(Protocol):
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """The address of the first byte."""
 
     @property
     def device(self) -> tuple[int, int]:
@@ -65,14 +62,15 @@ Key = TypeVar("Key")
 
 
 def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
-    """The regions that hold all of these tensors, one an allocation; and for each tensor (region id, its address).
+    """The regions that hold all of these tensors, one for each allocation; and for each tensor (region id, address).
 
-    Tensors on the host must lie in memory that `allocate` gave. Raises LocalError(NO_TRANSPORT) for memory that cannot
-    be shared, with a way out.
+    The address is the region's. Tensors on the host must lie in memory that `allocate` gave. Raises
+    LocalError(NO_TRANSPORT), with a way out, for memory that cannot be shared.
     """
     members: dict[Allocation, list[Key]] = {}
     for key, tensor in tensors.items():
-        members.setdefault(_allocation_of(tensor), []).append(key)
+        allocation = _allocation_of(tensor.device, tensor.address, tensor.length, tensor.path)
+        members.setdefault(allocation, []).append(key)
     memories: dict[int, Memory] = {}
     homes: dict[Key, tuple[int, int]] = {}
     for region, (allocation, keys) in enumerate(members.items()):
@@ -83,19 +81,19 @@ def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Ke
     return memories, homes
 
 
-def _allocation_of(tensor: Placed) -> Allocation:
+def _allocation_of(device: tuple[int, int], address: int, length: int, path: str) -> Allocation:
     for provider in usable():
-        found = provider.allocation_of(tensor.device, tensor.address, tensor.length)
+        found = provider.allocation_of(device, address, length)
         if found is not None:
             return found
-    kind, number = tensor.device
+    kind, number = device
     what = _KINDS.get(kind, f"DLPack device type {kind}")
     raise LocalError(
-        ErrorCode.NO_TRANSPORT, tensor.path, "memory of a GPU, or host memory that kvproto.allocate gave",
+        ErrorCode.NO_TRANSPORT, path, "memory of a GPU, or host memory that kvproto.allocate gave",
         f"{what}, device {number}" if kind != _CPU else what,
         "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
     )  # fmt: skip
 
 
-_CPU = 1
-_KINDS = {_CPU: "host memory that no other process can map", 2: "CUDA memory without the transport for it"}
+_CPU, _CUDA = 1, 2
+_KINDS = {_CPU: "host memory that no other process can map", _CUDA: "CUDA memory that no installed transport knows"}

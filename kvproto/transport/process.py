@@ -1,4 +1,4 @@
-"""Processes of one host: names that no other process ever has, and proof that one has ended.
+"""Processes of one host: names that are never used again, and proof that one has ended.
 
 The pidfd is opened before the start times are compared, so that a reused PID is never mistaken for the process. A
 readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
@@ -36,7 +36,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When the process began, in ticks since boot; None where it has ended. With the pid it names one process."""
+    """When a process began, in ticks since boot; None where it has ended. With the pid this names one process."""
     found = _stat(pid)
     return None if found is None or found[0] in "ZX" else found[1]
 
@@ -65,7 +65,7 @@ class Watch:
 
     @classmethod
     def of(cls, process: Process) -> Watch | None:
-        """None where its end cannot be seen from here: another host, namespace or start, a /proc that hides it."""
+        """None where its end cannot be seen from here: another host, namespace or start, or a /proc that hides it."""
         if (bytes(process.boot), process.namespace) != (boot_id(), pid_namespace()):
             return None
         try:
@@ -79,7 +79,7 @@ class Watch:
             return cls(fd)
         ended = select.select([fd], [], [], 0)[0]
         os.close(fd)
-        # gone between the two calls; another start may be another process, or another time namespace: no proof
+        # it ended between the two calls; another start may be another process or time namespace, which proves nothing
         return cls(None) if found is None and ended else None
 
     def fileno(self) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.calibration.cost import COSTS, advise, estimates
+from kvproto.calibration.cost import advise, estimates, reference_costs
 from kvproto.calibration.cost import load as load_costs
 from kvproto.calibration.measure import fit
 from kvproto.calibration.probe import LENGTHS, probe
@@ -221,7 +221,7 @@ def test_costs_are_those_between_gpus_and_of_the_slowest_pair(tmp_path: Path) ->
         ),
         path,
     )  # fmt: skip
-    assert [(c.name, c.link, c.kind) for c in load_costs(path)] == [
+    assert [(c.name, c.constants.link, c.kind) for c in load_costs(path)] == [
         ("kernel", 20e9, "copy"), ("descriptors", 50e9, "direct"),
     ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_advice_is_direct_where_descriptors_are_hardly_slower_than_packing(run: 
 
 
 def test_advice_needs_no_way_in_particular() -> None:
-    kernel, packed, descriptors = COSTS
+    kernel, packed, descriptors = reference_costs()
     short, long = Runs(100_000, 100_000 * 512), Runs(4, 1 << 30)
     kinds = [
         [advise(estimates(runs, some)).kind for runs in (short, long)]

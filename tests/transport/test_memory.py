@@ -21,6 +21,7 @@ class Tensor:
     address: int
     length: int
     device: tuple[int, int] = (1, 0)
+    path: str = "tensors"
 
 
 def refused(*tensors: Any) -> LocalError:

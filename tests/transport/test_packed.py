@@ -18,7 +18,7 @@ from kvproto.errors import KvprotoError
 from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.transport.staging.packed import PackedStream, pack, unpack
+from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 from tests.plan import oracle
@@ -175,8 +175,8 @@ def test_groups_that_move_whole_items(encoding: str | None) -> None:
     memory, here, wanted = (np.random.default_rng(n).integers(0, 256, 512, np.uint8) for n in (1, 2, 2))
     execute(program, {0: memoryview(memory)}, {0: memoryview(wanted)})
     stream = bytearray(program.bytes)
-    pack(program, {0: memoryview(memory)}, 0, stream)
-    unpack(seen_by_sink(made, geometry, 0, own, windows[1]), {0: memoryview(here)}, 0, stream)
+    PackedStream(program, "source", {0: memoryview(memory)}).pack(0, stream)
+    PackedStream(seen_by_sink(made, geometry, 0, own, windows[1]), "sink", {0: memoryview(here)}).unpack(0, stream)
     assert np.array_equal(here, wanted)
 
 
@@ -192,7 +192,7 @@ def small() -> tuple[CopyProgram, bytearray]:
 def test_rows_ascend_whatever_the_pages() -> None:
     program, memory = small()
     out = bytearray(64)
-    pack(program, {0: memoryview(memory)}, 0, out)
+    PackedStream(program, "source", {0: memoryview(memory)}).pack(0, out)
     assert out == memory[32:] + memory[:32]
 
 
@@ -200,16 +200,16 @@ def test_rows_ascend_whatever_the_pages() -> None:
 def test_buffers_of_any_elements_are_their_bytes(kind: type[np.generic]) -> None:
     program, memory = small()
     out, here = np.zeros((2, 32 // np.dtype(kind).itemsize), kind), bytearray(64)
-    pack(program, {0: np.frombuffer(memory, kind)}, 0, out)
+    PackedStream(program, "source", {0: np.frombuffer(memory, kind)}).pack(0, out)
     assert out.tobytes() == memory[32:] + memory[:32]
-    unpack(program, {0: np.frombuffer(here, kind)}, 0, out)
+    PackedStream(program, "sink", {0: np.frombuffer(here, kind)}).unpack(0, out)
     assert here == memory
 
 
 def test_a_byte_in_the_middle_of_a_record() -> None:
     program, memory = small()
     wanted = bytes(memory)
-    unpack(program, {0: memoryview(memory)}, 35, b"\xff")
+    PackedStream(program, "sink", {0: memoryview(memory)}).unpack(35, b"\xff")
     assert [i for i in range(64) if memory[i] != wanted[i]] == [3]
 
 
@@ -217,7 +217,7 @@ def test_a_byte_in_the_middle_of_a_record() -> None:
 def test_beyond_the_stream(offset: int, size: int) -> None:
     program, memory = small()
     with pytest.raises(KvprotoError) as caught:
-        pack(program, {0: memoryview(memory)}, offset, bytearray(size))
+        PackedStream(program, "source", {0: memoryview(memory)}).pack(offset, bytearray(size))
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 

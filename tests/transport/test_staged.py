@@ -23,7 +23,6 @@ class Event:
 
     work: Callable[[], None]
     over: bool = False
-    abandoned: bool = False
     error: KvprotoError | None = None
 
     def ready(self) -> bool:
@@ -35,9 +34,6 @@ class Event:
         if not self.over and not self.error:
             self.work()
             self.over = True
-
-    def abandon(self) -> None:
-        self.abandoned = True
 
 
 class Slots:
@@ -190,20 +186,6 @@ def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
     assert sender.abort() == Proof.PROVEN
     assert sender.step() == []
     assert (sorted(world.link.free), sorted(world.link.granted)) == ([0, 1, 2], [0, 1, 2, 3])
-
-
-def test_abort_without_patience_proves_nothing_and_loses_the_slots() -> None:
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(50), world.events))
-    sender.step()
-    world.happen()
-    sender.step()
-    assert sender.give_up() == Proof.UNPROVABLE
-    assert world.events[-2].abandoned
-    assert len(world.link.free) < 3
-    assert 0 not in world.link.granted
-    assert sender.abort() == Proof.UNPROVABLE
 
 
 def test_a_write_that_fails_fails_its_stream_alone() -> None:

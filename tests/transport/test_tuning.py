@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kvproto.copying.program import Runs
 from kvproto.transport.bench import Constants, Measured, Sample
-from kvproto.transport.cuda.tuning import long_runs
+from kvproto.transport.cuda.provider import long_runs
 from kvproto.transport.nixl.direct import WriteMode, choose, threshold
-from kvproto.transport.nixl.tuning import costs_of
+from kvproto.transport.nixl.provider import costs_of
 
 LENGTHS = (256, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 rates = st.lists(st.integers(1, 9), min_size=len(LENGTHS), max_size=len(LENGTHS))

@@ -1,11 +1,11 @@
-"""Transport `cuda`: the copy kernel, pull and push, and the copy engine as a ceiling; by device events."""
+"""Times transport `cuda` by device events: the copy kernel, pull and push, and the copy engine as a ceiling."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,23 +24,20 @@ _MOST_COPIES = 256
 
 
 def count() -> int:
-    """GPUs that this process sees; 0 without a driver."""
-    try:
-        found = driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS
-    except RuntimeError:  # cuda-core is installed, a driver is not
-        found = False
-    if not found:
-        return 0
-    return int(call(driver.cuDeviceGetCount(), "devices"))
+    """The number of GPUs that this process sees; 0 without a driver."""
+    with contextlib.suppress(RuntimeError):  # cuda-core is installed, a driver is not
+        if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
+            return int(call(driver.cuDeviceGetCount(), "devices"))
+    return 0
 
 
 def names() -> tuple[str, ...]:
-    """Of the GPUs, in order."""
+    """The names of the GPUs, in order."""
     return tuple(Device(i).name for i in range(count()))
 
 
 def driver_version() -> str:
-    """The kernel module's, such as 580.95.05, or else the newest CUDA that the driver knows."""
+    """The version of the kernel module, such as 580.95.05, or else the newest CUDA that the driver supports."""
     with contextlib.suppress(OSError):
         found = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text())
         if found:
@@ -88,7 +85,7 @@ class Kernel(BenchPath):
 
 
 class _Engine(BenchPath):
-    """One cuMemcpyDtoDAsync a run."""
+    """One cuMemcpyDtoDAsync for each run."""
 
     transport, way = "cuda", "engine"
 
@@ -119,21 +116,14 @@ class _Engine(BenchPath):
 
 
 def job(memory: int, source: int, sink: int) -> BenchJob:
-    """Pull, push and the engine from one GPU to another, or within one; `memory` bytes on both together."""
+    """The job of pull, push and the engine between two GPUs, or within one; `memory` bytes on both together."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:
         enable_peer(source, sink)
         enable_peer(sink, source)
         length = memory * 4 // 10 // 4096 * 4096
-        pools: list[DeviceMemory] = []
-        try:
-            for device in (source, sink):
-                pools.append(DeviceMemory(length, device))
-            here, there = pools
+        with closing(DeviceMemory(length, source)) as here, closing(DeviceMemory(length, sink)) as there:
             yield [Kernel("pull", here, there), Kernel("push", here, there), _Engine(here, there)]
-        finally:
-            for pool in pools:
-                pool.close()
 
     return BenchJob(f"cuda gpu{source} to gpu{sink}", 3, opened)

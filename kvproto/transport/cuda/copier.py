@@ -11,19 +11,12 @@ from typing import Any
 import attrs
 import numpy as np
 import numpy.typing as npt
-from cuda.core import (
-    Buffer,
-    Event,
-    EventOptions,
-    Kernel,
-    LegacyPinnedMemoryResource,
-    Program,
-    ProgramOptions,
-    Stream,
-)
+from cuda import core
+from cuda.core import Event, Kernel, Stream
 
 from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
+from kvproto.transport.base import Copying
 from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
@@ -44,18 +37,18 @@ _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "u
 
 @lru_cache
 def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
-    """The kernels of one width of word, compiled once a process."""
+    """The kernels for words of one width, compiled once a process."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
         ("FEW_CLASSES", str(tables.FEW_CLASSES)), ("FEW_WORDS", str(tables.FEW_WORDS)),
     ]  # fmt: skip
-    options = ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
-    module = Program(_SOURCE.read_text(), "c++", options).compile("cubin")
+    options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
+    module = core.Program(_SOURCE.read_text(), "c++", options).compile("cubin")
     return tuple(module.get_kernel(name) for name in _NAMES)
 
 
 class _Bytes:
-    """Plain device memory that lives as long as this."""
+    """Device memory that is freed with this object."""
 
     def __init__(self, size: int) -> None:
         self.address, self.size = int(call(driver.cuMemAlloc(size), f"{size} bytes")), size
@@ -66,20 +59,15 @@ class _Bytes:
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A rank pair's operations on the device; valid while both sides' regions stay mapped."""
+    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
 
     table: tables.Table
-    _memory: _Bytes
-
-    @property
-    def address(self) -> int:
-        """Of the table."""
-        return self._memory.address
+    memory: _Bytes
 
 
 @attrs.frozen
 class Job:
-    """A request's maps for one rank pair; only layers [lo, hi), where given."""
+    """A request's maps for one rank pair; only layers [lo, hi) where given."""
 
     prepared: Prepared
     maps: Sequence[RowMap]
@@ -88,52 +76,52 @@ class Job:
 
 @attrs.define(eq=False)
 class LaunchBuffers:
-    """Memory of one launch: where an image is written, where it lies on the device, and where rows are expanded."""
+    """Memory of one launch: pinned memory where an image is written, its place on the device, and expanded rows."""
 
-    host: Buffer
+    host: core.Buffer
     view: npt.NDArray[np.uint8]
     image: _Bytes
     rows: _Bytes
     event: Event
-    """After which it may be used again."""
+    """After which they may be used again."""
     ends: list[Event] = attrs.field(factory=list)
     """Of chunks, recorded in turn."""
     chunks: int = 0
 
     def holds(self, image: int, rows: int) -> bool:
-        """Whether it is as large."""
+        """Whether an image and rows of so many bytes fit."""
         return self.view.size >= image and self.rows.size >= rows
 
 
 @attrs.frozen
-class Copy:
-    """A launch that is under way."""
+class Copy(Copying):
+    """A launch that is under way; also what a packer returns."""
 
     event: Event
     bytes: int
     began: Event | None = None
     """Before the upload, where the copier times."""
     jobs: Sequence[Job] = attrs.field(default=(), repr=False)
-    """Whose tables it reads: they are there as long as this is."""
+    """Held because the launch reads their tables."""
     stream: None = None
 
     @property
     def seconds(self) -> float:
-        """Device time from the upload to the last byte, of a copier that times."""
+        """Device time from the upload to the last byte, where the copier times."""
         assert self.began is not None
         return float(self.event - self.began) / 1000
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises DeviceFault, whoever caused it."""
+        """As `Copying.done`; raises DeviceFault, whoever caused it."""
         return is_done(self.event.handle)
 
     def ready(self) -> bool:
-        """The same, as a packer's."""
+        """As `Ready.ready`."""
         return self.done
 
     def stop(self) -> Proof | None:
-        """A launch cannot be stopped: PROVEN when it is done; raises DeviceFault: the end of this process is proof."""
+        """PROVEN when the launch is done, as it cannot be stopped; raises DeviceFault."""
         return Proof.PROVEN if self.done else None
 
     def wait(self) -> None:
@@ -141,27 +129,27 @@ class Copy:
         call(driver.cuEventSynchronize(self.event.handle), "copy")
 
 
+@attrs.frozen
 class _Whole:
-    """What is launched in here is launched whole, or over when an error leaves."""
+    """What is launched in here is launched whole; where an error leaves it, what was launched is over."""
 
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
+    streams: Sequence[Stream]
 
     def __enter__(self) -> None:
-        pass
+        return
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            for stream in self._copier.streams:
+            for stream in self.streams:
                 driver.cuStreamSynchronize(stream.handle)
 
 
 class Copier:
-    """One GPU's executor; not for use by several threads at once.
+    """Runs copy programs on one GPU; not for use by several threads at once.
 
-    blocks: thread blocks of a launch, one a multiprocessor: the share of the GPU that copies may take. slots: launches
-    of many runs at once; a copy of very many takes up to half of them. long: bytes of a run from which on the copy
-    engine takes it, which takes no multiprocessors.
+    blocks: thread blocks of a launch, one for each multiprocessor that copies may use. slots: launches of many runs at
+    once; a copy of very many runs takes up to half of them. long: runs of at least so many bytes go by the copy engine,
+    which uses no multiprocessors.
     """
 
     def __init__(
@@ -185,7 +173,7 @@ class Copier:
         self._inline_place = (ctypes.c_void_p * 1)(self._inline.ctypes.data)
         self._part = (ctypes.c_uint64 * -(-PART // 8))()
         self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
-        self._timing = EventOptions(timing_enabled=timed)
+        self._timing = core.EventOptions(timing_enabled=timed)
         self._timed = timed
         self._slots = slots
         self._buffers: list[LaunchBuffers] = []
@@ -196,13 +184,13 @@ class Copier:
         self._load(16)
 
     def load(self, words: Iterable[int]) -> None:
-        """Have the kernels of these widths ready."""
+        """Compile and load the kernels for words of these widths."""
         self._device.set_current()
         for word in words:
             self._load(word)
 
     def _load(self, word: int) -> None:
-        """Compile and load the kernels of a width: a first launch may wait for all that the GPU does."""
+        """Load and launch the kernels of a width: a first launch may wait for everything that the GPU does."""
         if word in self._loaded:
             return
         nothing = self._nothing
@@ -216,11 +204,8 @@ class Copier:
         call(driver.cuStreamSynchronize(self._ahead.handle), "load")
         self._loaded.add(word)
 
-    def _kernels(self, word: int) -> tuple[Kernel, ...]:
-        return _kernels(self._arch, word, tables.THREADS, tables.DEPTH)
-
     def check(self) -> None:
-        """Raise DeviceFault where the context is lost: then what else the driver says of memory means nothing."""
+        """Raise DeviceFault where the context is lost, as the driver's other errors mean nothing then."""
         code = driver.cuStreamQuery(self.stream.handle)[0]
         if code.value in FAULTS:
             call((code,), "stream")
@@ -243,16 +228,14 @@ class Copier:
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
         where memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
-        if any(len(j.maps) != j.prepared.table.n_maps for j in jobs):
-            raise LocalError(
-                ErrorCode.OUT_OF_RANGE, "maps", "those of a program of the table", "another number of them"
-            )
+        if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
         self._device.set_current()
-        works = [launches.Work(j.prepared.table, j.prepared.address, j.maps, j.layers) for j in jobs]
+        works = [launches.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
         launches.check(works)
         inline = launches.inline_launch(works, self._inline, 4 * self.blocks, self._long)
         if inline is not None:
-            with _Whole(self):
+            with _Whole(self.streams):
                 began = self._record() if self._timed else None
                 self.follow(after)
                 if inline.chunks:
@@ -261,7 +244,7 @@ class Copier:
         parts = launches.parts(works, max(self._slots // 2, 1))
         all_buffers = self._take([launches.sizes(part) for part in parts])
         began, total = None, 0
-        with _Whole(self):
+        with _Whole(self.streams):
             for i, (part, buffers) in enumerate(zip(parts, all_buffers, strict=True)):
                 made = launches.launch(part, buffers.view, buffers.image.address, buffers.rows.address, self._long)
                 began = began or (self._record() if self._timed else None)
@@ -272,7 +255,7 @@ class Copier:
         return Copy(all_buffers[-1].event, total, began, jobs)
 
     def _launch(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
-        """Rows are expanded while producers compute (`after` their events), or else while the part before moves."""
+        """Expand rows while producers compute (`after` is their events), or else while the part before moves."""
         stream, ahead = self.stream.handle, after is None
         if made.classes:
             self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
@@ -292,7 +275,7 @@ class Copier:
         """Allocate the buffers of a launch; sizes in bytes."""
         self._device.set_current()
         size = 1 << max(image - 1, 4095).bit_length()
-        host = LegacyPinnedMemoryResource().allocate(size)
+        host = core.LegacyPinnedMemoryResource().allocate(size)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
         expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
         return LaunchBuffers(host, view, _Bytes(size), expanded, self._record())
@@ -320,7 +303,7 @@ class Copier:
         """Copy a chunk of the stream whose maps and operations are in these buffers."""
         self._device.set_current()
         stream = self.stream.handle
-        with _Whole(self):
+        with _Whole(self.streams):
             for source, sink, length in chunk.pieces:
                 call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
             for part in chunk.parts:
@@ -330,7 +313,7 @@ class Copier:
         return Copy(buffers.event, bytes_)
 
     def _end(self, buffers: LaunchBuffers) -> Event:
-        """Record an event again after many chunks: who still asks after the earlier one hears of the later."""
+        """Record the end of a chunk; after many chunks events are recorded again, so an earlier one may be late."""
         at, buffers.chunks = buffers.chunks % _EVENTS, buffers.chunks + 1
         if at == len(buffers.ends):
             buffers.ends.append(self._record())
@@ -345,10 +328,12 @@ class Copier:
         self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None,
         stream: Stream | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel by the driver's own call: a third of the time of a typed one, and hand-overs wait for it."""
+        """Launch a kernel by the driver's own call, which takes a third of the time of cuda-core's."""
         function = self._functions.get((word, name))
         if function is None:
-            function = self._functions[word, name] = self._kernels(word)[_NAMES.index(name)].handle
+            function = self._functions[word, name] = _kernels(self._arch, word, tables.THREADS, tables.DEPTH)[
+                _NAMES.index(name)
+            ].handle
         for i, value in enumerate(arguments):
             self._arguments[i] = value
         threads, places = tables.THREADS, ctypes.addressof(self._places if block is None else block)
@@ -356,7 +341,7 @@ class Copier:
         call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, handle, places, 0), name)
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all submitted; waits."""
+        """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all copies; waits."""
         self._device.set_current()
         image, operations, groups = sums(program, addresses, sink)
         if not groups:
@@ -372,20 +357,14 @@ class Copier:
         return dict(zip(groups, totals.tolist(), strict=True))
 
     def _take(self, sizes: Sequence[tuple[int, int]]) -> list[LaunchBuffers]:
-        """Buffers for launches of these sizes of image and rows, all of them before the first launch.
-
-        Raises BUSY where fewer launches than these may begin: they end in their order.
-        """
+        """Buffers for launches with these sizes of image and rows, before the first of them begins; raises BUSY."""
         taken = len(self._buffers) + len(sizes) - self._slots
-        if taken > 0 and not is_done(self._buffers[taken - 1].event.handle):
+        if taken > 0 and not is_done(self._buffers[taken - 1].event.handle):  # launches end in their order
             raise LocalError(ErrorCode.BUSY, "", f"{self._slots} launches at once", "one more", "wait for one")
-        found: list[LaunchBuffers] = []
-        for image, rows in sizes:
-            found.append(self._unused(image, rows, len(found)))
-        return found
+        return [self._unused(image, rows, taken) for taken, (image, rows) in enumerate(sizes)]
 
     def _unused(self, image: int, rows: int, taken: int) -> LaunchBuffers:
-        """One that no launch uses: one that is as large, or one more, or one in place of the oldest."""
+        """Buffers that no launch uses: large enough ones, or new ones, if need be in place of the oldest."""
         for i, buffers in enumerate(self._buffers):
             if not is_done(buffers.event.handle):
                 break

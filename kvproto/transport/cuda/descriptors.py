@@ -1,13 +1,11 @@
 """File descriptors for peers on this host: virtual device memory is shared as descriptors, which no message can carry.
 
-A process that shares such memory listens on a socket in a private directory. A peer names the 16 random bytes that the
-Register gave it, and gets the descriptor that goes with them. Others, and other
-users, get none.
+A process that shares such memory listens on a socket in a private directory. A peer of the same user that sends the 16
+random bytes which Register gave it gets the descriptor that goes with them.
 """
 
 from __future__ import annotations
 
-import array
 import atexit
 import os
 import secrets
@@ -39,7 +37,7 @@ class _Server:
     def _serve(self) -> None:
         while True:
             peer, _ = self._socket.accept()
-            # a thread each: one that says nothing holds up no other
+            # a thread for each peer, so that a silent one holds up no other
             threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
@@ -61,14 +59,14 @@ def _server() -> _Server:
 
 
 def offer(descriptor: int) -> tuple[str, bytes]:
-    """Where peers of this host can get the descriptor, which is ours from now on, and the bytes that name it."""
+    """Take over a descriptor; returns where peers of this host can get it, and the bytes that name it."""
     token = secrets.token_bytes(16)
     _server().held[token] = descriptor
     return _server().path, token
 
 
 def withdraw(token: bytes) -> None:
-    """Give it to no one any more."""
+    """Stop offering a descriptor, and close it."""
     descriptor = _server().held.pop(token, None)
     if descriptor is not None:
         os.close(descriptor)
@@ -81,8 +79,7 @@ def fetch(path: str, token: bytes) -> int:
         peer.connect(path)
         peer.sendall(token)
         peer.shutdown(socket.SHUT_WR)
-        data, ancillary, _, _ = peer.recvmsg(1, socket.CMSG_SPACE(4))
-        for level, kind, body in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                return array.array("i", body[:4])[0]
-    raise OSError("no descriptor" if not data else "a byte without a descriptor")
+        _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+    if not descriptors:
+        raise OSError("no descriptor")
+    return descriptors[0]

@@ -1,4 +1,4 @@
-"""The driver: calls that fail raise, devices have names, processes are told apart."""
+"""The CUDA driver: calls that raise where they fail, names of devices, and access between them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,17 @@ __all__ = ["FAULTS", "call", "current", "driver", "enable_peer", "has_nvlink", "
 
 
 _R = driver.CUresult
-FAULTS = frozenset(
-    code.value
-    for code in (
-        _R.CUDA_ERROR_ASSERT,
-        _R.CUDA_ERROR_CONTAINED,
-        _R.CUDA_ERROR_CONTEXT_IS_DESTROYED,
-        _R.CUDA_ERROR_DEINITIALIZED,
-        _R.CUDA_ERROR_ECC_UNCORRECTABLE,
-        _R.CUDA_ERROR_EXTERNAL_DEVICE,
-        _R.CUDA_ERROR_HARDWARE_STACK_ERROR,
-        _R.CUDA_ERROR_ILLEGAL_ADDRESS,
-        _R.CUDA_ERROR_ILLEGAL_INSTRUCTION,
-        _R.CUDA_ERROR_INVALID_ADDRESS_SPACE,
-        _R.CUDA_ERROR_INVALID_PC,
-        _R.CUDA_ERROR_LAUNCH_FAILED,
-        _R.CUDA_ERROR_LAUNCH_TIMEOUT,
-        _R.CUDA_ERROR_MISALIGNED_ADDRESS,
-        _R.CUDA_ERROR_MPS_CLIENT_TERMINATED,
-        _R.CUDA_ERROR_NVLINK_UNCORRECTABLE,
-        _R.CUDA_ERROR_TENSOR_MEMORY_LEAK,
-    )
-)
-"""Codes after which a context is of no use to anybody."""
+_FAULTS = """
+ASSERT CONTAINED CONTEXT_IS_DESTROYED DEINITIALIZED ECC_UNCORRECTABLE EXTERNAL_DEVICE HARDWARE_STACK_ERROR
+ILLEGAL_ADDRESS ILLEGAL_INSTRUCTION INVALID_ADDRESS_SPACE INVALID_PC LAUNCH_FAILED LAUNCH_TIMEOUT MISALIGNED_ADDRESS
+MPS_CLIENT_TERMINATED NVLINK_UNCORRECTABLE TENSOR_MEMORY_LEAK
+"""
+FAULTS = frozenset(getattr(_R, f"CUDA_ERROR_{name}").value for name in _FAULTS.split())
+"""Codes after which a context is lost for the whole process."""
 
 
 def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
-    """The values of a driver call; raises LocalError(TRANSPORT_FAILED) with the driver's words, or DeviceFault."""
+    """The results of a driver call; raises LocalError(TRANSPORT_FAILED) with the driver's words, or DeviceFault."""
     code, *values = result
     if code != _R.CUDA_SUCCESS:
         said = driver.cuGetErrorString(code)[1]
@@ -52,7 +36,7 @@ def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
 
 
 def is_done(event: Any) -> bool:
-    """Whether the device has come to an event, by its handle; raises DeviceFault."""
+    """Whether the device has reached an event, given by its handle; raises DeviceFault."""
     code = driver.cuEventQuery(event)[0]
     if code == _R.CUDA_ERROR_NOT_READY:
         return False
@@ -77,15 +61,12 @@ def uuid(device: int) -> str:
 
 
 def ordinal_of(name: str) -> int | None:
-    """Which of the devices that this process sees has that name."""
-    for device in range(call(driver.cuDeviceGetCount(), "devices")):
-        if uuid(device) == name:
-            return device
-    return None
+    """The device of that name that this process sees, or None."""
+    return next((i for i in range(call(driver.cuDeviceGetCount(), "devices")) if uuid(i) == name), None)
 
 
 def has_nvlink(device: int) -> bool:
-    """Whether every peer that this process sees, one at least, is reached by a link with atomics: PCIe has none."""
+    """Whether this process sees peers, and each is reached by a link with atomics, which PCIe does not have."""
     kind, reach = driver.CUdevice_P2PAttribute, []
     for peer in range(call(driver.cuDeviceGetCount(), "devices")):
         if peer != device and Device(device).can_access_peer(peer):

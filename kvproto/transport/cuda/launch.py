@@ -1,4 +1,4 @@
-"""Launches of the copy kernel: what a host writes for each, after the table of operations has been uploaded.
+"""Launches of the copy kernel: what the host writes for each of them, once the table of operations is uploaded.
 
 A launch of many works is uploaded as an image of maps, classes and runs; a small one fits into the kernel's parameters.
 """
@@ -17,23 +17,7 @@ import numpy.typing as npt
 from kvproto.copying.program import RowMap
 from kvproto.errors import LocalError
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.table import (
-    CLASS,
-    CLASS_FIELDS,
-    FEW_CLASSES,
-    FEW_RUNS,
-    FEW_WORDS,
-    LONG,
-    MAP,
-    MAP_FIELDS,
-    OP,
-    RUN_BYTES,
-    RUN_WORDS,
-    WORDS,
-    Shape,
-    Table,
-    write_runs,
-)
+from kvproto.transport.cuda.table import Shape, Table, write_runs
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["INLINE_BYTES", "InlineLaunch", "Launch", "Work", "check", "inline_launch", "launch", "parts", "sizes"]
@@ -67,11 +51,11 @@ class Work:
 
 
 _FIRST_RUNS, _GROWTH = 8192, 3
-"""A host writes 8,192 runs in some 100 us; a part more costs the GPU 40. A part is copied while the next is written."""
+"""The host writes 8,192 runs in some 100 us while the GPU copies the part before; each part costs the GPU 40 us."""
 
 
 def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
-    """The same works, cut between runs: those of many runs become several launches, at most so many."""
+    """The same works, cut between runs into launches: works of many runs become several, at most `most`."""
     runs = sum(len(m.rows) for w in works for m in w.maps)
     cuts, size = [0], _FIRST_RUNS
     while len(cuts) < most and runs - cuts[-1] > 2 * size:
@@ -84,9 +68,8 @@ def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
 
 
 def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
-    """Runs of a map, as many as [a, b) are of all."""
+    """The share of a map's runs that [a, b) is of `of`."""
     some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
-    # a launch does not ask for global rows
     return attrs.evolve(
         m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
         sink_row=m.sink_row[some], rows=m.rows[some],
@@ -116,7 +99,9 @@ def sizes(works: Sequence[Work]) -> tuple[int, int]:
     maps = sum(len(w.maps) for w in works)
     cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
     rows = sum(m.size for w in works for m in w.maps)
-    return _up(maps * MAP.itemsize) + _up(cuts * CLASS.itemsize) + _up(runs * RUN_BYTES + 16), rows * 16 + 16
+    return tables.up(maps * tables.MAP.itemsize) + tables.up(cuts * tables.CLASS.itemsize) + tables.up(
+        runs * tables.RUN_BYTES + 16
+    ), rows * 16 + 16
 
 
 def _cuts(work: Work) -> int:
@@ -124,12 +109,8 @@ def _cuts(work: Work) -> int:
     return most // tables.MOST
 
 
-def _up(n: int) -> int:
-    return -(-n // 256) * 256
-
-
 def launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = tables.LONG
 ) -> Launch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
@@ -152,7 +133,7 @@ def launch(
             if _is_long(work, shape, lo, hi, long):
                 engine += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
                 continue
-            ops = work.address + lo * OP.itemsize
+            ops = work.address + lo * tables.OP.itemsize
             for skip in range(0, rows_of.size, tables.MOST // width):
                 rows = min(tables.MOST // width, rows_of.size - skip)
                 chunks = -(-rows * width // (tables.THREADS * tables.DEPTH))
@@ -160,27 +141,29 @@ def launch(
                 made = ops, begin, rows, shape.words, shape.units, chunks, first
                 classes.setdefault(shape.word, []).append(made)
                 chunks_of[shape.word] = first + chunks * (hi - lo)
-    classes_at = _up(len(maps) * MAP.itemsize)
-    runs_at = classes_at + _up(sum(map(len, classes.values())) * CLASS.itemsize)
-    end = runs_at + RUN_BYTES * n_runs
+    classes_at = tables.up(len(maps) * tables.MAP.itemsize)
+    runs_at = classes_at + tables.up(sum(map(len, classes.values())) * tables.CLASS.itemsize)
+    end = runs_at + tables.RUN_BYTES * n_runs
     runs = image[runs_at:end].view(np.uint32)
     for k, m in enumerate(m for w in works for m in w.maps):
         at, begin, n, size = maps[k]
-        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
-        write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
+        tables.MAP_FIELDS.pack_into(
+            image.data, k * tables.MAP.itemsize, image_at + runs_at + tables.RUN_BYTES * at, begin, n, size
+        )
+        write_runs(m, runs[tables.RUN_WORDS * at : tables.RUN_WORDS * (at + n)].reshape(tables.RUN_WORDS, n))
     kernels = []
     at = classes_at
     for word, some in classes.items():
         kernels.append((word, at, len(some), chunks_of[word]))
         for numbers in some:
-            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
-            at += CLASS.itemsize
+            tables.CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
+            at += tables.CLASS.itemsize
     return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(engine))
 
 
 _HEAD = struct.Struct("<II8x")
-_FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
-INLINE_BYTES = _FEW_RUNS_AT + 4 * FEW_WORDS
+_FEW_RUNS_AT = _HEAD.size + tables.FEW_CLASSES * tables.CLASS.itemsize
+INLINE_BYTES = _FEW_RUNS_AT + 4 * tables.FEW_WORDS
 """Bytes of a launch that fits into a kernel's parameters."""
 
 
@@ -194,14 +177,14 @@ class InlineLaunch:
 
 
 def inline_launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG
+    works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = tables.LONG
 ) -> InlineLaunch | None:
     """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, INLINE_BYTES; None where it is larger.
 
     The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
     costs; the rest is the number of calls of numpy, so there are few.
     """
-    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
+    if sum(len(m.rows) for w in works for m in w.maps) > tables.FEW_RUNS:
         return None
     word, number, first, total = 0, 0, 0, 0
     begins = {}
@@ -209,16 +192,16 @@ def inline_launch(
     for k, work in enumerate(works):
         for i, m in enumerate(work.maps):
             begins[k, i] = at
-            at += RUN_WORDS * len(m.rows)
+            at += tables.RUN_WORDS * len(m.rows)
         for shape, lo, hi in _wanted(work):
             rows, width = work.maps[shape.map], shape.words * shape.units
             chunks = -(-rows.size * width // (tables.THREADS * tables.DEPTH))
-            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
+            ops, place = work.address + lo * tables.OP.itemsize, begins[k, shape.map]
             big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
-            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > tables.MOST:
+            if number == tables.FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > tables.MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
+            tables.CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * tables.CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
     for k, work in enumerate(works):
@@ -227,15 +210,15 @@ def inline_launch(
             if m.numbers is not None:
                 *places, lengths = m.numbers
                 firsts = accumulate(lengths[:-1], initial=0) if n else ()
-                struct.pack_into(f"<{RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
+                struct.pack_into(f"<{tables.RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
             else:
-                write_runs(m, image[place : place + RUN_BYTES * n].view(np.uint32).reshape(RUN_WORDS, n))
+                write_runs(m, image[place : place + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n))
     _HEAD.pack_into(image.data, 0, number, first)
-    return InlineLaunch(word or WORDS[0], first, total)
+    return InlineLaunch(word or tables.WORDS[0], first, total)
 
 
 def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
-    """Whether the copy engine takes the runs, which starts each by itself."""
+    """Whether the runs are long enough for the copy engine, which starts each by itself."""
     m, width = work.maps[shape.map], shape.word * shape.words
     if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
         return False
@@ -253,7 +236,7 @@ def _long(ops: npt.NDArray[np.void], m: RowMap, width: int) -> Iterator[tuple[in
 
 
 def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
-    """Shapes that have something to do, and the operations of the layers that are wanted."""
+    """Shapes with rows to copy, and their operations for the wanted layers."""
     for shape in work.table.shapes:
         lo, hi = shape.start, shape.stop
         if work.layers is not None:

@@ -1,7 +1,7 @@
 """Device memory that peers of one host may map: allocated here, or adopted from an engine.
 
-How an allocation may be shared is read off the driver's pointer attributes, never tried: a failed call for a handle can
-leave an error that sticks to the process.
+How an allocation can be shared is read from the driver's pointer attributes, never tried: a failed attempt can leave a
+sticky error in the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -18,20 +18,9 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.transport.cuda import virtual
+from kvproto.transport.cuda.descriptors import withdraw
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
-from kvproto.transport.cuda.virtual import (
-    FABRIC,
-    MOST_PIECES,
-    Piece,
-    VirtualMap,
-    by_descriptor,
-    by_fabric,
-    fabric,
-    piece_at,
-    share,
-    share_fabric,
-    unshare,
-)
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
@@ -56,21 +45,21 @@ _FACTS = {
 
 @cache
 def _plain() -> ctypes.CDLL:
-    """The driver without a wrapper: one attribute is not right in every release of it, and it takes longer."""
+    """The driver without cuda-python, whose wrapper is slower and gets one attribute wrong in some releases."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
-    """A number that the driver knows of an address; 0 where it knows none."""
+    """An attribute of an address; 0 where the driver knows none."""
     value = ctypes.c_uint64()
     known = _plain().cuPointerGetAttribute(ctypes.byref(value), attribute.value, ctypes.c_uint64(address))
-    if known in FAULTS:  # freed memory is another matter
+    if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
         call((driver.CUresult(known),), "pointer attribute")
     return value.value if known == 0 else 0
 
 
 def facts(address: int) -> dict[str, int]:
-    """What the driver knows of the allocation at an address; zeros where it knows none."""
+    """The attributes of the allocation at an address; zeros where there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
     found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
@@ -78,16 +67,16 @@ def facts(address: int) -> dict[str, int]:
 
 
 def allocation_at(address: int) -> int | None:
-    """The address where the device allocation begins that holds `address`; None where there is none."""
+    """The start of the device allocation that holds `address`; None where there is none."""
     known = facts(address)
     return known["start"] if known["type"] == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value else None
 
 
 class DeviceMemory:
-    """A region of device memory that this process owns.
+    """A region of device memory of this process.
 
-    Allocated here it is one cuMemAlloc, so that other libraries can register it too; `__dlpack__` hands it to a
-    framework as bytes.
+    If allocated here it is one cuMemAlloc, so that other libraries can register it too; `__dlpack__` gives a framework
+    its bytes.
     """
 
     kind = MemoryKind.CUDA
@@ -100,7 +89,7 @@ class DeviceMemory:
 
     @classmethod
     def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
-        """An engine's own pool; raises LocalError where [address, address + length) is not of one device allocation."""
+        """An engine's own pool; raises LocalError where [address, address + length) is not in one device allocation."""
         made = cls.__new__(cls)
         made._set(address, length, id, owned=False)
         return made
@@ -151,13 +140,13 @@ class DeviceMemory:
         elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
-                self._shared = share(pieces)
+                self._shared = virtual.share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
             made.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
-        if allowed & FABRIC.value and fabric(self.device):
+        if allowed & virtual.FABRIC.value and virtual.fabric(self.device):
             pieces = self._pieces()
             size = sum(p.size for p in pieces)
-            made.append(_handle(_FABRIC, self.address - pieces[0].base, size, share_fabric(pieces)))
+            made.append(_handle(_FABRIC, self.address - pieces[0].base, size, virtual.share_fabric(pieces)))
         if not made:
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
@@ -169,18 +158,26 @@ class DeviceMemory:
             boot=boot_id(), handles=tuple(made), namespace=pid_namespace(),
         )  # fmt: skip
 
-    def _pieces(self) -> list[Piece]:
-        """Allocations that the region lies in, one after the other."""
-        found: list[Piece] = []
+    def _pieces(self) -> list[virtual.Piece]:
+        """The allocations that the region spans, in order."""
+        found: list[virtual.Piece] = []
         at = self.address
         while at < self.address + self.length:
             base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
-            found.append(piece_at(base, _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)))
-            at = found[-1].base + found[-1].size
-        if len(found) > MOST_PIECES:
+            size = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
+            if not base or not size:
+                wanted, advice = "mapped device memory", "allocate first"
+                raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", wanted, "none", advice)
+            found.append(virtual.Piece(base, size))
+            at = base + size
+        if len(found) > virtual.MOST_PIECES:
             advice = "allocate the pool at once, with kvproto.transport.memory"
             raise LocalError(
-                ErrorCode.NO_TRANSPORT, "regions.handles", f"at most {MOST_PIECES} allocations", str(len(found)), advice
+                ErrorCode.NO_TRANSPORT,
+                "regions.handles",
+                f"at most {virtual.MOST_PIECES} allocations",
+                str(len(found)),
+                advice,
             )
         return found
 
@@ -191,14 +188,15 @@ class DeviceMemory:
         call(driver.cuCtxSynchronize(), "fill")
 
     def check(self) -> None:
-        """Raise POOL_MOVED where the allocation was freed, or another is there now."""
+        """Raise POOL_MOVED where the allocation was freed or replaced."""
         if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def close(self) -> None:
         """Free it, if it was allocated here; peers must have unmapped it."""
         if self._shared is not None:
-            unshare([token for token, _ in self._shared[1]])
+            for token, _ in self._shared[1]:
+                withdraw(token)  # what is mapped stays mapped
             self._shared = None
         if self._owned:
             self._owned = False
@@ -221,11 +219,9 @@ class _Opened:
 
 
 _opened: dict[tuple[int, bytes], _Opened] = {}
-"""An allocation is opened once in a context, whatever number of regions lie in it."""
-
-
+"""A context opens an allocation once, however many regions lie in it."""
 _Read = tuple[int, int, int, bytes, int, int, Any]
-"""What a handle says."""
+"""The fields of a handle: kind, process, its start, nonce, offset, size, and what opens the allocation."""
 
 
 @attrs.define
@@ -257,14 +253,14 @@ def connect(region: Region, path: str, device: int) -> Mapped:
     try:
         read = [_read(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise _failed(path, "a handle", "bytes that are none") from error
-    # best first; from elsewhere, FABRIC alone
+        raise _failed(path, "a handle", "other bytes") from error
+    # a handle for this host first; other hosts and namespaces are reached by FABRIC alone
     near = here and region.namespace == pid_namespace()
     found = next((each for each in read if near or each[0] == _FABRIC), read[0] if here and read else None)
     if found is None:
         raise _no(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
     kind, pid, began, nonce, *_ = found
-    if kind == _FABRIC and not fabric(device):
+    if kind == _FABRIC and not virtual.fabric(device):
         advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
         raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
@@ -287,7 +283,7 @@ def connect(region: Region, path: str, device: int) -> Mapped:
         advice = "run both engines in one PID namespace, or use transport NIXL"
         raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
-        raise _failed(path, "a process that lives", f"process {pid} has ended")
+        raise _failed(path, "a live process", f"process {pid} has ended")
     return _mapped(region, path, device, found)
 
 
@@ -326,12 +322,12 @@ def _close(device: int, base: int) -> None:
 
 def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
     path, pieces = body
-    made = VirtualMap(device, [(by_descriptor(path, token), size) for token, size in pieces])
+    made = virtual.VirtualMap(device, [(partial(virtual.by_descriptor, path, token), size) for token, size in pieces])
     return _Opened(made.base, made.size, made.close)
 
 
 def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _Opened:
-    made = VirtualMap(device, [(by_fabric(data), size) for data, size in body])
+    made = virtual.VirtualMap(device, [(partial(virtual.by_fabric, data), size) for data, size in body])
     return _Opened(made.base, made.size, made.close)
 
 
@@ -340,20 +336,16 @@ _OPEN: dict[int, Callable[[int, Any], _Opened]] = {_LEGACY: _open, _VIRTUAL: _ma
 
 def _read(data: bytes) -> _Read:
     kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
-    numbers = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size))
-    if not numbers or type(nonce) is not bytes or kind not in _OPEN:
+    good = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size)) and type(nonce) is bytes
+    if good and kind == _LEGACY:
+        good = type(body) is bytes and len(body) == 64
+    elif good:
+        (path, pieces), name = (body, 16) if kind == _VIRTUAL else (("", body), 64)
+        good = kind in _OPEN and type(path) is str and 0 < len(pieces) <= virtual.MOST_PIECES
+        for token, length in pieces:
+            good &= type(token) is bytes and len(token) == name and type(length) is int and 0 < length < 1 << 48
+    if not good:
         raise ValueError("not a handle")
-    if kind == _LEGACY:
-        if type(body) is not bytes or len(body) != 64:
-            raise ValueError("not a handle")
-        return kind, pid, began, nonce, offset, size, body
-    path, pieces = ("", body) if kind == _FABRIC else body
-    name = 64 if kind == _FABRIC else 16
-    if type(path) is not str or not 0 < len(pieces) <= MOST_PIECES:
-        raise ValueError("not a handle")
-    for token, length in pieces:
-        if type(token) is not bytes or len(token) != name or type(length) is not int or not 0 < length < 1 << 48:
-            raise ValueError("not a handle")
     return kind, pid, began, nonce, offset, size, body
 
 

@@ -1,4 +1,4 @@
-"""Order between a framework's work and copies, by events of the device: the host waits for nothing."""
+"""Orders a framework's work and copies by events of the device, so that the host waits for nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvproto.transport.cuda.driver import call, driver
 __all__ = ["After", "follow"]
 
 _NONE_NEEDED = -1
-"""DLPack's word for a consumer that orders by itself."""
+"""What a consumer that orders its own work tells DLPack."""
 
 
 class After:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+import sys
+from collections.abc import Sequence
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Allocation, Memory, Provider, Transport
-from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
+from kvproto.transport.base import Allocation, Memory, Provider, Regions, Transport
+from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["PROVIDER"]
+__all__ = ["PROVIDER", "long_runs"]
 
 _DLPACK_CUDA = 2
 
@@ -42,10 +42,12 @@ class _Cuda(Provider):
     def preference(self, memory: Memory) -> int:
         return 2 if memory.kind == MemoryKind.CUDA else 0
 
-    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> Transport:
-        device = one_device(memory)
+    def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
+        device = self.device_of(memory)
+        if device is None:
+            advice = "allocate it with kvproto.transport.memory on the GPU"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", "regions of one GPU", "memory of the host", advice)
         from kvproto.transport.cuda.transport import CudaTransport
-        from kvproto.transport.cuda.tuning import long_runs
 
         return CudaTransport(device, long=long_runs(measured))
 
@@ -55,7 +57,10 @@ class _Cuda(Provider):
             "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, others on the GPU",
         ),
     )  # fmt: skip
-    costs: ClassVar[CostedWays] = {"pull": ("kernel", "copy"), "push": ("kernel, push", "copy")}
+    costs = (
+        CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6), "one gather-scatter kernel, pull"),
+        CostedWay("push", "kernel, push", "copy"),
+    )
 
     def gpus(self) -> tuple[tuple[str, ...], str | None]:
         if self.missing() is not None:
@@ -76,19 +81,33 @@ class _Cuda(Provider):
         return [bench.job(memory, a, b) for a, b in reach], absent
 
 
-def one_device(memory: Mapping[int, Memory]) -> int:
-    """The GPU that all regions are on; raises LocalError(NO_TRANSPORT)."""
-    devices = {m.device for m in memory.values()}
-    device = devices.pop() if len(devices) == 1 else None
-    if device is None:
-        found = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
-        advice = "give each rank pools of one GPU"
-        raise LocalError(ErrorCode.NO_TRANSPORT, "pool", "regions of one GPU", found, advice)
-    return device
+_NEVER = sys.maxsize
 
 
-def _place(memory: Memory) -> str:
-    return "the host" if memory.device is None else f"GPU {memory.device}"
+def long_runs(measured: Sequence[Measured]) -> int | None:
+    """For `CudaTransport(long=...)`: from this many bytes on, runs are no slower by the copy engine than by the kernel.
+
+    It holds between any two GPUs, and exceeds any run where the engine is always slower. None if nothing was measured.
+    """
+    longest = []
+    for engine in measured:
+        if (engine.transport, engine.way) == ("cuda", "engine") and engine.source != engine.sink:
+            longest += [
+                _from(engine, kernel) for way in ("pull", "push") for kernel in same_path(engine, measured, way)
+            ]
+    return max(longest, default=None)
+
+
+def _from(engine: Measured, kernel: Measured) -> int:
+    """The shortest run from which on the engine is no slower at any length that both were measured at."""
+    of_kernel = {s.run: s.rate for s in kernel.samples}  # of one length the larger program comes last
+    of_engine = {s.run: s.rate for s in engine.samples}
+    found = _NEVER
+    for run in sorted(of_kernel.keys() & of_engine.keys(), reverse=True):
+        if of_engine[run] < of_kernel[run]:
+            break
+        found = run
+    return found
 
 
 PROVIDER = _Cuda()

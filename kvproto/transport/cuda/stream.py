@@ -1,8 +1,8 @@
-"""The packed stream as the copy kernel's work: one side's rows on one end, the stream as a linear region on the other.
+"""The packed stream as work for the copy kernel: one side's rows on one end, a linear region on the other.
 
 A record is a row of the stream, so the rows of a program's maps are expanded once, and a chunk is a few classes of
-operations over an interval of them: what it costs on the host does not depend on its runs. The stream's bytes lie in
-another slot each time, which is a number that the kernel adds. Bytes of a record that is cut are copied piece by piece.
+operations over an interval of them: its cost on the host does not depend on its runs. The kernel adds the address of
+the slot that a chunk lies in. The bytes of a record that is cut are copied piece by piece.
 
 Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import attrs
 import numpy as np
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.staging.packed import Order, StreamColumns
+from kvproto.transport.staging.packed import Order, Side, StreamColumns
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["PART", "Chunk", "Part", "StreamSide", "StreamTable"]
@@ -55,21 +54,17 @@ class Chunk:
 
 
 class StreamSide:
-    """One side's end of a rank pair's streams: what no request changes; addresses and lengths of its regions, by id.
+    """What all streams of a rank pair share on one side; `addresses` and `lengths` of its regions are by region id.
 
-    Raises OUT_OF_REGION where the operations leave them.
+    Raises OUT_OF_REGION where the operations leave the regions.
     """
 
     def __init__(
-        self,
-        program: CopyProgram,
-        side: Literal["source", "sink"],
-        addresses: Mapping[int, int],
-        lengths: Mapping[int, int],
+        self, program: CopyProgram, side: Side, addresses: Mapping[int, int], lengths: Mapping[int, int]
     ) -> None:
         self.columns = columns = StreamColumns(program, side, lengths)
         self.addresses = addresses
-        self.stream: Literal["source", "sink"] = "sink" if side == "source" else "source"
+        self.stream: Side = "sink" if side == "source" else "source"
         numbers = np.diff(columns.first)
         bytes_ = columns.ops["lanes"] * columns.ops["lane_bytes"]
         self.place = np.cumsum(bytes_) - bytes_
@@ -91,7 +86,7 @@ class StreamSide:
 
     @property
     def words(self) -> list[int]:
-        """Widths of words that chunks of whole records may take: where a column lies depends on those before it."""
+        """Widths of words that chunks may use: where a column lies in the stream depends on those before it."""
         found = {shape.word for shape in self.table.shapes}
         return [w for w in tables.WORDS if found and min(found) <= w <= max(found)]
 
@@ -114,33 +109,16 @@ class StreamTable:
             int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
         """Of each shape: where its operations begin in a word, if all begin alike."""
-
-    @property
-    def n_maps(self) -> int:
-        """Maps to expand."""
-        return len(self._maps)
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of the longest map."""
-        return max((m.size for m in self._maps), default=0)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
+        self.n_maps, self.most_rows = len(maps), max(self._sizes, default=0)
+        """Maps to expand, and rows of the longest one."""
+        self._ops_begin = tables.up(len(maps) * tables.MAP.itemsize)
+        self._runs_at = self._ops_begin + tables.up(table.ops.nbytes)
+        runs = sum(len(m.rows) for m in maps)
+        self.sizes = self._runs_at + tables.RUN_BYTES * runs + 16, 16 * sum(self._sizes) + 16
         """Bytes of the image and of the expanded rows."""
-        runs = sum(len(m.rows) for m in self._maps)
-        return self._runs_at + tables.RUN_BYTES * runs + 16, 16 * sum(m.size for m in self._maps) + 16
-
-    @property
-    def _ops_begin(self) -> int:
-        return _up(len(self._maps) * tables.MAP.itemsize)
-
-    @property
-    def _runs_at(self) -> int:
-        return self._ops_begin + _up(self._side.table.ops.nbytes)
 
     def write(self, image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
-        """Write maps, operations and runs, to be read at address `image_at`; returns the bytes that were written."""
+        """Write maps, operations and runs, to be read at address `image_at`; returns the number of bytes."""
         ops = self._side.table.ops
         self._ops_at = image_at + self._ops_begin
         here = image[self._ops_begin : self._ops_begin + ops.nbytes].view(tables.OP)
@@ -157,7 +135,7 @@ class StreamTable:
         return at
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """Bytes of a chunk at `offset`, at most `most`, that ends with a record, if it reaches the end of one."""
+        """Bytes of a chunk at `offset`: at most `most`, up to the end of a record where one ends."""
         order = self.order
         if offset + most >= order.length:
             return most
@@ -166,7 +144,7 @@ class StreamTable:
         return most - cut if most > cut else most
 
     def chunk(self, offset: int, length: int, address: int) -> Chunk:
-        """What copies stream bytes [offset, offset + length) from or to `address`; raises OUT_OF_RANGE."""
+        """The launches that copy stream bytes [offset, offset + length) from or to `address`; raises OUT_OF_RANGE."""
         end = offset + length
         self.order.check(offset, end)
         shift = address - offset
@@ -199,7 +177,7 @@ class StreamTable:
     def _classes(
         self, found: dict[int, list[tuple[int, ...]]], shift: int, first: int, last: int, row: int, rows: int | None
     ) -> None:
-        """Columns [first, last), of them records [row, row + rows) or all."""
+        """Add classes for records [row, row + rows), or all, of columns [first, last)."""
         table, columns = self._side.table, self._side.column
         for shape, misaligned in zip(table.shapes, self._misaligned, strict=True):
             lo, hi = (bisect_left(columns, n, shape.start, shape.stop) for n in (first, last))
@@ -234,7 +212,7 @@ class StreamTable:
                 yield Part(word, first, bytes(made))
 
     def _pieces(self, shift: int, c: int, record: int, skip: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Bytes [skip, skip + size) of one record."""
+        """Copies of bytes [skip, skip + size) of one record."""
         order, columns = self.order, self._side.columns
         begin, end = int(columns.first[c]), int(columns.first[c + 1])
         which = int(columns.map[c])
@@ -260,7 +238,3 @@ class StreamTable:
 
 
 _FIELDS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
-
-
-def _up(n: int) -> int:
-    return -(-n // 256) * 256

@@ -18,16 +18,12 @@ __all__ = ["rebase", "sums"]
 def sums(
     program: CopyProgram, addresses: Mapping[int, int], sink: bool
 ) -> tuple[npt.NDArray[np.uint8], int, list[int]]:
-    """What the checksum kernel reads, how many operations it begins with, and the groups in order.
+    """The image that the checksum kernel reads, the number of operations that it begins with, and the groups in order.
 
-    To `rebase` where it will lie. The totals, one u64 a group, are its last bytes.
+    `rebase` it to the address where it will lie. Its last bytes are the totals, a u64 for each group.
     """
     side = "sink" if sink else "source"
-    ops = (
-        program.ops[[bool(program.maps[m].size) for m in program.ops["map"].tolist()]]
-        if len(program.ops)
-        else program.ops
-    )
+    ops = program.ops[np.array([m.size > 0 for m in program.maps], bool)[program.ops["map"]]]
     groups = np.unique(ops["group"]).tolist()
     made = np.zeros(len(ops), SUM)
     made["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)

@@ -1,4 +1,4 @@
-"""What the kernel reads of a rank pair (kernel.cu): the table of operations, made at registration; and its formats.
+"""The table of a rank pair's operations, made at registration, and the formats that the kernel reads (kernel.cu).
 
 Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
 """
@@ -6,28 +6,32 @@ Nothing here touches a device, so all of it is tested on a host with the kernel'
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Literal
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.transport.staging.packed import Side
 
 __all__ = [
     "CLASS", "CLASS_FIELDS", "DEPTH", "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "LONG", "MAP", "MAP_FIELDS", "MOST", "OP",
-    "RUN_BYTES", "RUN_WORDS", "SUM", "THREADS", "WORDS", "Shape", "Table", "table", "write_runs",
+    "RUN_BYTES", "RUN_WORDS", "SUM", "THREADS", "WORDS", "PerProgramCache", "Shape", "Table", "table", "up",
+    "write_runs",
 ]  # fmt: skip
 
+T = TypeVar("T")
 THREADS, DEPTH = 1024, 8
 WORDS = (16, 8, 4, 2, 1)
 """Bytes of a word, widest first."""
 RUN_WORDS = 5
-"""Numbers of a run, 32 bits each: its first row, and item and row on both sides."""
+"""A run has this many numbers of 32 bits: its first row, and item and row on both sides."""
 FEW_CLASSES, FEW_RUNS = 8, 180
-"""The most of a launch in a kernel's parameters, which hold 4 KiB: the `few` of kernel.cu."""
+"""The most that a launch in a kernel's parameters of 4 KiB has: the `few` of kernel.cu."""
 FEW_WORDS = FEW_RUNS * RUN_WORDS
 RUN_BYTES = 4 * RUN_WORDS
 
@@ -45,9 +49,9 @@ SUM = np.dtype(
 
 MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 LONG = 16 << 20
-"""Bytes of a run from which on the copy engine takes it: 6 % faster there (benchmarks/transfer_gpu.py)."""
+"""Runs of at least so many bytes go by the copy engine, which is 6 % faster then (benchmarks/transfer_gpu.py)."""
 MOST = (1 << 32) - THREADS * DEPTH - 1
-"""Words of one operation; one with more is cut into several classes."""
+"""Words of an operation; one with more is cut into several classes."""
 
 
 @attrs.frozen
@@ -75,30 +79,16 @@ class Table:
     shapes: tuple[Shape, ...]
     joined: npt.NDArray[np.bool_]
     """Whether the rows of a run touch on both sides."""
-    extents: npt.NDArray[np.int64]
-    """[map, 4]: items and rows of the source's pool, items and rows of the sink's, the least of any operation."""
-
-    @cached_property
-    def bounds(self) -> list[list[int]]:
-        """The extents, for Python."""
-        found: list[list[int]] = self.extents.tolist()
-        return found
-
-    @property
-    def n_maps(self) -> int:
-        """Maps that a program of this table has."""
-        return len(self.extents)
+    bounds: list[list[int]]
+    """[map, 4]: items and rows of the source's pool, items and rows of the sink's; the least of any operation."""
 
 
 def table(
-    program: CopyProgram,
-    sources: Mapping[int, int],
-    sinks: Mapping[int, int],
-    free: Literal["source", "sink"] | None = None,
+    program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], free: Side | None = None
 ) -> Table:
     """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
 
-    Words are as wide as all else allows where one side's addresses are `free`: known at each launch alone.
+    The addresses of a `free` side are known at each launch only, and do not limit how wide words are.
     """
     ops = program.ops
     made = np.zeros(len(ops), OP)
@@ -124,22 +114,24 @@ def table(
     order = np.lexsort((ops["layer"], *kinds[::-1]))
     made, kinds = made[order], kinds[:, order]
     joined = touch[order] & (made["source_row"] == unit[order]) & (made["sink_row"] == unit[order])
-    starts = np.flatnonzero(
-        np.concatenate([np.full(min(len(ops), 1), True), (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)])
-    )
-    stops = [*starts[1:], len(ops)]
+    cuts = [0, *(np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1).tolist(), len(ops)]
+    firsts = kinds[:, cuts[:-1]].T.tolist() if len(ops) else []
     shapes = tuple(
-        Shape(int(kinds[0, a]), int(-kinds[1, a]), int(kinds[2, a]), int(kinds[3, a]), int(a), int(b))
-        for a, b in zip(starts, stops, strict=False)
+        Shape(m, -w, words, many, a, b) for (m, w, words, many), (a, b) in zip(firsts, pairwise(cuts), strict=False)
     )
     extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
     for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
         np.minimum.at(extents[:, k], ops["map"], ops[name])
-    return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents)
+    return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
 
 
-def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Literal["source", "sink"] | None = None) -> None:
-    """Runs as the device reads them; on the side that is a stream, if any, rows lie one after the other in one item."""
+def up(n: int) -> int:
+    """The next multiple of 256."""
+    return -(-n // 256) * 256
+
+
+def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = None) -> None:
+    """Write runs as the device reads them; on a side that is a stream, rows follow each other in one item."""
     if len(m.rows):
         runs[0, 0] = 0
         if len(m.rows) > 1:
@@ -147,3 +139,28 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Literal["source"
         item, row = {None: (0, 0), "source": (1, 2), "sink": (3, 4)}[stream]
         for i, place in enumerate(m.places, start=1):
             runs[i] = 0 if i == item else runs[0] if i == row else place
+
+
+class PerProgramCache(Generic[T]):
+    """Keeps what is made once for the operations of a rank pair for as long as their array lives.
+
+    What is kept must not hold the array, which would then live for ever.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Hashable], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, ops: npt.NDArray[np.void], rest: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for this array and `rest`; raises what `make` raises, and keeps nothing then."""
+        key: tuple[int, Hashable] = id(ops), rest
+        if key not in self._made:
+            self._made[key] = make()
+            weakref.finalize(ops, self._made.pop, key, None).atexit = False
+        return self._made[key]
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._made.clear()

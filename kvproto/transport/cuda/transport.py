@@ -7,14 +7,13 @@ from functools import partial
 
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import LocalError
-from kvproto.transport.base import Capabilities, Connection, Exposure, Mapped, Memory, Move, connect_each
-from kvproto.transport.cuda.cache import PerProgramCache
+from kvproto.transport import base
 from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
 from kvproto.transport.cuda.driver import has_nvlink
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
-from kvproto.transport.cuda.table import LONG
+from kvproto.transport.cuda.table import LONG, PerProgramCache
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
@@ -22,16 +21,16 @@ from kvproto.wire.messages import Region
 __all__ = ["CudaTransport"]
 
 
-class CudaTransport:
-    """Runs copy programs with one GPU; tables of operations are uploaded once for a rank pair."""
+class CudaTransport(base.Transport):
+    """Runs copy programs on one GPU; tables of operations are uploaded once for a rank pair.
+
+    `blocks` and `long` are those of `Copier`; `kvproto probe` measures `long`. `background`: thread blocks of a launch
+    while later layers are being computed. Raises OUT_OF_RANGE.
+    """
 
     def __init__(
         self, device: int = 0, blocks: int | None = None, long: int | None = None, background: int = 16
     ) -> None:
-        """`blocks` as of `Copier`; `background`: thread blocks of a launch while later layers are being computed.
-
-        `long`: bytes of a run from which on the copy engine takes it; `kvproto probe` measures it. Raises OUT_OF_RANGE.
-        """
         long = LONG if long is None else long
         if background < 1:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "background", "1 at least", str(background))
@@ -39,49 +38,41 @@ class CudaTransport:
         self._background = Copier(device, min(background, self.copier.blocks), _LAUNCHES, long=long)
         """A separate copier, so that urgent copies do not queue behind background ones."""
         self._tables = PerProgramCache[Prepared]()
-        self.capabilities = Capabilities(
+        self.capabilities = base.Capabilities(
             code=TransportCode.CUDA, reads=True, death_is_proof=True, batches=True, incremental=True,
             first_part_ratio=_NVLINK_RATIO if has_nvlink(device) else 1.0, poll_interval=_POLL,
         )  # fmt: skip
 
     def expose(
-        self, memory: Mapping[int, Memory], next_id: int, program: CopyProgram, runs: Callable[[], Runs]
-    ) -> Exposure:
-        """Handles of device memory; raises NO_TRANSPORT for an allocation that cannot be shared, POOL_MOVED."""
+        self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
+    ) -> base.Exposure:
+        """Make handles of device memory; raises NO_TRANSPORT for an allocation that cannot be shared, POOL_MOVED."""
         _addresses(memory)
-        return Exposure({id: each.region.handles for id, each in memory.items()})
+        return base.Exposure({id: each.region.handles for id, each in memory.items()})
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
-        """As `kvproto.transport.cuda.memory.connect`, of each region."""
+    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> base.Connection:
+        """Map each region; raises as `kvproto.transport.cuda.memory.connect`."""
         device = self.copier.device
-        return connect_each(regions, used, lambda region, path: connect_device(region, path, device))
+        return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device))
 
-    def prepare(self, move: Move) -> None:
+    def prepare(self, move: base.Move) -> None:
         """Upload the table of operations, and load the kernels that it needs."""
         self._prepared(move)
 
-    def start(self, moves: Sequence[Move]) -> Copy:
-        """One launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before any byte moves, or DeviceFault."""
+    def start(self, moves: Sequence[base.Move]) -> Copy:
+        """Start one launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before a byte moves, or DeviceFault."""
         self.copier.check()
         jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
         copier = self._background if all(m.background for m in moves) else self.copier
         return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
-    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, on the GPU."""
+    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.copier.checksums(program, _addresses(memory), sink)
 
-    def fileno(self) -> None:
-        """A GPU makes no descriptor readable."""
-
-    def acknowledge(self) -> None:
-        """Nothing is announced."""
-
     def close(self) -> None:
-        """Forget the tables."""
         self._tables.clear()
 
-    def _prepared(self, move: Move) -> Prepared:
+    def _prepared(self, move: base.Move) -> Prepared:
         sources, sinks = _addresses(move.sources), _addresses(move.sinks)
         addresses = (*sorted(sources.items()), *sorted(sinks.items()))
         make = partial(self.copier.prepare, move.program, sources, sinks)
@@ -89,14 +80,14 @@ class CudaTransport:
 
 
 _NVLINK_RATIO = 16.0
-"""NVLink moves rows 80 times faster than a prefill of Llama-3-8B computes them; this leaves room for several sinks."""
+"""NVLink moves rows 80 times as fast as a prefill of Llama-3-8B computes them; this leaves room for several sinks."""
 _LAUNCHES = 32
-"""Launches at once: an engine that runs ahead of its GPU hands over all layers of a chunk before one is computed."""
+"""Launches at once: an engine that runs ahead of its GPU submits all layers of a chunk before one is computed."""
 _POLL = 20e-6
-"""Seconds between queries of an event: about as long as a small launch takes."""
+"""Seconds between queries of an event: about the time of a small launch."""
 
 
-def _addresses(side: Mapping[int, Memory | Mapped]) -> dict[int, int]:
+def _addresses(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, int]:
     found = {}
     for id, memory in side.items():
         if not isinstance(memory, DeviceMemory | DeviceMapped):

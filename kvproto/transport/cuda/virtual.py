@@ -1,7 +1,7 @@
-"""Virtual device memory (cuMemCreate, as JAX and expandable segments use it): mapped anew by peers.
+"""Virtual device memory (cuMemCreate, as JAX and expandable segments use it), which peers map for themselves.
 
-Between processes of a host it is shared by descriptor; between hosts of one NVLink domain by FABRIC handle, whose bytes
-are all that a peer needs.
+It is shared between processes of a host by descriptor, and between hosts of one NVLink domain by FABRIC handle, whose
+bytes are all that a peer needs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,12 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError
-from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
+from kvproto.transport.cuda.descriptors import fetch, offer
 from kvproto.transport.cuda.driver import call, current, driver
-from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "FABRIC",
-    "MOST_PIECES",
-    "Piece",
-    "VirtualMap",
-    "by_descriptor",
-    "by_fabric",
-    "fabric",
-    "piece_at",
-    "share",
-    "share_fabric",
-    "unshare",
-]
+    "FABRIC", "MOST_PIECES", "Piece", "VirtualMap", "by_descriptor", "by_fabric", "fabric", "share", "share_fabric",
+]  # fmt: skip
 
 MOST_PIECES = 64
 """Allocations that one region may span."""
@@ -46,15 +35,8 @@ class Piece:
     size: int
 
 
-def piece_at(base: int, size: int) -> Piece:
-    """Where the driver says that an address is mapped; raises NO_TRANSPORT where it says nothing."""
-    if not base or not size:
-        raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", "mapped device memory", "none", "allocate first")
-    return Piece(base, size)
-
-
 def fabric(device: int) -> bool:
-    """Whether a GPU can give and take FABRIC handles, by its attribute."""
+    """Whether a GPU supports FABRIC handles, by its attribute."""
     known = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
     return bool(call(driver.cuDeviceGetAttribute(known, device), "FABRIC"))
 
@@ -68,7 +50,7 @@ def _export(piece: Piece, type_: driver.CUmemAllocationHandleType) -> Any:
 
 
 def share(pieces: Sequence[Piece]) -> tuple[str, list[tuple[bytes, int]]]:
-    """Export allocations: where to fetch them, and for each the bytes that name it and its length."""
+    """Offer allocations to peers: where to fetch them, and for each the bytes that name it and its length."""
     path, made = "", []
     for piece in pieces:
         path, token = offer(int(_export(piece, _FD)))
@@ -81,44 +63,29 @@ def share_fabric(pieces: Sequence[Piece]) -> list[tuple[bytes, int]]:
     return [(bytes(_export(piece, FABRIC).data), piece.size) for piece in pieces]
 
 
-Import = Callable[[], Any]
-"""Makes the driver's handle of one allocation of a peer's."""
+def by_descriptor(path: str, token: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a descriptor that is fetched from its owner."""
+    descriptor = fetch(path, token)
+    try:
+        return call(driver.cuMemImportFromShareableHandle(descriptor, _FD), "import")
+    finally:
+        os.close(descriptor)
 
 
-def by_descriptor(path: str, token: bytes) -> Import:
-    """Fetch a descriptor from its owner."""
-
-    def get() -> Any:
-        descriptor = fetch(path, token)
-        try:
-            return call(driver.cuMemImportFromShareableHandle(descriptor, _FD), "import")
-        finally:
-            os.close(descriptor)
-
-    return get
-
-
-def by_fabric(data: bytes) -> Import:
-    """Take a FABRIC handle."""
-
-    def get() -> Any:
-        handle = driver.CUmemFabricHandle()
-        handle.data = data
-        return call(driver.cuMemImportFromShareableHandle(int(handle.getPtr()), FABRIC), "import")
-
-    return get
-
-
-def unshare(tokens: Sequence[bytes]) -> None:
-    """Offer them no longer; what is mapped stays mapped."""
-    for token in tokens:
-        withdraw(token)
+def by_fabric(data: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a FABRIC handle."""
+    handle = driver.CUmemFabricHandle()
+    handle.data = data
+    return call(driver.cuMemImportFromShareableHandle(int(handle.getPtr()), FABRIC), "import")
 
 
 class VirtualMap:
-    """A peer's allocations, one after the other, as kernels of one device see them."""
+    """A peer's allocations, one after the other, as kernels of one device see them.
 
-    def __init__(self, device: int, pieces: Sequence[tuple[Import, int]]) -> None:
+    Of each allocation: what makes the driver's handle of it, and its length.
+    """
+
+    def __init__(self, device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> None:
         current(device)
         self._device, self._mapped = device, 0
         self.size = sum(size for _, size in pieces)

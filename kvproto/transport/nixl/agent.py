@@ -1,19 +1,16 @@
 """Transport `nixl`: one-sided writes by NIXL over UCX, between hosts or over loopback.
 
-One thread at a time has the NIXL agent: every call of NIXL is made in turn, so nothing depends on NIXL's own locking.
-Callers put work into a queue and get a `Write`, which they ask from any thread. As a rule a thread of ours does the
-work: a post that copies before it returns (shared memory) blocks that thread alone; NIXL lets Python run meanwhile. An
-`eager` agent's callers do it themselves, as far as they come to it: a write between GPUs ends sooner than a thread
-wakes.
+One thread at a time has the turn to call NIXL, so nothing depends on NIXL's own locking. Callers queue work and get a
+`Write`, which any thread may ask after. As a rule the agent's thread does the work: a post that copies before it
+returns (shared memory) blocks that thread alone, and NIXL lets Python run meanwhile. The callers of an `eager` agent do
+the work themselves: a write between GPUs ends sooner than a thread wakes.
 
-What is complete, and what can be proved. NIXL says DONE when the bytes are at the peer: a write that is ready has no
-more to arrive. A write that is released before it is ready may arrive all the same (it does, over TCP), so nothing is
-known of it: UNPROVABLE. To abort with proof, post nothing more and wait for what was posted. A write that the peer's
-death ended cannot be proved by this transport.
+What can be proved: NIXL says DONE when the bytes are at the peer, so nothing of a write that is ready can arrive later.
+A write that is released before it is ready may still arrive (over TCP it does), so it is UNPROVABLE. To abort with
+proof, post nothing more and wait for what was posted. A write that the peer's death ended is UNPROVABLE too.
 
-What is posted again. The transfer of a write from slot to slot is kept when the write is complete (cache.py), and
-serves the next one of the same two slots and length. It is NIXL's until its write is over, and released before either
-side's memory is closed or registered anew.
+What is posted again: the transfer of a complete write from slot to slot is cached for the next write of the same two
+slots and length. It is released before either side's memory is closed or registered again.
 """
 
 from __future__ import annotations
@@ -42,18 +39,18 @@ __all__ = ["Agent", "Posting"]
 T = TypeVar("T")
 
 _SOON, _LATE = 20e-6, 500e-6
-"""Seconds between looks at writes that are under way: the wait doubles while none completes, up to the latter."""
+"""Seconds between polls of writes under way: the pause doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
-"""The same, of an eager agent's thread: for callers that do not ask."""
+"""The same for an eager agent's thread, which serves callers that do not ask."""
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
-"""Descriptors here and their kind of memory, descriptors at a peer."""
+"""Descriptors here, their kind of memory, descriptors at a peer, and the peer."""
 
 
 class Agent:
-    """NIXL in this process; one for a rank. Close it, or leave a `with` block.
+    """A rank's NIXL agent; close it, or use it in a `with` block.
 
-    With `eager`, whoever posts a write or asks after one moves NIXL on. Raises NO_TRANSPORT where NIXL is not
+    With `eager`, whoever posts a write or asks after one advances NIXL. Raises NO_TRANSPORT where NIXL is not
     installed, TRANSPORT_FAILED where UCX cannot start.
     """
 
@@ -62,16 +59,16 @@ class Agent:
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[Nixl], None]] = deque()
         self._bell = threading.Event()
-        """A SimpleQueue may wait for ever in spite of a short timeout: Python counts it down below 0."""
+        """Not a SimpleQueue: one may wait for ever in spite of a short timeout, which Python counts down below 0."""
         self._rests = False
         """Whether the thread waits for the bell alone."""
         self._lively = False
-        """Of an eager agent: whether something was posted since the thread last looked; to wake it costs more."""
+        """Of an eager agent: whether something was posted since the thread last polled; waking it would cost more."""
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
         self._transfers = Transfers(self._tell)
         self._open: set[Registered] = set()
-        """Registered memory: it must not go away while peers may write it, even where nobody else holds it."""
+        """Registered memory, which must live as long as peers may write it, even where nobody else holds it."""
         self._closed, self._door = False, threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._told, self._telling = False, threading.Lock()
@@ -92,7 +89,7 @@ class Agent:
         self.close()
 
     def register(self, memory: Memory | Any, slot_bytes: int = 0) -> Registered:
-        """Register memory, or a contiguous buffer; with `slot_bytes` it is staging memory of so many bytes a slot.
+        """Register memory, or a contiguous buffer; with `slot_bytes` as staging memory of slots of that size.
 
         Raises OUT_OF_RANGE where no slot fits, TRANSPORT_FAILED where NIXL refuses the memory.
         """
@@ -163,12 +160,12 @@ class Agent:
         soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
         pause = soon
         while not self._closed:
-            self._rests = True  # before the look at what is posted: who posts rings after it
+            self._rests = True  # before `posted` is read: whoever posts rings after posting
             lively, self._lively = self._lively, False
             timeout = pause if self._transfers.posted or lively else None
             self._rests = timeout is None
             self._bell.wait(timeout)
-            self._bell.clear()  # before the look at jobs: who adds one rings after it
+            self._bell.clear()  # before jobs are read: whoever adds one rings after adding
             with self._turn:
                 pause = soon if self._move_all() else min(pause * 2, late)
         with self._turn:
@@ -183,7 +180,7 @@ class Agent:
     # whoever has the turn
 
     def _move_all(self) -> bool:
-        """Do what was asked for, and look at what is under way; whether anything came of it."""
+        """Do what was queued, and ask after what is under way; returns whether anything happened."""
         if self._nixl is None:
             return False
         some = self._work(self._nixl)
@@ -191,7 +188,7 @@ class Agent:
         return some or any(ended)
 
     def _work(self, nixl: Nixl) -> bool:
-        """Do what was asked for; whether anything was."""
+        """Do what was queued; returns whether anything was."""
         some = bool(self._jobs)
         while self._jobs:
             self._jobs.popleft()(nixl)
@@ -206,9 +203,9 @@ class Agent:
     # any thread
 
     def advance(self, write: Write | None = None) -> None:
-        """Of an eager agent: do what was asked for, and look at one write, where its thread would look at all.
+        """Of an eager agent: do what was queued, and ask after one write; its thread asks after all of them.
 
-        It waits for its turn: a thread that has it needs the interpreter, which the wait leaves to it.
+        It waits for its turn: the thread that has it needs the interpreter, which waiting releases.
         """
         if not self._eager:
             return
@@ -221,13 +218,13 @@ class Agent:
                 self._transfers.look(nixl, write)
 
     def bell_of(self, write: Write) -> threading.Event:
-        """What rings when the write is over."""
+        """The event that is set when the write is over."""
         with self._door:
             write.bell = write.bell or threading.Event()
             return write.bell
 
     def patience(self, seconds: float) -> float:
-        """How long a caller that waits leaves it to the thread."""
+        """How long a caller that waits leaves the work to the agent's thread."""
         return min(seconds, _SOON) if self._eager else seconds
 
     def _enqueue(self, job: Callable[[Nixl], None]) -> None:
@@ -240,7 +237,7 @@ class Agent:
             self._bell.set()
 
     def _call(self, work: Callable[[Nixl], T]) -> T:
-        """Do it with NIXL, in turn; raises what it raises, TRANSPORT_FAILED for what is NIXL's."""
+        """Do work with NIXL in turn; raises what it raises, and TRANSPORT_FAILED for errors of NIXL."""
         answer: Future[T] = Future()
 
         def job(nixl: Nixl) -> None:
@@ -255,7 +252,7 @@ class Agent:
         return answer.result()
 
     def post(self, postings: list[Posting], bytes_: int) -> Write:
-        """One write of descriptor lists, each to one peer."""
+        """Post one write of descriptor lists, each to one peer."""
 
         def make(nixl: Nixl) -> Iterator[int]:
             for local, kind, remote, peer in postings:
@@ -264,7 +261,7 @@ class Agent:
         return self.begin(Write(self, bytes_, tuple(p for *_, p in postings)), make)
 
     def begin(self, write: Write, make: Make) -> Write:
-        """Post a write as soon as it is its turn."""
+        """Post a write in its turn."""
 
         def job(nixl: Nixl) -> None:
             self._lively = self._eager
@@ -278,7 +275,7 @@ class Agent:
         self._enqueue(lambda nixl: self._transfers.abandon(nixl, write))
 
     def deregister(self, registered: Registered, registration: Any) -> None:
-        """Let nobody write this memory any more."""
+        """Forbid all writes of this memory."""
         self._call(lambda nixl: self._transfers.deregister(nixl, registered.memory, registration))
         self._open.discard(registered)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -26,7 +26,7 @@ from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Direct
 from kvproto.transport.nixl.handle import Memory
 from kvproto.transport.nixl.regions import Peer, Registered
-from kvproto.transport.staging.packed import PackedStream, Packer
+from kvproto.transport.staging.packed import PackedStream, Packer, Side
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
 
@@ -36,10 +36,6 @@ _MOST_RUNS = 1 << 16
 _MOST_DESCRIPTORS = 1 << 14
 _SLOTS = 4
 _PATIENCE = 30.0
-
-
-def _pages(memory: int) -> int:
-    return memory * 3 // 10 // 4096 * 4096
 
 
 def _slot(memory: int, place: str) -> int:
@@ -55,14 +51,13 @@ class _Place:
     device: str | None
     """Its name."""
     eager: bool
-    """Of the agent."""
-    packer: Callable[[CopyProgram, Literal["source", "sink"]], Packer]
+    packer: Callable[[CopyProgram, Side], Packer]
 
 
 @contextmanager
 def _open(place: str, memory: int) -> Iterator[_Place]:
-    """To be left after the agent."""
-    length, slots = _pages(memory), _SLOTS * _slot(memory, place)
+    """Open pages and slots; to be left after the agent that registers them."""
+    length, slots = memory * 3 // 10 // 4096 * 4096, _SLOTS * _slot(memory, place)
     if place == HOST:
         pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
@@ -99,10 +94,7 @@ class _Direct(BenchPath):
         def go() -> float:
             begin = time.perf_counter()
             if not Direct(self._agent, made, {0: self._own}, {0: self._peer}).post().wait(_PATIENCE):
-                raise LocalError(
-                    ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", f"a write of {made.bytes} bytes under way",
-                    "look at UCX_TLS and UCX_NET_DEVICES",
-                )  # fmt: skip
+                raise _late(f"a write of {made.bytes} bytes under way", "look at UCX_TLS and UCX_NET_DEVICES")
             return time.perf_counter() - begin
 
         return go
@@ -124,10 +116,10 @@ class _Packed(BenchPath):
         return lambda: self._go(made)
 
     def _go(self, made: Any) -> float:
-        """Seconds from the first byte that is gathered to the last one that is scattered."""
+        """Seconds from gathering the first byte to having scattered the last."""
         self._sequence += 1
         self._conn.send(self._sequence)
-        self._hear()
+        _hear(self._conn)
         begin = time.perf_counter()
         sender = StagedSender(self._link, self._own.packer(made, "source"))
         while not sender.done:
@@ -141,19 +133,24 @@ class _Packed(BenchPath):
                 multiprocessing.connection.wait([self._conn, self._agent.fileno()], 0.01)
                 self._agent.wait(0)
             if time.perf_counter() > begin + _PATIENCE:
-                raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", f"{made.bytes} bytes under way", "")
-        while (message := self._hear()) is not None:
+                raise _late(f"{made.bytes} bytes under way")
+        while (message := _hear(self._conn)) is not None:
             self._link.grant(message)
         return time.perf_counter() - begin
 
-    def _hear(self) -> Any:
-        if not self._conn.poll(_PATIENCE):
-            raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
-        return self._conn.recv()
+
+def _hear(conn: Connection) -> Any:
+    if not conn.poll(_PATIENCE):
+        raise _late("no word of the peer")
+    return conn.recv()
+
+
+def _late(found: str, advice: str = "") -> LocalError:
+    return LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", found, advice)
 
 
 def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
-    """Direct and packed; both processes together stay below `memory` bytes."""
+    """The job of both ways; both processes together use less than `memory` bytes."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:
@@ -166,19 +163,12 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
             with _open(source, memory) as place, Agent(place.eager) as agent:
                 own = agent.register(place.pages)
                 staging = agent.register(place.slots, _slot(memory, source))
-                if not ours.poll(_PATIENCE):
-                    raise LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", "no word of the peer", "")
-                pages, slots = (agent.connect(region, "regions") for region in ours.recv())
-                lines: list[BenchPath] = [
-                    _Direct(agent, own, pages, source, sink),
-                    _Packed(ours, agent, place, Link(staging, slots), source, sink),
-                ]
-                yield lines
+                pages, slots = (agent.connect(region, "regions") for region in _hear(ours))
+                packed = _Packed(ours, agent, place, Link(staging, slots), source, sink)
+                yield [_Direct(agent, own, pages, source, sink), packed]
         except EOFError:
-            raise LocalError(
-                ErrorCode.PEER_LOST, "", "a peer process", f"it ended with status {peer.wait()}",
-                "look at what NIXL and UCX wrote to stderr",
-            ) from None  # fmt: skip
+            found, advice = f"it ended with status {peer.wait()}", "look at what NIXL and UCX wrote to stderr"
+            raise LocalError(ErrorCode.PEER_LOST, "", "a peer process", found, advice) from None
         finally:
             ours.close()
             try:
@@ -191,7 +181,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
 
 
 def _serve(conn: Connection, memory: int, place: str) -> None:
-    """Pages and staging slots; unpacks what chunks name."""
+    """The peer: register pages and staging slots, and unpack what chunks name."""
     with _open(place, memory) as own, Agent(own.eager) as agent:
         pages, staging = agent.register(own.pages), agent.register(own.slots, _slot(memory, place))
         conn.send([pages.region(0, own.device), staging.region(1, own.device)])

@@ -1,4 +1,4 @@
-"""NIXL's own calls: the only importer of nixl."""
+"""The calls of NIXL; nothing else imports nixl."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Descriptors", "Nixl"]
 
 Descriptors = npt.NDArray[np.uint64]
 """[descriptor, (address, bytes, device)]"""
-RankLayout = tuple[Descriptors, MemoryKind]
+Located = tuple[Descriptors, MemoryKind]
 
 
 class Nixl:
-    """The calls of NIXL that we use, over its bindings; raises what NIXL raises, NO_TRANSPORT without NIXL.
+    """The calls of NIXL that kvproto uses, by its bindings; raises what NIXL raises, NO_TRANSPORT without NIXL.
 
-    Its Python wrapper sets the progress thread's delay to 0, with which that thread keeps a core busy for ever. With
-    any delay it sleeps until UCX has work, and wakes by then at the latest.
+    NIXL's Python wrapper sets the progress thread's delay to 0, which keeps a core busy for ever. With a delay that
+    thread sleeps until UCX has work or the delay is over.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Nixl:
         self._segment = {MemoryKind.HOST: api.DRAM_SEG, MemoryKind.CUDA: api.VRAM_SEG}
 
     def register(self, memory: Memory) -> tuple[Any, bytes]:
-        """The registration, and the metadata that names this memory alone."""
+        """Register memory; returns the registration and the metadata that names this memory alone."""
         made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
         self._agent.registerMem(made, self._ucx)
         return made, self._agent.getLocalPartialMD(made, True, self._ucx)
@@ -50,28 +50,28 @@ class Nixl:
         self._agent.deregisterMem(registration, self._ucx)
 
     def load(self, named: Named) -> None:
-        """Make a peer's memory known and connect."""
+        """Learn of a peer's memory, and connect."""
         if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
             raise ValueError("its metadata is another agent's")
         self._agent.makeConnection(named.name, self._ucx)
 
     def forget(self, name: str) -> None:
-        """End the connection; a peer that is gone already is none."""
+        """End the connection to a peer, which may be gone already."""
         with contextlib.suppress(Exception):
             self._agent.invalidateRemoteMD(name)
 
-    def make(self, here: RankLayout, there: RankLayout, peer: str) -> int:
-        """A transfer, not yet begun."""
+    def make(self, here: Located, there: Located, peer: str) -> int:
+        """Make a transfer without starting it."""
         local, remote = (self._api.nixlXferDList(self._segment[kind], list_) for list_, kind in (here, there))
         made: int = self._agent.createXferReq(self._api.NIXL_WRITE, local, remote, peer, b"", self._ucx)
         return made
 
     def post(self, handle: int) -> bool:
-        """Begin; whether it is complete already."""
+        """Start a transfer; returns whether it is complete already."""
         return self._complete(self._agent.postXferReq(handle, b""))
 
     def ask(self, handle: int) -> bool:
-        """Whether it is complete."""
+        """Whether a transfer is complete."""
         return self._complete(self._agent.getXferStatus(handle))
 
     def _complete(self, status: Any) -> bool:
@@ -83,5 +83,5 @@ class Nixl:
         self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """End UCX now, though a traceback may keep this object: from then on it reads no memory of ours."""
+        """End UCX now, even where a traceback keeps this object; it reads none of our memory from then on."""
         del self._agent, self._ucx

@@ -16,22 +16,17 @@ from kvproto.transport.nixl.regions import Peer, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = [
-    "DEVICE_FLOOR",
-    "Costs",
-    "Direct",
-    "WriteMode",
-    "choose",
-    "descriptors",
-    "probe",
-    "require_fast",
-    "threshold",
-]
+    "DEVICE_FLOOR", "Costs", "Direct", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
+]  # fmt: skip
 
 
 def descriptors(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[IntArray, IntArray, IntArray]]:
-    """Addresses at the source, at the sink, and bytes of every run, by region pair; base addresses by region id."""
+    """The addresses at the source and at the sink and the bytes of every run, each an array, by pair of regions.
+
+    `sources` and `sinks` are the addresses of regions, by id.
+    """
     found: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
     for op in program.ops:
         rows = program.maps[op["map"]]
@@ -58,34 +53,27 @@ def descriptors(
         length = rows.rows * width if merged else np.full(ends[0].size, width if solid else size)
         key = int(op["source_region"]), int(op["sink_region"])
         found.setdefault(key, []).append((ends[0], ends[1], length))
-    made = {}
-    for key, parts in found.items():
-        a, b, n = zip(*parts, strict=True)
-        made[key] = np.concatenate(a), np.concatenate(b), np.concatenate(n)
-    return made
+    return {key: tuple(map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}  # type: ignore[misc]
 
 
 class Direct:
-    """A copy program as descriptor lists, for programs whose runs are long; memory and peers by region id."""
+    """A copy program as descriptor lists; memory and peers by region id."""
 
     def __init__(
         self, agent: Agent, program: CopyProgram, sources: Mapping[int, Registered], sinks: Mapping[int, Peer]
     ) -> None:
         self._agent, self.bytes, self._postings = agent, program.bytes, list[Posting]()
-        bases = (
-            {i: r.memory.address for i, r in sources.items()},
-            {i: p.memory.address for i, p in sinks.items()},
-        )
+        bases = ({i: each.memory.address for i, each in side.items()} for side in (sources, sinks))
         for (from_, to), (here, there, length) in descriptors(program, *bases).items():
             source, peer = sources[from_].memory, sinks[to]
-            lists = (
+            local, remote = (
                 np.stack([a, length, np.full(a.size, m.device)], axis=1).astype(np.uint64)
                 for a, m in ((here, source), (there, peer.memory))
             )
-            self._postings.append((next(lists), source.kind, next(lists), peer))
+            self._postings.append((local, source.kind, remote, peer))
 
     def post(self) -> Write:
-        """Begin; ready when every byte is at its destination."""
+        """Begin to write; ready when every byte is at its destination."""
         return self._agent.post(self._postings, self.bytes)
 
 
@@ -100,14 +88,14 @@ class WriteMode(Enum):
 
 @attrs.frozen
 class Costs:
-    """What the choice depends on; measured, not guessed."""
+    """The measured costs that the choice of a mode depends on."""
 
     descriptor: float
-    """Seconds that a descriptor costs more than its bytes: 6.5e-6 on a pair of H200."""
+    """Seconds that a descriptor costs beside its bytes: 6.5e-6 on a pair of H200."""
     link: float
     """Bytes a second of one long write."""
     packed: float = 0.85
-    """Share of the link that packing leaves."""
+    """The share of the link's rate that packing reaches."""
 
 
 def threshold(costs: Costs) -> float:
@@ -125,9 +113,9 @@ DEVICE_FLOOR = 8e9
 
 
 def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float = 30.0) -> float:
-    """Bytes a second of writes to a peer's staging slots, the best of three; before any slot is granted.
+    """The best of three rates of writing a peer's staging slots, in bytes a second; before any slot is granted.
 
-    NIXL does not say which of UCX's transports carries a write, so the rate tells. It overwrites staging memory, never
+    NIXL does not say which of UCX's transports carries a write, so the rate tells. Overwrites staging memory, never
     pages. Raises OUT_OF_RANGE without slots, DEADLINE after `timeout` seconds, and what a write raises.
     """
     if not peer.slots:

@@ -1,11 +1,11 @@
 """Memory as transport `nixl` names it, and the handle that lets a peer write it (spec/v1/registration.md).
 
-What is trusted: a handle is a frame with magic, length and SHA-256, then msgpack whose types, ranges and names are
-checked, then NIXL's metadata, whose agent name must be the frame's own. The digest finds accidents, not malice: inside
-the metadata are UCX addresses and keys that only UCX can read, and UCX ends the process on some that it did not make. A
-peer that passed the session's authentication is trusted with that; do not connect handles from anyone else. After NIXL
-has refused an agent's metadata half-way it refuses that agent for good: the peer makes a new one. A peer with a handle
-may write the memory that is named in it, no more: in packed mode name staging memory only.
+A handle is a frame with magic and SHA-256, then msgpack whose types, ranges and names are checked, then NIXL's
+metadata, which must name the same agent. The digest finds accidents, not malice: the metadata holds UCX addresses and
+keys that only UCX can read, and UCX ends the process on some that it did not make. So connect handles only from peers
+that passed the session's authentication. Once NIXL has refused an agent's metadata half-way, it refuses that agent for
+good, and the peer has to make a new one. A peer with a handle may write the memory that it names and nothing else: in
+packed mode name staging memory only.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class Named:
         if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:
             raise ValueError("its digest differs")
         fields = msgpack.unpackb(data[_HEAD:])
-        kinds = (str, int, int, int, int, int, bytes)
-        if not isinstance(fields, list) or [type(f) for f in fields] != list(kinds):
+        if not isinstance(fields, list) or [type(f) for f in fields] != [str, int, int, int, int, int, bytes]:
             raise ValueError("its fields have other types")
         name, address, length, device, kind, slot_bytes, metadata = fields
         if not _NAME.fullmatch(name):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
-from kvproto.errors import LocalError
-from kvproto.transport.base import Memory, Provider, Transport
-from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
-from kvproto.transport.nixl.direct import DEVICE_FLOOR, WriteMode
+from kvproto.transport.base import Memory, Provider, Regions, Transport
+from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, WriteMode
 from kvproto.transport.shm.memory import SharedMemory
-from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.wire.enums import MemoryKind
 
-__all__ = ["PROVIDER"]
+__all__ = ["PROVIDER", "costs_of"]
 
 
 class _Nixl(Provider):
@@ -23,10 +21,9 @@ class _Nixl(Provider):
     def preference(self, memory: Memory) -> int:
         return int(isinstance(memory, SharedMemory) or memory.kind == MemoryKind.CUDA)
 
-    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> Transport:
-        device = one_place(memory)
+    def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
+        device = self.device_of(memory)
         from kvproto.transport.nixl.transport import NixlTransport
-        from kvproto.transport.nixl.tuning import costs_of
 
         return NixlTransport(costs_of(measured, device is not None) or WriteMode.PACKED, device=device)
 
@@ -37,10 +34,16 @@ class _Nixl(Provider):
             "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and whether UCX knows CUDA",
         ),
     )  # fmt: skip
-    costs: ClassVar[CostedWays] = {
-        "packed": ("pack + copy + unpack", "packed"),
-        "direct": ("descriptors", "direct"),
-    }
+    costs = (
+        CostedWay(
+            "packed", "pack + copy + unpack", "packed", Constants(264e9, 1.0e-11, 60e-6),
+            "index_select, one peer copy, index_copy",
+        ),
+        CostedWay(
+            "direct", "descriptors", "direct", Constants(335e9, 6.5e-6, 50e-6),
+            "one descriptor for each run, as UCX takes them",
+        ),
+    )  # fmt: skip
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
         from kvproto.transport.nixl.bench import job
@@ -48,13 +51,19 @@ class _Nixl(Provider):
         return [job(memory), *([job(memory, "gpu0", "gpu1")] if gpus > 1 else [])], []
 
 
-def one_place(memory: Mapping[int, Memory]) -> int | None:
-    """The GPU that all regions are on, None for the host; raises LocalError(NO_TRANSPORT)."""
-    devices = {m.device for m in memory.values()}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no region"
-        raise LocalError(ErrorCode.NO_TRANSPORT, "pool", "regions of one GPU, or of the host", found, "part the pool")
-    return devices.pop()
+def costs_of(measured: Sequence[Measured], gpus: bool) -> Costs | None:
+    """For `NixlTransport(mode=...)`: the costs of descriptors and of packing, on the slowest pair of GPUs or the host.
+
+    None where either was not measured.
+    """
+    made = []
+    for direct in measured:
+        within = gpus and direct.source == direct.sink
+        if (direct.transport, direct.way, direct.gpus) == ("nixl", "direct", gpus) and not within:
+            cost = direct.constants
+            for packed in same_path(direct, measured, "packed"):
+                made.append(Costs(cost.run, cost.link, min(packed.constants.link / cost.link, 0.99)))
+    return min(made, key=lambda c: c.link, default=None)
 
 
 PROVIDER = _Nixl()

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -19,37 +19,13 @@ from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Make", "Owner", "Peer", "Registered", "SlotPair", "Write"]
+if TYPE_CHECKING:
+    from kvproto.transport.nixl.agent import Agent
+
+__all__ = ["Make", "Peer", "Registered", "SlotPair", "Write"]
 
 Make = Callable[[Nixl], Iterator[int]]
 """Makes the handles of a write, to be posted one by one."""
-
-
-class Owner(Protocol):
-    """The agent of memory and of writes; `kvproto.transport.nixl.agent.Agent`."""
-
-    name: str
-
-    def begin(self, write: Write, make: Make) -> Write:
-        """Post it as soon as it is its turn."""
-
-    def abandon(self, write: Write) -> None:
-        """Give it up."""
-
-    def advance(self, write: Write | None = None) -> None:
-        """Let NIXL move on, where callers do that."""
-
-    def bell_of(self, write: Write) -> threading.Event:
-        """What rings when the write is over."""
-
-    def patience(self, seconds: float) -> float:
-        """How long a caller that waits leaves the work to the agent's thread."""
-
-    def deregister(self, registered: Registered, registration: Any) -> None:
-        """Let nobody write this memory any more."""
-
-    def disconnect(self, peer: Peer) -> None:
-        """Write this peer's memory no more."""
 
 
 # memory
@@ -65,7 +41,7 @@ class Slot(Memory):
 class Slotted:
     """Memory that may be divided into equal staging slots."""
 
-    def __init__(self, agent: Owner, memory: Memory, slot_bytes: int) -> None:
+    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int) -> None:
         self.agent, self.memory = agent, memory
         self.slot_bytes = slot_bytes
         """Bytes of each slot; 0 where there is none."""
@@ -85,7 +61,7 @@ class Slotted:
 class Registered(Slotted):
     """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
 
-    def __init__(self, agent: Owner, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
+    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
         super().__init__(agent, memory, slot_bytes)
         self._list, self._metadata = list_, metadata
 
@@ -96,7 +72,7 @@ class Registered(Slotted):
 
     @property
     def handle(self) -> Handle:
-        """For `Region.handles`: about 600 bytes; names this memory alone."""
+        """The handle for `Region.handles`: about 600 bytes that name this memory alone."""
         named = Named(self.agent.name, self.memory, self.slot_bytes, self._metadata)
         return Handle(transport=TransportCode.NIXL, data=named.encode())
 
@@ -108,24 +84,24 @@ class Registered(Slotted):
         )
 
     def close(self) -> None:
-        """Deregister, when no write of it is under way; peers can write it no more."""
+        """Deregister, so that peers can no longer write it; no write of it may be under way."""
         if self._list is not None:
             list_, self._list = self._list, None
             self.agent.deregister(self, list_)
             self.forget_slots()
 
     def forget_slots(self) -> None:
-        """Let go of the views of the buffer."""
+        """Release the views of the buffer."""
         self._made.clear()
 
 
 class Peer(Slotted):
-    """A peer's memory, as far as this agent may write it; its addresses are the peer's."""
+    """A peer's memory that this agent may write; its addresses are the peer's."""
 
-    def __init__(self, agent: Owner, named: Named, path: str) -> None:
+    def __init__(self, agent: Agent, named: Named, path: str) -> None:
         super().__init__(agent, named.memory, named.slot_bytes)
         self.name, self.path = named.name, path
-        """Of the peer's agent; of the region."""
+        """The name of the peer's agent; the path of the region for errors."""
         self.lost: KvprotoError | None = None
         """Why no write can succeed any more."""
 
@@ -147,7 +123,7 @@ class Peer(Slotted):
         return self.agent.begin(write, make)
 
     def close(self) -> None:
-        """Write no more; what is under way becomes UNPROVABLE. With the agent's last memory the connection ends."""
+        """Write no more; writes under way end UNPROVABLE. The connection ends with the last memory of its agent."""
         self.agent.disconnect(self)
 
 
@@ -175,14 +151,14 @@ class SlotPair:
 class Write:
     """Bytes on their way to one peer's memory."""
 
-    def __init__(self, agent: Owner, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
         self._agent, self.bytes, self.peers, self.slots = agent, bytes_, peers, slots
         self._proof: Proof | None = None
         self._error: KvprotoError | None = None
         self._over = False
-        """Set last, so that whoever sees it sees the others too."""
+        """Set last, so that whoever sees it set sees the others too."""
         self.bell: threading.Event | None = None
-        """What wakes those who wait, if any do."""
+        """Wakes those who wait, if any do."""
         self.handles: list[int] = []
         self.cancelled = False
 
@@ -197,21 +173,21 @@ class Write:
         return True
 
     def wait(self, timeout: float) -> bool:
-        """The same, after at most `timeout` seconds."""
+        """As `ready`, after at most `timeout` seconds."""
         until = time.monotonic() + timeout
         while not self.ready() and (left := until - time.monotonic()) > 0:
-            bell = self._agent.bell_of(self)  # before the look at whether it is over: who ends it rings after that
+            bell = self._agent.bell_of(self)  # before `_over` is read: whoever ends the write rings after setting it
             if not self._over:
                 bell.wait(self._agent.patience(left))
         return self.ready()
 
     @property
     def proof(self) -> Proof | None:
-        """What is known once it is over: PROVEN, no byte can arrive any more, or UNPROVABLE; None while under way."""
+        """PROVEN where no byte can arrive any more, or UNPROVABLE, once the write is over; None while under way."""
         return self._proof
 
     def abandon(self) -> None:
-        """Give it up: PROVEN where it was complete or never posted, else UNPROVABLE; `proof` says which, soon."""
+        """Give the write up; `proof` soon says PROVEN where it was complete or never posted, else UNPROVABLE."""
         self.cancelled = True
         with contextlib.suppress(KvprotoError):  # a closed agent has ended it
             self._agent.abandon(self)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
-from kvproto.transport.base import Layer
+from kvproto.transport.base import Copying, Layer, Stream
 from kvproto.transport.nixl.direct import Direct
 from kvproto.transport.nixl.regions import Write
 from kvproto.transport.staging.staged import Piece, StagedSender
@@ -17,7 +17,7 @@ __all__ = ["Streaming", "Writing"]
 
 
 @attrs.define
-class Writing:
+class Writing(Copying):
     """Direct writes that are under way, or that wait for device events."""
 
     _direct: Direct
@@ -28,12 +28,11 @@ class Writing:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it writes."""
         return self._direct.bytes
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises PEER_LOST, TRANSPORT_FAILED."""
+        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
         if self._write is None:
             if not self._ready():
                 return False
@@ -41,12 +40,12 @@ class Writing:
         return self._write.ready()
 
     def stop(self) -> Proof | None:
-        """What is known once it is over; what has not been posted never is posted."""
+        """What is known once the write is over; PROVEN where it was never posted."""
         return Proof.PROVEN if self._write is None else self._write.proof
 
 
-class Streaming:
-    """A packed stream that is under way; send what `take` returns, in order."""
+class Streaming(Stream):
+    """A packed stream that is under way; a `Copying` and its own `Stream`."""
 
     def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
         self._sender, self.bytes, self._happened = sender, bytes_, happened
@@ -56,13 +55,12 @@ class Streaming:
 
     @property
     def stream(self) -> Streaming:
-        """Itself."""
         return self
 
     @property
     def done(self) -> bool:
-        """Advance it: whether every byte is in a slot of the sink; raises PEER_LOST, TRANSPORT_FAILED."""
-        # asked here, not awaited by the device, where chunks of other streams would queue behind the wait
+        """Advance the stream: whether every byte is in a slot of the sink; raises PEER_LOST, TRANSPORT_FAILED."""
+        # the host asks after events: if the device awaited them, chunks of other streams would queue behind
         while self._coming and self._happened(self._coming[0][1]):
             self._sender.mark_ready(self._coming.popleft()[0])
         while True:
@@ -74,18 +72,14 @@ class Streaming:
 
     @property
     def left(self) -> int:
-        """Bytes that have not been started."""
         return self._sender.left
 
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
-        """The rows of these layers, or of all, are there once these device events have happened."""
         self._coming.append((layers, after))
 
     def take(self) -> list[Piece]:
-        """The pieces that have arrived since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def stop(self) -> Proof | None:
-        """Start nothing more: what is known, once nothing is under way."""
         return self._sender.abort()

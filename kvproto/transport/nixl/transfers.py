@@ -1,25 +1,27 @@
-"""The transfers that NIXL has for one agent: under way, kept to be posted again, or stuck; and its peers.
+"""The transfers that NIXL has for one agent: under way, cached to be posted again, or stuck; and its peers.
 
-Nothing here locks: every call is made by whoever has the agent's turn.
+Nothing here locks: whoever calls has the agent's turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.nixl.binding import Nixl
-from kvproto.transport.nixl.cache import TransferCache
 from kvproto.transport.nixl.handle import Memory, Named
-from kvproto.transport.nixl.regions import Make, Owner, Peer, SlotPair, Write
+from kvproto.transport.nixl.regions import Make, Peer, SlotPair, Write
 from kvproto.wire.enums import ErrorCode, Proof
+
+if TYPE_CHECKING:
+    from kvproto.transport.nixl.agent import Agent
 
 __all__ = ["Transfers", "closed", "failed", "unreachable"]
 
 _MOST_KEPT = 1 << 14
-"""Transfers to post again."""
+"""Transfers in a cache."""
 
 
 def failed(what: str, cause: Exception) -> LocalError:
@@ -38,26 +40,46 @@ def unreachable(path: str, reason: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot connect", reason, advice)
 
 
+class TransferCache:
+    """NIXL's transfers from slot to slot that are posted again, as making one costs more than posting it."""
+
+    def __init__(self) -> None:
+        self.handles: dict[SlotPair, int] = {}
+        """Of transfers that are not under way, the least recently used first."""
+
+    def keep(self, slots: SlotPair, handle: int) -> int | None:
+        """Keep a handle; returns the one to release: the least recently used, or this one where the pair has one."""
+        if slots in self.handles:
+            return handle
+        oldest = self.handles.pop(next(iter(self.handles))) if len(self.handles) == _MOST_KEPT else None
+        self.handles[slots] = handle
+        return oldest
+
+    def let_go(self, which: Callable[[SlotPair], bool]) -> list[int]:
+        """Remove the transfers of these pairs; returns their handles, to be released."""
+        return [self.handles.pop(slots) for slots in list(self.handles) if which(slots)]
+
+
 class Transfers:
-    """Posts writes and looks after them; `tell` is called when one is over."""
+    """Posts writes and tracks them; calls `tell` when one is over."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
         self.posted: dict[Write, None] = {}
         """Under way."""
-        self.cache = TransferCache(_MOST_KEPT)
+        self.cache = TransferCache()
         self._peers: dict[str, tuple[bytes, list[Peer]]] = {}
         """By the name of their agent: what connects to it, and its memory."""
         self._stuck: list[int] = []
         """Handles that NIXL would not release."""
 
-    def connect(self, nixl: Nixl, agent: Owner, named: Named, path: str) -> Peer:
+    def connect(self, nixl: Nixl, agent: Agent, named: Named, path: str) -> Peer:
         """Make a peer's memory writable; raises TRANSPORT_FAILED."""
         connection, peers = self._peers.get(named.name, (named.connection, []))
         if connection != named.connection:
             raise unreachable(path, "another agent has its name", "make an agent anew after a restart")
-        self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may put new keys for old ones
-        for write in self.posted:  # these use the old ones, once
+        self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may replace the keys of this agent
+        for write in self.posted:  # these use the old keys, and must not be cached
             if write.slots and write.slots.peer.name == named.name:
                 write.slots = None
         try:
@@ -72,7 +94,7 @@ class Transfers:
         return peer
 
     def begin(self, nixl: Nixl, write: Write, make: Make) -> None:
-        """Post transfers that are kept or made."""
+        """Post a write's transfers, cached or new."""
         begun, ready = False, True
         try:
             if write.cancelled:
@@ -80,11 +102,11 @@ class Transfers:
             for peer in write.peers:
                 if peer.lost:
                     raise peer.lost
-            if (kept := self.cache.take(write.slots)) is not None:
+            if write.slots and (kept := self.cache.handles.pop(write.slots, None)) is not None:
                 write.handles.append(kept)
             else:
                 for made in make(nixl):
-                    write.handles.append(made)  # so that it is released if the next one is refused
+                    write.handles.append(made)  # at once, so that it is released if the next one is refused
             for handle in write.handles:
                 begun = True
                 ready &= nixl.post(handle)
@@ -98,7 +120,7 @@ class Transfers:
             self.posted[write] = None
 
     def look(self, nixl: Nixl, write: Write) -> bool:
-        """Ask after a posted write; whether it ended."""
+        """Ask NIXL after a posted write; returns whether it ended."""
         try:
             for handle in write.handles:
                 if not nixl.ask(handle):
@@ -110,7 +132,7 @@ class Transfers:
         return True
 
     def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
-        """A write is complete, or has failed with an error."""
+        """End a write that is complete or has failed."""
         self.posted.pop(write, None)
         if error is None and write.slots and write.slots.usable:
             spare = self.cache.keep(write.slots, write.handles.pop())
@@ -127,7 +149,7 @@ class Transfers:
     def _drop(self, nixl: Nixl, handle: int) -> None:
         try:
             nixl.release(handle)
-        except Exception:  # NIXL keeps it: under way, and it cannot be cancelled
+        except Exception:  # under way and not to be cancelled: NIXL keeps it
             self._stuck.append(handle)
 
     def _let_go(self, nixl: Nixl, which: Callable[[SlotPair], bool]) -> None:
@@ -136,12 +158,12 @@ class Transfers:
 
     def deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
         """Let nobody write this memory any more."""
-        begin, end = memory.address, memory.address + memory.length  # NIXL may have taken it for another's overlapping
+        begin, end = memory.address, memory.address + memory.length  # NIXL may have used it for overlapping memory
         self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
         nixl.deregister(registration)
 
     def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
-        """The typed error of what NIXL raised; where it says that the peer is gone, all its memory is."""
+        """The typed error for what NIXL raised; where the peer is gone, all its memory is lost."""
         if isinstance(cause, KvprotoError):
             return cause
         if "Disconnect" not in type(cause).__name__:

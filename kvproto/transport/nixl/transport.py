@@ -16,18 +16,9 @@ import attrs
 
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.base import (
-    Capabilities,
-    Connection,
-    Exposure,
-    Mapped,
-    Memory,
-    Move,
-    StagedDelivery,
-    connect_each,
-)
+from kvproto.transport import base
 from kvproto.transport.nixl.agent import Agent
-from kvproto.transport.nixl.backend import backend_of
+from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, Direct, WriteMode, choose, probe, require_fast
 from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.nixl.streaming import Streaming, Writing
@@ -39,68 +30,60 @@ from kvproto.wire.messages import Handle, Region
 __all__ = ["NixlTransport", "StagedRegion"]
 
 _PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
-"""Bytes of a write that tells how fast a GPU is reached; the latency of shorter ones hides it."""
+"""Bytes of a write that measures how fast a GPU is reached; latency would dominate shorter ones."""
 _EMPTY = Handle(transport=TransportCode.NIXL, data=b"")
 """Says that the pages are behind staging slots."""
 _POLL = 20e-6, 10e-3
-"""Seconds between looks at a GPU's events and writes; and on the host, where a descriptor tells of every write."""
+"""Seconds between polls of a GPU's events and writes; and on the host, where a descriptor announces every write."""
 
 
 @attrs.define
 class StagedRegion:
-    """A peer's pages that cannot be written from here: its staging slots lead there."""
+    """A peer's pages that are reached through its staging slots alone."""
 
     path: str
     link: Link | None = None
-    release: Callable[[], None] | None = None
-    """Frees our own slots."""
-
-    def close(self) -> None:
-        """Free our own slots; no write of them may be under way."""
-        if self.release is not None:
-            self.release()
+    close: Callable[[], None] = lambda: None
+    """Frees our own slots; no write of them may be under way."""
 
 
-class NixlTransport:
+class NixlTransport(base.Transport):
     """Writes peers' memory by NIXL; `mode` and the slots are what this side registers as a sink.
 
     With `Costs` as the mode, pages are registered where runs are long, else staging memory. `device` is the GPU of the
     pools, None the host; the size of slots suits that by default. `floor`: bytes a second below which a link to a GPU
-    is refused as slow; 0 takes any. Raises NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX
+    is refused as slow; 0 accepts any. Raises NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX
     cannot start.
     """
 
     def __init__(
-        self,
-        mode: WriteMode | Costs = WriteMode.PACKED,
-        slots: int = 8,
-        slot_bytes: int | None = None,
-        device: int | None = None,
-        floor: float = DEVICE_FLOOR,
-    ) -> None:
-        self.backend, self._floor = backend_of(device), floor  # first, so that UCX finds the GPU's context
+        self, mode: WriteMode | Costs = WriteMode.PACKED, slots: int = 8, slot_bytes: int | None = None,
+        device: int | None = None, floor: float = DEVICE_FLOOR,
+    ) -> None:  # fmt: skip
+        self.backend, self._floor = _backend_of(device), floor  # first, so that UCX finds the GPU's context
         self.mode, self.slots, self.slot_bytes = mode, slots, slot_bytes or self.backend.slot_bytes
         self.agent = Agent(self.backend.eager)
-        self.capabilities = Capabilities(
+        self.capabilities = base.Capabilities(
             code=TransportCode.NIXL, features=(Feature.STAGED,), reads=False, death_is_proof=False, batches=False,
             incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
             poll_interval=_POLL[device is None],
         )  # fmt: skip
-        self._registered: dict[int, tuple[Memory, Registered]] = {}
+        self._registered: dict[int, tuple[base.Memory, Registered]] = {}
         self._probed: Registered | None = None
-        """What peers, or we, write to see how fast the link is."""
+        """Staging memory that is written only to measure the link."""
 
     # as a sink
 
     def expose(
-        self, memory: Mapping[int, Memory], next_id: int, program: CopyProgram, runs: Callable[[], Runs]
-    ) -> Exposure:
+        self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
+    ) -> base.Exposure:
         """Register the pages, or leave their handles empty and register fresh staging slots (KVP-REG-STAGING).
 
-        Beside pages of a GPU there is staging memory to measure the link with. Staging memory is kept until `close`, as
-        the peer may write it till then.
+        Pages of a GPU come with staging memory to measure the link with. Staging memory is kept until `close`, as the
+        peer may write it until then.
         """
-        bytes_ = {id: self.backend.of(m) for id, m in memory.items()}
+        for each in memory.values():
+            self.backend.of(each)
         mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
         if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
             if self.mode is WriteMode.DIRECT:
@@ -112,26 +95,25 @@ class NixlTransport:
         device = self.backend.device_name
         if mode is WriteMode.DIRECT:
             handles = {id: (self._register(m).handle,) for id, m in memory.items()}
-            gpu = any(b.kind == MemoryKind.CUDA for b in bytes_.values())
-            return Exposure(handles, (self._to_probe().region(next_id, device),) if gpu else ())
+            return base.Exposure(handles, () if device is None else (self._to_probe().region(next_id, device),))
         staging = self._staging(self.slots * self.slot_bytes, self.slot_bytes)
         self.backend.prepare(program, "sink", memory)
-        return Exposure(
+        return base.Exposure(
             dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),),
-            StagedDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
+            base.StagedDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
         )  # fmt: skip
 
     # as a source
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
-        """Reach the peer's pages, or learn that they are behind staging slots; see that GPUs are reached fast.
+    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> base.Connection:
+        """Reach the peer's pages, or learn that they are behind staging slots; check that GPUs are reached fast.
 
-        Raises NO_TRANSPORT (KVP-REG-STAGING), TRANSPORT_FAILED for a slow link; NO_TRANSPORT to read.
+        Raises NO_TRANSPORT (KVP-REG-STAGING, or to read), TRANSPORT_FAILED for a slow link.
         """
         if not writes:
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", "a transport that reads", "NIXL", "push")
         ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
-        made = connect_each(regions, ours.union(used), self._reach)
+        made = base.connect_each(regions, ours.union(used), self._reach)
         try:
             made.link = self._stage(made.mapped, staged)
         except KvprotoError:
@@ -144,8 +126,8 @@ class NixlTransport:
             return StagedRegion(path)
         return self.agent.connect(region, path)
 
-    def _stage(self, mapped: Mapping[int, Mapped], allowed: bool) -> Link | None:
-        """Lead to the pages that are behind staging slots, if any."""
+    def _stage(self, mapped: Mapping[int, base.Mapped], allowed: bool) -> Link | None:
+        """The link to the pages that are behind staging slots, if any."""
         behind = [m for m in mapped.values() if isinstance(m, StagedRegion)]
         peer = next((m for m in mapped.values() if isinstance(m, Peer) and m.slots), None)
         if not behind:
@@ -169,15 +151,15 @@ class NixlTransport:
             raise
         for each in behind:
             each.link = link
-        behind[0].release = lambda: self._free(own)
+        behind[0].close = lambda: self._free(own)
         return link
 
-    def prepare(self, move: Move) -> None:
-        """What the streams of a rank pair share; `connect` has done the rest."""
+    def prepare(self, move: base.Move) -> None:
+        """Make what the streams of a rank pair share; `connect` has done the rest."""
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
-    def start(self, moves: Sequence[Move]) -> Writing | Streaming:
+    def start(self, moves: Sequence[base.Move]) -> Writing | Streaming:
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
@@ -189,8 +171,7 @@ class NixlTransport:
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
 
-    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`."""
+    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.backend.checksums(program, memory, sink)
 
     def fileno(self) -> int:
@@ -198,15 +179,13 @@ class NixlTransport:
         return self.agent.fileno()
 
     def acknowledge(self) -> None:
-        """Make the descriptor unreadable again."""
         self.agent.wait(0)
 
     def close(self) -> None:
-        """End all writes and connections."""
         self.agent.close()
         self.backend.close()
 
-    def _register(self, memory: Memory) -> Registered:
+    def _register(self, memory: base.Memory) -> Registered:
         """Register a region, once."""
         known = self._registered.get(id(memory))
         if known is None:
@@ -242,5 +221,14 @@ class NixlTransport:
         require_fast(probe(source, peer, size), peer, self._floor)
 
 
-def _own(side: Mapping[int, Memory | Mapped]) -> dict[int, Memory]:
+def _own(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, base.Memory]:
     return {i: m for i, m in side.items() if not isinstance(m, Peer | StagedRegion)}  # type: ignore[misc]
+
+
+def _backend_of(device: int | None) -> MemoryBackend:
+    """The backend of a GPU, or of the host; raises NO_TRANSPORT where there is no such GPU."""
+    if device is None:
+        return HostBackend()
+    from kvproto.transport.nixl.device import DeviceBackend
+
+    return DeviceBackend(device)

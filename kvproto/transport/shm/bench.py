@@ -1,10 +1,10 @@
-"""Transport `shm` and the numpy executor: a region and its mapping, as a sink has them."""
+"""Times transport `shm`, which is the numpy executor, between a region and the mapping of another."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 
 from kvproto.copying.execute import execute
 from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
@@ -37,16 +37,14 @@ class _Copy(BenchPath):
 
 
 def job(memory: int) -> BenchJob:
-    """Two regions of a third of `memory` bytes at most."""
+    """A job on two regions of at most a third of `memory` bytes each."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:
-        with ExitStack() as closing:
-            theirs, own = (SharedMemory(memory * 3 // 10) for _ in range(2))
-            closing.callback(theirs.close)
-            closing.callback(own.close)
-            mapped = connect(theirs.region, "regions[0]")
-            closing.callback(mapped.close)
+        with (
+            closing(SharedMemory(memory * 3 // 10)) as theirs, closing(SharedMemory(theirs.length)) as own,
+            closing(connect(theirs.region, "regions[0]")) as mapped,
+        ):  # fmt: skip
             yield [_Copy(mapped, own)]
 
     return BenchJob("shm", 1, opened)

@@ -37,10 +37,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class _Bytes:
+class Mapping:
     """The first bytes of a file, mapped until the last view of them is gone; raises OSError.
 
-    Python's own mmap keeps a duplicate of the descriptor for as long as the mapping lives.
+    It holds no descriptor, where Python's own mmap keeps a duplicate for as long as the mapping lives.
     """
 
     def __init__(self, fd: int, length: int) -> None:
@@ -86,7 +86,7 @@ class _Exported:
 
 
 class SharedMemory:
-    """A region that this process owns, zeroed; raises LocalError(TRANSPORT_FAILED) where memory is short."""
+    """A zeroed region that this process owns; raises LocalError(TRANSPORT_FAILED) where memory is short."""
 
     kind, device = MemoryKind.HOST, None
 
@@ -97,7 +97,7 @@ class SharedMemory:
             os.posix_fallocate(self._fd, 0, length)
             # a peer that has mapped it must not be killed by our making it shorter
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._bytes = _Bytes(self._fd, length)
+            self._bytes = Mapping(self._fd, length)
         except OSError as e:
             os.close(self._fd)
             raise LocalError(
@@ -127,7 +127,7 @@ class SharedMemory:
         return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
 
     def close(self) -> None:
-        """Give it up: peers that have mapped it keep it until they unmap; raises BufferError while arrays use it."""
+        """Release it; peers that have mapped it keep it until they unmap. Raises BufferError while arrays use it."""
         self._bytes.close()
         _owned.discard(self)
         self._close_file()
@@ -135,30 +135,11 @@ class SharedMemory:
 
 def owner_of(address: int, length: int) -> SharedMemory | None:
     """The shared memory of this process that holds [address, address + length), or None."""
-    for memory in _owned:
-        if memory.address <= address and address + length <= memory.address + memory.length:
-            return memory
-    return None
-
-
-class Mapping:
-    """A peer's region in this process; it holds no descriptor."""
-
-    def __init__(self, fd: int, length: int) -> None:
-        self._bytes = _Bytes(fd, length)
-
-    @property
-    def buffer(self) -> memoryview:
-        """The bytes."""
-        return self._bytes.buffer
-
-    def close(self) -> None:
-        """Unmap; raises BufferError while arrays use it."""
-        self._bytes.close()
+    return next((m for m in _owned if m.address <= address and address + length <= m.address + m.length), None)
 
 
 def connect(region: Region, path: str) -> Mapping:
-    """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, that says what is wrong with it."""
+    """Map a peer's region; raises RemoteError (NO_TRANSPORT or TRANSPORT_FAILED) that says what is wrong with it."""
     handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
     if handle is None:
         raise no_handle(path, TransportCode.SHM)
@@ -167,16 +148,16 @@ def connect(region: Region, path: str) -> Mapping:
             ErrorCode.NO_TRANSPORT, f"{path}.boot", boot_id().hex(), bytes(region.boot or b"").hex() or "none",
             "SHM reaches memory of the same host only: use a transport between hosts",
         )  # fmt: skip
-    pid, fd, nonce = _read(bytes(handle.data), path)
+    pid, fd, nonce = _fields(bytes(handle.data), path)
     link = f"/proc/{pid}/fd/{fd}"
     try:
         name = os.readlink(link).split(" ")[0].removeprefix("/memfd:")
         if name != _NAME + nonce:
-            raise _failed(path, f"descriptor {fd} of process {pid} to be {_NAME + nonce}", name, _ANEW)
+            raise _failed(path, f"descriptor {fd} of process {pid} to be {_NAME + nonce}", name, _SEND_AGAIN)
         opened = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         if os.path.exists(f"/proc/{pid}"):
-            raise _failed(path, f"an open descriptor {fd} of process {pid}", "it was closed", _ANEW) from None
+            raise _failed(path, f"an open descriptor {fd} of process {pid}", "it was closed", _SEND_AGAIN) from None
         advice = "if it is alive, run both engines in one PID namespace; else connect to its successor"
         raise _failed(path, f"process {pid}", "no such process here", advice) from None
     except OSError as error:
@@ -188,7 +169,7 @@ def connect(region: Region, path: str) -> Mapping:
             raise _failed(path, "a file sealed with F_SEAL_SHRINK", "no such seal", advice)
         size = os.fstat(opened).st_size
         if size < region.length:
-            raise _failed(path, f"a file of {region.length} bytes, as the region says", f"{size} bytes", _ANEW)
+            raise _failed(path, f"a file of {region.length} bytes, as the region says", f"{size} bytes", _SEND_AGAIN)
         return Mapping(opened, region.length)
     except OSError as error:
         said = error.strerror or type(error).__name__
@@ -197,24 +178,25 @@ def connect(region: Region, path: str) -> Mapping:
         os.close(opened)
 
 
-_ANEW = "send the handle of memory that is still there"
+_SEND_AGAIN = "send the handle of memory that is still there"
 
 
-def _read(data: bytes, path: str) -> tuple[int, int, str]:
-    """Process, descriptor and nonce of a handle."""
+def _fields(data: bytes, path: str) -> tuple[int, int, str]:
+    """The process, descriptor and nonce that a handle states."""
     try:
         pid, fd, nonce = msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.UnpackException):
         pid = fd = nonce = None
     if type(pid) is not int or type(fd) is not int or type(nonce) is not str or pid < 1 or fd < 0:
-        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(data)} other bytes", "see SHM's handles")
+        advice = "send the handle that registration.md describes"
+        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(data)} other bytes", advice)
     return pid, fd, nonce
 
 
 def _sealed(fd: int) -> bool:
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file that knows no seals
+    except OSError:  # files other than memfds have no seals
         return False
 
 

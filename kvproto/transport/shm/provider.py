@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
-from kvproto.transport.base import Allocation, Memory, Provider
-from kvproto.transport.bench import Absent, BenchJob, CostedWays, Floor, Measured
+from kvproto.transport.base import Allocation, Memory, Provider, Regions
+from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.shm.memory import SharedMemory, owner_of
 from kvproto.transport.shm.transport import ShmTransport
 
@@ -28,11 +27,11 @@ class _Shm(Provider):
     def preference(self, memory: Memory) -> int:
         return 2 if isinstance(memory, SharedMemory) else 0
 
-    def open(self, memory: Mapping[int, Memory], measured: Sequence[Measured] = ()) -> ShmTransport:
+    def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> ShmTransport:
         return ShmTransport()
 
     floors = (Floor("shm", ("copy",), False, 0.5e9, "the cores are busy, or memory is swapped or on another node"),)
-    costs: ClassVar[CostedWays] = {"copy": ("numpy copy", "copy")}
+    costs = (CostedWay("copy", "numpy copy", "copy"),)
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
         from kvproto.transport.shm.bench import job

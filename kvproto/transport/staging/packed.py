@@ -11,17 +11,16 @@ stand-in for them cut the same bytes, however pages lie, runs join or lanes are 
 A row of a column is therefore one *record* of fixed width, and byte i of a column is in record i // width. Operations
 and runs decide only how the bytes are gathered. Whole items (groups with an encoding) are rows like any other.
 
-A chunk may end anywhere, within a record too. A record that is cut is unpacked by reading it, changing the part that
-came, and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
+A chunk may end anywhere, even within a record. Such a record is unpacked by reading it, changing the part that came,
+and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -29,17 +28,17 @@ from kvproto.copying.program import CopyProgram, IntArray, RowMap
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "StreamColumns", "pack", "unpack"]
+__all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "Side", "StreamColumns"]
 
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""
-Regions = Mapping[int, memoryview]
+Side = Literal["source", "sink"]
 Bytes = npt.NDArray[np.uint8]
 
 _LONG = 64 << 10
 """Runs of at least this many bytes are copied one by one: a slice costs less than a tenth of the copy."""
 _BLOCK = 256 << 10
-"""Bytes that go through a temporary at once: it stays in the cache."""
+"""Bytes of a temporary: few enough to stay in the CPU's cache."""
 
 
 class Ready(Protocol):
@@ -50,29 +49,26 @@ class Ready(Protocol):
 
 
 class Packer(Protocol):
-    """Packs or unpacks one stream; a GPU packer launches a kernel and returns its event."""
+    """Packs or unpacks one stream; a GPU's packer launches a kernel and returns its event."""
 
     @property
     def length(self) -> int:
         """Bytes of the stream."""
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is better."""
+        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is faster."""
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """Bytes of the stream before the first that is of another layer than these."""
+        """Bytes of the stream before the first that belongs to another layer."""
 
     def pack(self, offset: int, out: Any) -> Ready:
-        """Begin to write stream bytes [offset, offset + length) to `out`, staging memory of that length."""
+        """Begin to write stream bytes [offset, offset + length of `out`) to `out`; raises OUT_OF_RANGE."""
 
     def unpack(self, offset: int, data: Any) -> Ready:
-        """Begin the inverse of `pack` from `data`."""
+        """Begin to write stream bytes [offset, offset + length of `data`) to their places; raises OUT_OF_RANGE."""
 
 
-@attrs.frozen
-class _Now:
-    """Complete when it was returned."""
-
+class _Done:
     def ready(self) -> bool:
         return True
 
@@ -83,7 +79,7 @@ class StreamColumns:
     Raises OUT_OF_REGION where the operations leave them.
     """
 
-    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], lengths: Mapping[int, int]) -> None:
+    def __init__(self, program: CopyProgram, side: Side, lengths: Mapping[int, int]) -> None:
         ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
         self._check(ops, side, lengths)
         new = np.ones(len(ops), bool)
@@ -95,16 +91,14 @@ class StreamColumns:
         """Operations of column c are [first[c], first[c + 1])."""
         heads = self.first[:-1]
         self.width = np.add.reduceat(ops["lanes"] * ops["lane_bytes"], heads) if len(ops) else np.empty(0, np.int64)
-        """Bytes of a record, of each column."""
+        """Bytes of a record, for each column."""
         self.map = ops["map"][heads]
-        """Of each column."""
         self.layers: list[Layer] = list(zip(ops["model"][heads].tolist(), ops["layer"][heads].tolist(), strict=True))
-        """Of each column."""
         bounds = np.full((len(program.maps), 2), np.iinfo(np.int64).max)
         for k, name in enumerate(("items", "rows")):
             np.minimum.at(bounds[:, k], ops["map"], ops[f"{side}_{name}"])
         self.bounds: list[list[int]] = bounds.tolist()
-        """Items and rows of the pool, of each map: the least of any operation."""
+        """Items and rows of the pool, for each map: the least of any operation."""
 
     def _check(self, ops: npt.NDArray[np.void], side: str, regions: Mapping[int, int]) -> None:
         reach = ops[f"{side}_offset"] + ops["lane_bytes"]
@@ -112,7 +106,7 @@ class StreamColumns:
         for name, extent in extents.items():
             reach = reach + np.maximum(extent - 1, 0) * ops[f"{side}_{name}_stride"]
         lengths = np.array([regions.get(i, -1) for i in ops[f"{side}_region"].tolist()], np.int64)
-        there = extents["item"] > 0  # where there is none, `bounds` refuses any
+        there = extents["item"] > 0  # a pool without items is refused by `bounds`
         for k in np.flatnonzero((reach > lengths) & there)[:1].tolist():
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}", f"{lengths[k]} bytes",
@@ -121,12 +115,12 @@ class StreamColumns:
 
 
 class Order:
-    """Where the columns are in the stream of one request; raises OUT_OF_REGION where its maps leave the pools."""
+    """Where each column lies in the stream of one request; raises OUT_OF_REGION where its maps leave the pools."""
 
     def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
         self.columns, self.maps = columns, maps
         self.most = 0
-        """The last item or the end of the last row that is named."""
+        """The greatest item, or end of a row, that is named."""
         for i, (m, (items, rows)) in enumerate(zip(maps, columns.bounds, strict=True)):
             least, item, row = m.source_reach if columns.side == "source" else m.sink_reach
             if least < 0 or item >= items or row >= rows:
@@ -138,62 +132,57 @@ class Order:
             self.most = max(self.most, item, row + 1)
         bytes_ = columns.width * np.array([m.size for m in maps], np.int64)[columns.map]
         self.end = np.cumsum(bytes_)
-        """In the stream, of each column."""
+        """The end of each column in the stream, in bytes."""
         self.start = self.end - bytes_
         self.length = int(bytes_.sum())
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """Bytes of the stream before the first that is of another layer than these."""
+        """As `Packer.prefix_bytes`."""
         other = (c for c, layer in enumerate(self.columns.layers) if layer not in layers)
         return next((int(self.start[c]) for c in other if self.start[c] < self.end[c]), self.length)
 
     def check(self, offset: int, end: int) -> None:
-        """Raise OUT_OF_RANGE where stream bytes [offset, end) are none."""
+        """Raise OUT_OF_RANGE where the stream does not have bytes [offset, end)."""
         if not 0 <= offset <= end <= self.length:
             raise LocalError(
                 ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to the stream"
             )
 
     def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Items, first rows and rows of the runs of a map, on this side."""
-        return _runs(self.maps[which], self.columns.side)
+        """Items, first rows and numbers of rows of a map's runs on this side."""
+        m = self.maps[which]
+        item, row = (m.source_item, m.source_row) if self.columns.side == "source" else (m.sink_item, m.sink_row)
+        return item, row, m.rows
 
 
-class PackedStream:
-    """One side's end of the packed stream of one program: made once, then a chunk costs what its bytes cost.
+class PackedStream(Packer):
+    """One side's end of the packed stream of one program; the cost of a chunk does not depend on the other chunks.
 
     Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
     """
 
-    def __init__(self, program: CopyProgram, side: Literal["source", "sink"], regions: Regions) -> None:
+    def __init__(self, program: CopyProgram, side: Side, regions: Mapping[int, memoryview]) -> None:
         self._side = side
         self._memory = {i: _flat(m) for i, m in regions.items()}
         self._order = Order(StreamColumns(program, side, {i: m.size for i, m in self._memory.items()}), program.maps)
 
     @property
     def length(self) -> int:
-        """Bytes of the stream."""
         return self._order.length
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """`most`: cutting a record costs nothing here."""
-        return most
+        return most  # cutting a record costs nothing here
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """As `Order.prefix_bytes`."""
         return self._order.prefix_bytes(layers)
 
     def pack(self, offset: int, out: Any) -> Ready:
-        """Write stream bytes [offset, offset + len(out)) to `out`, a buffer; raises OUT_OF_RANGE beyond the end."""
-        self._run(offset, _flat(out), into=False)
-        return _Now()
+        return self._run(offset, _flat(out), into=False)
 
     def unpack(self, offset: int, data: Any) -> Ready:
-        """Write stream bytes [offset, offset + len(data)) to where they belong; raises OUT_OF_RANGE."""
-        self._run(offset, _flat(data), into=True)
-        return _Now()
+        return self._run(offset, _flat(data), into=True)
 
-    def _run(self, offset: int, data: Bytes, into: bool) -> None:
+    def _run(self, offset: int, data: Bytes, into: bool) -> Ready:
         order, end = self._order, offset + data.size
         order.check(offset, end)
         at = offset
@@ -203,9 +192,10 @@ class PackedStream:
             if at < stop:
                 self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
             at, c = stop, c + 1
+        return _Done()
 
     def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
-        """Bytes [at, at + data.size) of a column: a record that began before, whole ones, one that goes on after."""
+        """Bytes [at, at + data.size) of a column: the rest of a record, whole records, the beginning of another."""
         width = int(self._order.columns.width[c])
         row, skip = divmod(at, width)
         done = 0
@@ -230,7 +220,7 @@ class PackedStream:
             data[:] = record[skip : skip + data.size]
 
     def _rows(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
-        """Whole records."""
+        """Records [first, first + number) of a column."""
         order, columns = self._order, self._order.columns
         ops = columns.ops[columns.first[c] : columns.first[c + 1]]
         which = int(ops[0]["map"])
@@ -249,10 +239,8 @@ class PackedStream:
             self._piece(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)
             place += piece
 
-    def _piece(
-        self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: npt.NDArray[np.uint8], into: bool
-    ) -> None:
-        """One operation over some runs; `data` is [row, byte], rows apart where a record has more pieces."""
+    def _piece(self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: Bytes, into: bool) -> None:
+        """One operation over some runs; `data` [row, byte] is not contiguous where a record has several pieces."""
         items, rows, item_stride, row_stride, lane_stride, offset, region = (
             int(op[f"{self._side}_{n}"])
             for n in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
@@ -260,9 +248,8 @@ class PackedStream:
         memory, width, size = self._memory[region][offset:], data.shape[1], int(op["lane_bytes"])
         lanes = width // size
         if lanes > 1 and lane_stride != size:
-            view = np.ndarray(
-                (items, rows, lanes, size), np.uint8, memory, 0, (item_stride, row_stride, lane_stride, 1)
-            )
+            shape, strides = (items, rows, lanes, size), (item_stride, row_stride, lane_stride, 1)
+            view = np.ndarray(shape, np.uint8, memory, 0, strides)
             each_item, each_row = np.repeat(item, length), _spread(row, length, 1)
             step = max(_BLOCK // width, 1)
             for a in range(0, len(data), step):
@@ -274,11 +261,11 @@ class PackedStream:
             return
         at = item * item_stride + row * row_stride
         if row_stride == width and data.flags.c_contiguous:
-            flat = data.reshape(-1)
-            stretches = list(_stretches(length))
-            if len(stretches) * 8 <= len(length) + 8:
-                done = 0
-                for a, b in stretches:
+            # runs of equal length, one after the other, are copied together
+            cuts = [0, *(np.flatnonzero(length[1:] != length[:-1]) + 1).tolist(), len(length)]
+            if len(cuts) * 8 <= len(length) + 16:
+                flat, done = data.reshape(-1), 0
+                for a, b in pairwise(cuts):
                     run = int(length[a]) * width
                     end = done + run * (b - a)
                     _elements(memory, at[a:b], run, flat[done:end], into)
@@ -296,16 +283,6 @@ class PackedStream:
                 data[a : a + step] = some
 
 
-def pack(program: CopyProgram, regions: Regions, stream_offset: int, out: Any) -> None:
-    """Write bytes [stream_offset, stream_offset + len(out)) of a source's stream to `out`; for one chunk."""
-    PackedStream(program, "source", regions).pack(stream_offset, out)
-
-
-def unpack(program: CopyProgram, regions: Regions, stream_offset: int, data: Any) -> None:
-    """Write bytes [stream_offset, stream_offset + len(data)) of the stream into a sink's regions; for one chunk."""
-    PackedStream(program, "sink", regions).unpack(stream_offset, data)
-
-
 def _flat(data: Any) -> Bytes:
     data = getattr(data, "buffer", data)  # of registered memory
     if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1:
@@ -313,25 +290,13 @@ def _flat(data: Any) -> Bytes:
     return np.ndarray(memoryview(data).nbytes, np.uint8, data)
 
 
-def _runs(rows: RowMap, side: str) -> tuple[IntArray, IntArray, IntArray]:
-    if side == "source":
-        return rows.source_item, rows.source_row, rows.rows
-    return rows.sink_item, rows.sink_row, rows.rows
-
-
 def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:
-    """start, start + stride, ... for each run."""
+    """The places of every row: start, start + stride, ... for each run."""
     if len(length) == int(length.sum()):
         return start
     before = np.cumsum(length) - length
     made: IntArray = np.repeat(start - before * stride, length) + np.arange(int(length.sum())) * stride
     return made
-
-
-def _stretches(length: IntArray) -> Iterator[tuple[int, int]]:
-    """Runs of equal length, one after the other."""
-    cuts = [0, *(np.flatnonzero(length[1:] != length[:-1]) + 1).tolist(), len(length)]
-    yield from pairwise(cuts)
 
 
 def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:
@@ -349,7 +314,7 @@ def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -
     index, rest = np.divmod(at, size)
     if not rest.any():
         step, places = size, memory[: memory.size // size * size].view(kind)
-    else:  # elements that overlap, on the coarsest grid that has all of them
+    else:  # elements of a view that overlap, on the coarsest grid that has all places
         step = int(np.gcd.reduce(at))
         index, places = at // step, np.ndarray(((memory.size - size) // step + 1,), kind, memory, 0, (step,))
     if into:

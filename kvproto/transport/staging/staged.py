@@ -1,16 +1,16 @@
-"""Packed bytes through staging slots: what a source and a sink do for KVP-STG-*, without a clock, socket or thread.
+"""Packed bytes through staging slots: both sides of KVP-STG-*, without a clock, socket or thread.
 
 The sink owns slots of equal size and grants them by Credit. The source gathers the next bytes of a packed stream into a
-slot of its own, writes it into a granted one, and once the write is complete says so by Chunk. The sink scatters the
-bytes and returns the slot by Credit. Gathering, writing and scattering are begun and asked after, never waited for, so
-several slots are under way at once.
+slot of its own, writes it into a granted one, and announces a complete write by Chunk. The sink scatters the bytes and
+returns the slot by Credit. Gathering, writing and scattering are started and polled, never waited for, so that several
+slots are under way at once.
 
     sink's slot:    free --Credit--> granted --Chunk--> unpacking --ready--> free
     source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
 
-A source writes staging slots alone, so what an aborted attempt still writes never reaches a page: the sink's pages are
-free when its own unpacking has ended. A slot whose write did not end well is not written again in its session, and a
-slot that was never returned is not granted again: only the end of the session's registration frees it.
+A source writes only staging slots, so a late write of an aborted attempt never reaches a page: the sink's pages are
+free when its own unpacking has ended. A slot whose write failed is not written again in its session, and a slot that
+was never returned is not granted again: it is freed when the session's registration ends.
 """
 
 from __future__ import annotations
@@ -36,40 +36,19 @@ LEAST_SLOTS = 3
 class Staging(Protocol):
     """Slots of equal size in this process, such as `nixl.regions.Registered`."""
 
-    @property
-    def slots(self) -> int:
-        """How many."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of each."""
+    slots: int
+    """How many there are."""
+    slot_bytes: int
+    """Bytes of each."""
 
     def slot(self, number: int, length: int) -> Any:
-        """The first bytes of a slot, as the packer and the target take them."""
+        """The first bytes of a slot, as packers and `Target.write` take them."""
 
 
-class Writing(Ready, Protocol):
-    """A write under way."""
-
-    def abandon(self) -> None:
-        """Give it up: whether it still arrives is not known."""
-
-
-class Target(Protocol):
+class Target(Staging, Protocol):
     """A peer's slots, such as `nixl.regions.Peer`."""
 
-    @property
-    def slots(self) -> int:
-        """How many."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of each."""
-
-    def slot(self, number: int, length: int) -> Any:
-        """The first bytes of a slot, as `write` takes them."""
-
-    def write(self, source: Any, to: Any) -> Writing:
+    def write(self, source: Any, to: Any) -> Ready:
         """Begin to write `source` to `to`, of equal length."""
 
 
@@ -112,21 +91,22 @@ class Link:
         """The sink's slots that it may grant: all of them at first, then those that a Chunk has named."""
 
     def grant(self, credit: Credit) -> None:
-        """A Credit has come; raises CREDIT for a slot that is not the sink's to give."""
+        """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
         slots = [] if credit.slots is None else credit.slots.tolist()
         came = set[int]()
         for i, slot in enumerate(slots):
             if slot not in self._away or slot in came:
-                raise RemoteError(
-                    ErrorCode.CREDIT, f"slots[{i}]", f"slots below {self.target.slots} that are not granted",
-                    str(slot), "return a slot once, after its Chunk",
-                )  # fmt: skip
+                wanted, advice = (
+                    f"slots below {self.target.slots} that are not granted",
+                    "return a slot after its Chunk",
+                )
+                raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", wanted, str(slot), advice)
             came.add(slot)
         self._away -= came
         self.granted.extend(slots)
 
     def named(self, slot: int) -> None:
-        """A Chunk of this slot goes out."""
+        """Let the sink grant a slot again, as its Chunk goes out."""
         self._away.add(slot)
 
 
@@ -137,19 +117,19 @@ class _Part:
     piece: Piece
     own: int
     packing: Ready
-    writing: Writing | None = None
+    writing: Ready | None = None
 
 
 class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
     def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
-        """With `grows`, nothing is packed before `mark_ready` says that it is there."""
+        """With `grows`, nothing is packed before `mark_ready` says that its rows are there."""
         self._link, self._packer = link, packer
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_Part] = deque()
         self._writing = 0
-        """How many of them, from the first on, are being written."""
+        """How many of them are being written; they are the first ones."""
         self._stopped = False
         self._lost = False
 
@@ -160,46 +140,43 @@ class StagedSender:
 
     @property
     def left(self) -> int:
-        """Bytes that were not begun."""
+        """Bytes that have not been started."""
         return self._packer.length - self._at
 
     def mark_ready(self, there: Collection[Layer] | None) -> None:
-        """Rows of these layers are there, or of all."""
+        """Allow packing the rows of these layers, or of all."""
         self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.prefix_bytes(there))
 
     @property
     def under_way(self) -> int:
-        """Slots that are packed or written at present."""
+        """The number of slots that are being packed or written."""
         return len(self._parts)
 
     def step(self) -> list[Piece]:
-        """Ask after what is under way, begin one more piece if slots allow; returns pieces now at the sink, in order.
+        """Poll what is under way, and begin one more piece if slots allow; returns pieces now at the sink, in order.
 
-        Pieces are asked after in order, up to one that is not ready: as a rule the later ones are not either. Raises
-        what a write or the packer raises: the transfer has failed then, and `abort` says what is known.
+        Pieces are polled up to the first that is not ready. Raises what a write or the packer raises: the transfer has
+        failed then, and `abort` says what is known.
         """
         try:
-            return self._step()
+            link, packer = self._link, self._packer
+            self._post()
+            found = self._take()
+            left, allowed = self.left, self._allowed - self._at
+            # only the last slot may go out before it is full
+            if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
+                size = packer.chunk_size(self._at, min(link.slot_bytes, left))
+                own, slot = link.free[0], link.granted[0]
+                piece = Piece(slot, self._at, size, size == left)
+                self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
+                link.free.popleft()
+                link.granted.popleft()
+                self._at += size
+                self._post()
+            return found
         except KvprotoError:
             self._stopped = True
             raise
-
-    def _step(self) -> list[Piece]:
-        link, packer = self._link, self._packer
-        self._post()
-        found = self._take()
-        left, allowed = self.left, self._allowed - self._at
-        # a slot that is not full waits for more, but for the last
-        if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
-            size = packer.chunk_size(self._at, min(link.slot_bytes, left))
-            own, slot = link.free[0], link.granted[0]
-            piece = Piece(slot, self._at, size, size == left)
-            self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
-            link.free.popleft()
-            link.granted.popleft()
-            self._at += size
-            self._post()
-        return found
 
     def _post(self) -> None:
         link = self._link
@@ -223,10 +200,10 @@ class StagedSender:
         return found
 
     def abort(self) -> Proof | None:
-        """Begin nothing more; call again until it says what is known, or `give_up`.
+        """Begin nothing more; call again until the result is not None.
 
         PROVEN: no write of this stream can arrive in a slot any more, and its slots serve the link again. UNPROVABLE: a
-        write failed or was given up; its slots are lost to the link. No page is written in either case.
+        write failed, and its slots are lost to the link. No page is written in either case.
         """
         self._stopped = True
         for part in list(self._parts):
@@ -245,18 +222,6 @@ class StagedSender:
         if self._parts:
             return None
         return Proof.UNPROVABLE if self._lost else Proof.PROVEN
-
-    def give_up(self) -> Proof:
-        """`abort` without patience: what is under way is released, and its slots are lost to the link."""
-        found = self.abort()
-        if found is not None:
-            return found
-        for part in self._parts:
-            if part.writing is not None:
-                part.writing.abandon()
-        self._parts.clear()
-        self._lost = True
-        return Proof.UNPROVABLE
 
 
 # the sink
@@ -287,7 +252,7 @@ class StagedReceiver:
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     def credit(self, session: int) -> Credit | None:
-        """Grant every free slot, or None where there is none: send it at once (KVP-STG-RETURN)."""
+        """Grant every free slot; None where there is none. Send it at once (KVP-STG-RETURN)."""
         self.step()
         if not self._free:
             return None
@@ -297,11 +262,11 @@ class StagedReceiver:
         return Credit(session=session, kind=CreditKind.STAGING, slots=slots)
 
     def open(self, sequence: int, attempt: int, packer: Packer) -> None:
-        """Expect the chunks of a transfer; `packer` unpacks them into its pages."""
+        """Expect the chunks of a transfer, which `packer` unpacks into its pages."""
         self._streams[sequence, attempt] = _Stream(packer)
 
     def chunk(self, chunk: Chunk) -> None:
-        """A Chunk has come: begin to unpack. A chunk of a transfer that is not open only returns its slot.
+        """Begin to unpack a Chunk; a chunk of a transfer that is not open only frees its slot.
 
         Raises CREDIT for a slot that was not granted (KVP-STG-BEYOND), OUT_OF_RANGE for bytes that are not the next of
         the stream, FIELD_CONFLICT for a wrong `last`.
@@ -334,7 +299,7 @@ class StagedReceiver:
             self._free.add(chunk.slot)
 
     def step(self) -> None:
-        """Ask after what is being unpacked: of each stream in order, up to what is not ready."""
+        """Poll what is being unpacked: in order for each stream, up to the first that is not ready."""
         for stream in self._streams.values():
             while stream.unpacking:
                 slot, unpacking = stream.unpacking[0]
@@ -348,7 +313,7 @@ class StagedReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being unpacked."""
+        """Whether anything is being unpacked."""
         return any(stream.unpacking for stream in self._streams.values())
 
     def complete(self, sequence: int, attempt: int) -> bool:
@@ -360,17 +325,15 @@ class StagedReceiver:
         return stream.at == stream.packer.length and not stream.unpacking
 
     def finish(self, sequence: int, attempt: int) -> bool:
-        """`complete`, when no chunk comes any more: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        """As `complete`, when no more chunks come: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.at < stream.packer.length:
-            raise RemoteError(
-                ErrorCode.OUT_OF_RANGE, "bytes", f"a stream of {stream.packer.length}", f"Done after {stream.at}",
-                "send every Chunk before Done",
-            )  # fmt: skip
+            wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send every Chunk before Done")
         return self.complete(sequence, attempt)
 
     def close(self, sequence: int, attempt: int) -> bool:
-        """Expect no more of it; call again until True: then nothing unpacks into its pages any more."""
+        """Stop a transfer; call again until True, when nothing is being unpacked into its pages any more."""
         stream = self._streams.get((sequence, attempt))
         if stream is None:
             return True
@@ -384,7 +347,6 @@ class StagedReceiver:
 
 def _enough(slots: int, slot_bytes: int) -> None:
     if slots < LEAST_SLOTS or slot_bytes < 1:
-        raise LocalError(
-            ErrorCode.OUT_OF_RANGE, "slots", f"{LEAST_SLOTS} slots of a byte at least",
-            f"{slots} of {slot_bytes} bytes", "register more staging memory, or smaller slots",
-        )  # fmt: skip
+        advice = "register more staging memory, or smaller slots"
+        found = f"{slots} of {slot_bytes} bytes"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "slots", f"at least {LEAST_SLOTS} slots of a byte", found, advice)
