@@ -182,7 +182,7 @@ class Claims(Endpoint):
             users = claim.users.values()
             if any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in users):
                 continue
-            plan = next(iter(users)).session.plan
+            plan = next(iter(users)).session.described.plan
             if {s.peer.rank for s, _, _ in users}.issuperset(plan.served(self.me.rank)):
                 self._release(claim, now)
                 self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes}))))
@@ -239,7 +239,7 @@ def _check(claim: _Claim, asking: _User) -> None:
         raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
     if claim.tokens is None:
         return
-    groups = {g.id: g for g in session.sink.groups}
+    groups = {g.id: g for g in session.described.sink.groups}
     for i, grant in enumerate(transfer.grants):
         end = max(grant.valid, grant.first + grant.count)
         if end > claim.tokens and kind_of(groups[grant.group]).has_memory:  # (KVP-GRANT-PROMPT)

@@ -10,7 +10,7 @@ replies. Addresses and connections are opaque keys. Time comes in as `now` (seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -102,6 +102,7 @@ class Endpoint:
         validate(geometry)
         self.me, self.geometry, self.stated = me, geometry, Stated.of(geometry)
         self.timers = Timers()
+        self.sessions: dict[Any, Any] = {}
         self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
 
@@ -123,9 +124,6 @@ class Endpoint:
 
     def _after(self, now: float) -> None:
         """Draw the conclusions of what has changed."""
-        raise NotImplementedError
-
-    def _peers(self) -> Sequence[Session]:
         raise NotImplementedError
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
@@ -150,7 +148,7 @@ class Endpoint:
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""
-        for session in self._peers():
+        for session in list(self.sessions.values()):
             session.goodbye(reason)
 
     def _report(

@@ -62,7 +62,8 @@ class SinkEndpoint(Endpoint):
         self.over = False
         """Whether a session has ended, so that only a new endpoint can be ready again."""
         self.refused: KvprotoError | None = None
-        self._sessions: dict[str, SinkSession] = {}
+        self.sessions: dict[str, SinkSession] = {}
+        """By address."""
         self._ranks: dict[int, SinkSession] = {}
         """Sessions whose plan is known, by source rank."""
         self._wants: dict[int, _Want] = {}
@@ -79,9 +80,9 @@ class SinkEndpoint(Endpoint):
         self._greet(self._seed, now)
 
     def _greet(self, address: str, now: float) -> None:
-        if address not in self._sessions:
+        if address not in self.sessions:
             session = SinkSession(self, address, self._columns, self._features, self._proving)
-            self._sessions[address] = session
+            self.sessions[address] = session
             session.hello(now)
 
     def tell(self, session: SinkSession, event: e.Event) -> None:
@@ -99,7 +100,7 @@ class SinkEndpoint(Endpoint):
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame from the source rank at this address."""
-        session = self._sessions.get(str(conn))
+        session = self.sessions.get(str(conn))
         message = None
         try:
             message = decode(frame)
@@ -132,7 +133,7 @@ class SinkEndpoint(Endpoint):
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
-        return tuple(f for f in Feature if all(f in s.features for s in self._sessions.values()))
+        return tuple(f for f in Feature if all(f in s.features for s in self.sessions.values()))
 
     def staged(self) -> list[int]:
         """Source ranks whose bytes come through staging slots."""
@@ -187,7 +188,7 @@ class SinkEndpoint(Endpoint):
         self._numbered(number).part(Holder).refuse(error)
 
     def _numbered(self, number: int) -> SinkSession:
-        return next(s for s in self._sessions.values() if s.session == number)
+        return next(s for s in self.sessions.values() if s.session == number)
 
     def rank_of(self, number: int) -> int | None:
         """The source rank of a session; None: it is not there, or over."""
@@ -249,7 +250,7 @@ class SinkEndpoint(Endpoint):
 
     def writers(self) -> dict[int, m.Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
-        deliveries = {s.session: s.delivery for s in self._sessions.values()}
+        deliveries = {s.session: s.delivery for s in self.sessions.values()}
         return {n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead}
 
     def died(self, number: int, now: float) -> None:
@@ -267,7 +268,7 @@ class SinkEndpoint(Endpoint):
         if self.plan is not None and not self.ready and self._all_ready(self.plan):
             self.ready = True
             self._events.append(e.Ready(self.plan))
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if session.delivery.polled:  # slots are emptied without a word
                 session.delivery.advance()
                 self._changed.update(self._wants)
@@ -346,6 +347,3 @@ class SinkEndpoint(Endpoint):
         if missing:
             self._unproven[want.number] = missing
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
-
-    def _peers(self) -> list[SinkSession]:
-        return list(self._sessions.values())

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from kvproto.errors import KvprotoError
-from kvproto.planning.geometry import Geometry
-from kvproto.planning.plan import Plan
 from kvproto.session.core import Endpoint, Session
 from kvproto.session.phases import Party, Stated
 from kvproto.session.ping import PingPart
@@ -43,16 +41,6 @@ class SourceSession(Session):
         self.install(SourceTransfers(self, partial(seek, self), draining))
         self.install(PingPart(self, now))
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
-
-    @property
-    def plan(self) -> Plan:
-        """Of the two replicas; raises LocalError before it is known."""
-        return self.described.plan
-
-    @property
-    def sink(self) -> Geometry:
-        """The sink's replica; raises LocalError before it is known."""
-        return self.described.sink
 
     @property
     def pulls(self) -> bool:

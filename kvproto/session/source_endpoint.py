@@ -234,6 +234,3 @@ class SourceEndpoint(Claims):
             session = self.sessions.pop(number)
             if self._greetings.get(session.conn) == number:
                 del self._greetings[session.conn]
-
-    def _peers(self) -> list[SourceSession]:
-        return list(self.sessions.values())

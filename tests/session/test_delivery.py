@@ -269,7 +269,7 @@ def test_a_bad_done_is_answered_by_error_and_costs_its_transfer_alone(case: str)
 def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
     """KVP-TRN-BUSY at the sending side, and KVP-FRAME-W-LENGTH: nothing is sent beyond max_transfers or max_body."""
     world = Heard()
-    (session,) = world.sinks["d0"]._peers()
+    (session,) = world.sinks["d0"].sessions.values()
     for limits, code in (({"max_transfers": 2}, ErrorCode.BUSY), ({"max_body": 60}, ErrorCode.TOO_LARGE)):
         before = session.limits
         session.limits = attrs.evolve(before, **limits)

@@ -65,9 +65,9 @@ class PullWorld(World):
 
     def offer(self, address: str, serve: TransferRequested, lease: float = LEASE, items: Any = None) -> None:
         made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
-        assert session.plan is not None
+        assert session.described is not None
         assert session.peer is not None
-        routes = session.plan.between(self.sources[address].me.rank, session.peer.rank)
+        routes = session.described.plan.between(self.sources[address].me.rank, session.peer.rank)
         drawn = sorted({box.source_group for route in routes for box in route.boxes})
         offered = tuple(made[g] if items is None else attrs.evolve(made[g], **items(g)) for g in drawn)
         self.sources[address].offer(
@@ -303,7 +303,7 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
     assert len(world.of(Renew)) == 2
-    ((session, *_),) = [world.sinks["d0"]._peers()]
+    ((session, *_),) = [world.sinks["d0"].sessions.values()]
     lease = session.attempts[1].lease
     assert lease.end == 8.0 + LEASE  # from when the Renew was sent first
     assert lease.offer == event.offer
@@ -523,5 +523,5 @@ def test_nothing_is_kept_of_what_is_over() -> None:
     for session in source.sessions.values():
         assert (session.attempts, session._pending) == ({}, {})
     for sink in world.sinks.values():
-        for peer in sink._peers():
+        for peer in sink.sessions.values():
             assert [peer.attempts, peer._pending] == [{}] * 2

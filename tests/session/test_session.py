@@ -26,7 +26,7 @@ def test_registration_reaches_every_routed_rank() -> None:
     world = ready(2, 1)
     (event,) = world.events("d0", "Ready")
     assert event.plan.required(0) == (0, 1)
-    assert event.plan == next(iter(world.sources["s1"].sessions.values())).plan
+    assert event.plan == next(iter(world.sources["s1"].sessions.values())).described.plan
 
 
 @pytest.mark.parametrize("expect_first", [True, False])
@@ -400,7 +400,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         assert (session.attempts, session.low_water) == ({}, 100)
     for sink in world.sinks.values():
         assert not sink._wants
-        for peer in sink._peers():
+        for peer in sink.sessions.values():
             assert [peer.attempts, peer._pending] == [{}] * 2
 
 
@@ -441,7 +441,7 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     hostile = attrs.evolve(good, groups=(group, *good.groups[1:]))
     sink = world.sink("d0", good)
     sink.geometry, sink.stated = hostile, Stated.of(hostile)
-    sink._sessions.clear()
+    sink.sessions.clear()
     sink.dial(0.0)
     world.run()
     (event,) = world.events("d0", "SessionRefused")
