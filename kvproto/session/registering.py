@@ -60,19 +60,19 @@ class Holder(Part):
         """What is mapped."""
         self._asked: tuple[m.Register, Overlaps] | None = None
         """What is being mapped."""
-        self._taken: tuple[m.Register, Transport, m.Process | None] | None = None
+        self._answer: m.Registered | None = None
 
     def _register(self, message: m.Register, now: float) -> None:
         session, before = self._session, self._session.state
         if self._asked is not None and self._asked[0].request == message.request:
             return  # it is being mapped, and answered once
-        if self._taken is not None and self._taken[0].request == message.request:
-            self._say_registered(*self._taken)
+        if self._answer is not None and self._answer.request == message.request:
+            session.notice(self._answer)
             return
         if self._access == Access.READ and before == SessionState.REGISTERING:
             return  # it has overtaken the Registered of this side, and comes again
         try:
-            if self._taken is not None or self._asked is not None:
+            if self._answer is not None or self._asked is not None:
                 mine = "one Register, without the feature EPOCHS"
                 raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", mine, str(message.epoch), "open a new session")
             session.step("Register")
@@ -92,16 +92,13 @@ class Holder(Part):
         self._session.step("Registered")
         register, overlaps = asked
         self.epoch = Epoch(register.epoch, {c.group: c for c in register.columns}, overlaps)
-        self._taken = register, transport, process
-        self._say_registered(*self._taken)
-        return True
-
-    def _say_registered(self, register: m.Register, transport: Transport, process: m.Process | None) -> None:
         described = self._session.described
-        self._session.reply(
-            m.Registered, register, epoch=register.epoch, transport=transport, routes=described.refs,
-            plan=described.plan.digest, process=process,
+        self._answer = m.Registered(
+            session=self._session.session, request=register.request, epoch=register.epoch, transport=transport,
+            routes=described.refs, plan=described.plan.digest, process=process,
         )  # fmt: skip
+        self._session.notice(self._answer)
+        return True
 
     def refuse(self, error: KvprotoError) -> None:
         """The peer's memory cannot be mapped."""
@@ -137,7 +134,7 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
     regions = {r.id: r for r in message.regions}
     if len(regions) != len(message.regions):
         raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))
-    owner, rank = (described.sink, described.ranks[1])
+    owner, rank = described.sink, described.ranks[1]
     if access == Access.READ:
         owner, rank = described.source, described.ranks[0]
     check_columns(owner, rank, regions, message.columns)

@@ -206,13 +206,12 @@ class SinkEndpoint(Endpoint):
 
     def may_read(self, offered: e.Offered, now: float) -> bool:
         """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
-        want, attempt = self._part(offered) or (None, None)
-        if want is None or want.error is not None or attempt is None or attempt.lease is None:
+        part = self._part(offered)
+        lease = part[1].lease if part is not None and part[0].error is None else None
+        if part is None or lease is None or not lease.fresh(now):
             return False
-        if not attempt.lease.fresh(now):
-            return False
-        attempt.lease.reading = True
-        self._watch(want, attempt, now)
+        lease.reading = True
+        self._watch(*part, now)
         return True
 
     def _watch(self, want: _Want, attempt: SinkAttempt, now: float) -> None:
