@@ -96,12 +96,19 @@ def result(*found: Measured, absent: tuple[Absent, ...] = ()) -> Probe:
     return Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64, Linux", ("A",), "1.2"), found, absent)
 
 
+ALL = {256, 4 << 10, 64 << 10, 1 << 20}
+
+
 @pytest.fixture(scope="module")
 def real() -> Probe:
-    heard: list[tuple[str, int, int]] = []
-    found = probe(("shm", "nixl"), quick=True, memory=8 << 20, tell=lambda *what: heard.append(what))
-    assert heard[0][:2] == ("shm", 0)
-    assert heard[-1] == ("done", 3, 3)
+    """A quick probe has a few seconds in all; on a machine that is busy elsewhere it may run out: three tries."""
+    for _ in range(3):
+        heard: list[tuple[str, int, int]] = []
+        found = probe(("shm", "nixl"), quick=True, memory=8 << 20, tell=lambda *what, heard=heard: heard.append(what))
+        assert heard[0][:2] == ("shm", 0)
+        assert heard[-1] == ("done", 3, 3)
+        if all({s.run for s in one.samples} >= ALL for one in found.measured):
+            break
     return found
 
 
@@ -112,7 +119,7 @@ def test_host_memory_is_measured_every_way(real: Probe) -> None:
     ]  # fmt: skip
     for one in real.measured:
         assert one.samples[0].runs == 1
-        assert {256, 4 << 10, 64 << 10, 1 << 20} <= {s.run for s in one.samples}
+        assert {s.run for s in one.samples} >= ALL
         assert all(s.run * s.runs <= real.memory * 3 // 10 for s in one.samples)
         assert one.constants == fit(one.samples)
 
