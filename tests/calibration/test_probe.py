@@ -101,14 +101,13 @@ ALL = {256, 4 << 10, 64 << 10, 1 << 20}
 
 @pytest.fixture(scope="module")
 def real() -> Probe:
-    """A quick probe has a few seconds in all; on a machine that is busy elsewhere it may run out: three tries."""
-    for _ in range(3):
-        heard: list[tuple[str, int, int]] = []
-        found = probe(("shm", "nixl"), quick=True, memory=8 << 20, tell=lambda *what, heard=heard: heard.append(what))
-        assert heard[0][:2] == ("shm", 0)
-        assert heard[-1] == ("done", 3, 3)
-        if all({s.run for s in one.samples} >= ALL for one in found.measured):
-            break
+    """A quick probe, with more time than `--quick` has: where other tests run beside it, it would pass lengths over."""
+    heard: list[tuple[str, int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvproto.calibration.probe._QUICK_SECONDS", (12.0, 60.0))
+        found = probe(("shm", "nixl"), quick=True, memory=8 << 20, tell=lambda *what: heard.append(what))
+    assert heard[0][:2] == ("shm", 0)
+    assert heard[-1] == ("done", 3, 3)
     return found
 
 
