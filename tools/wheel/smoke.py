@@ -1,4 +1,4 @@
-"""What the bare wheel can do with its own dependencies alone: the codec, a plan, and a hand-over through shared memory."""
+"""What the bare wheel can do with its own dependencies: the codec, a plan, and a hand-over through shared memory."""
 
 import importlib.util
 import tempfile
