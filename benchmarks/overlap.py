@@ -281,7 +281,7 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
     a, b = (torch.from_dlpack(p.memories[0]).view(torch.uint8) for p in pools)
     asked = set(to)
     for layer in range(LAYERS):
-        for part in pools[0].side.group(0).parts:
+        for part in pools[0].layout.group(0).parts:
             sides = []
             for pool, seen in zip(pools, (a, b), strict=True):
                 _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.group(0).name, layer, part.name)

@@ -242,7 +242,7 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     )
     sink = SinkNode(party_of("decode", pools[1]), pools[1], dialer, verify=False, transports=[Marked(1)], pull=pull)
     sink.connect(("prefill", 0), address)
-    side = pools[1].side
+    side = pools[1].layout
     while not any(isinstance(e, Planned) for e in sink.turn()):
         source.turn()
     found: list[tuple[float, float]] = []

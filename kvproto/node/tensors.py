@@ -65,6 +65,12 @@ def view_of(tensor: Any, path: str) -> TensorView:
     """The place of a tensor of any framework; raises LocalError(BAD_COLUMNS) that names `path`."""
     if not hasattr(tensor, "__dlpack__"):
         raise _bad(path, "a tensor with __dlpack__", f"{type(tensor).__module__}.{type(tensor).__name__}")
+    if _elsewhere(tensor):
+        size = tensor.element_size()
+        strides = tuple(n * size for n in tensor.stride())
+        return TensorView(
+            tensor.data_ptr(), tuple(tensor.shape), strides, size, tensor.__dlpack_device__(), tensor, path
+        )  # fmt: skip
     try:
         capsule = tensor.__dlpack__()
         found = _Tensor.from_address(_pointer(capsule, b"dltensor"))
@@ -85,6 +91,12 @@ def view_of(tensor: Any, path: str) -> TensorView:
         raise _bad(path, "strides of 0 or more", str(strides))
     address = (found.data or 0) + found.byte_offset
     return TensorView(address, shape, strides, size, (found.device_type, found.device_id), tensor, path)
+
+
+def _elsewhere(tensor: Any) -> bool:
+    """Whether a tensor of torch's is on a GPU: torch exports those of the current device alone."""
+    asked = all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size"))
+    return asked and int(tensor.__dlpack_device__()[0]) == CUDA
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

@@ -234,7 +234,7 @@ def test_a_ticket_that_is_used_twice_at_the_source(both: Two) -> None:
 
 
 def test_a_ticket_that_is_used_twice_at_the_sink(both: Two) -> None:
-    """Clause KVP-TKT-ONCE: one ticket, one sequence."""
+    """Clause KVP-TKT-USED: one ticket, one sequence."""
     request = both.source.request(both.ticket, PROMPT)
     first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
     again = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})

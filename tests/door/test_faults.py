@@ -120,7 +120,7 @@ def spawned(target: Callable[..., None], *arguments: object) -> tuple[multiproce
 
 
 def test_a_source_that_is_killed_and_comes_back(tmp_path: Path) -> None:
-    """Its end is proof that nothing writes the pages any more (KVP-END-DEATH); its successor at the same address serves."""
+    """Its end is proof that nothing writes the pages any more (KVP-REG-DEATH); its successor at the same address serves."""
     address = address_in(tmp_path)
     with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink:
 

@@ -68,7 +68,7 @@ def test_a_pool_sees_what_the_engine_means(
     part=st.floats(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_pages_of_a_fetch(cp_size: int, interleave: int, page: int, tokens: int, part: float, seed: int) -> None:
-    """What is trimmed off a page table, by counting tokens one by one; clause KVP-GRANT-ITEMS."""
+    """What is trimmed off a page table, by counting tokens one by one; clause KVP-GRANT-COUNT."""
     cached = int(part * tokens)
     group = gqa(0, "kv", 0, 1, 4, page, cp_size=cp_size, interleave=interleave)
     ranks = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in range(cp_size))

@@ -107,7 +107,7 @@ def test_more_launches_than_slots_are_busy_not_lost() -> None:
     copier.submit([Job(prepared, program.maps)]).wait()
 
 
-@pytest.mark.parametrize("what", ["room", "_launch"])
+@pytest.mark.parametrize("what", ["allocate", "_launch"])
 def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of four parts gets no memory, or cannot be launched."""
     for name in ("table.FEW_RUNS", "launch._FIRST_RUNS"):
@@ -131,7 +131,7 @@ def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pyte
     with pytest.raises(LocalError):
         copier.submit([Job(prepared, program.maps)])
     assert all(driver.cuStreamQuery(s.handle)[0] == driver.CUresult.CUDA_SUCCESS for s in copier.streams)
-    if what == "room":
+    if what == "allocate":
         assert np.array_equal(get(sink), want)
     copier.submit([Job(prepared, program.maps)]).wait()
     execute(program, {0: memoryview(data)}, {0: memoryview(want)})
