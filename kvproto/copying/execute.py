@@ -53,28 +53,35 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     always changes it. Groups that move no row have none. Clauses KVP-VERIFY-SOURCE, KVP-VERIFY-SINK.
     """
     found: dict[int, int] = {}
-    for op in program.ops:
+    weights: dict[tuple[int, int], npt.NDArray[np.uint64]] = {}
+    runs = [list(_global_rows(rows)) for rows in program.maps]
+    for op, seed in zip(program.ops, seeds(program.ops), strict=True):
         rows = program.maps[op["map"]]
         if not rows.size:
             continue
-        width, group = int(op["lanes"] * op["lane_bytes"]), int(op["group"])
-        weight = _mix(np.arange(op["lo"], op["lo"] + width, dtype=np.uint64))
-        total = found.get(group, 0)
-        seed = seeds(np.atleast_1d(op))
-        for index, data in _gather(op, rows, regions, sink):
+        lo, width, group = int(op["lo"]), int(op["lanes"] * op["lane_bytes"]), int(op["group"])
+        if (lo, width) not in weights:
+            weights[lo, width] = _mix(np.arange(lo, lo + width, dtype=np.uint64))
+        weight, total = weights[lo, width], found.get(group, 0)
+        for length, some, index in runs[op["map"]]:
+            data = _gather(op, rows, length, some, regions, sink)
             tall = data.reshape(-1, width).astype(np.uint64)
             total += int((_mix(index.reshape(-1) + seed) * (tall @ weight)).sum(dtype=np.uint64))
         found[group] = total & (1 << 64) - 1
     return found
 
 
-def _gather(op: Any, rows: RowMap, regions: Regions, sink: bool) -> Iterator[tuple[npt.NDArray[np.uint64], Bytes]]:
-    """For each length of run, global rows [runs, length] and bytes [runs, length, lane, byte]."""
-    item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
+def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.uint64]]]:
+    """For each length of run, the indices [n] of the runs that have it, and their global rows [n, length]."""
     start = rows.ends - rows.rows
     for length, runs in _by_length(rows):
-        index = rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
-        yield index, _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]
+        yield length, runs, rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
+
+
+def _gather(op: Any, rows: RowMap, length: int, runs: IntArray, regions: Regions, sink: bool) -> Bytes:
+    """The bytes of runs of one length, [runs, length, lane, byte]."""
+    item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
+    return _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]
 
 
 def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
