@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any, Generic, Self, TypeVar
 
-from kvproto.errors import LocalError
+from kvproto.errors import KvprotoError, LocalError, check_type, type_name
 from kvproto.events import Event
 from kvproto.node.driver import Driver, Node
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
+from kvproto.prompt import Prompt, Ticket
 from kvproto.session import Party, new_incarnation
 from kvproto.transport import load
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Ticket
 
-__all__ = ["Door", "Handle", "party_of", "transports_of"]
+__all__ = ["Door", "Handle", "check_request", "options_of", "party_of", "transports_of"]
 
 Result = TypeVar("Result")
 
-_KEPT = 1 << 16
+_KEPT = 4096
 """Events kept for `events`, the latest."""
 
 
@@ -35,10 +37,26 @@ _LONGEST_NAME = 128
 
 def party_of(name: str, pool: Pool) -> Party:
     """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
+    check_type("name", name, str, "the engine's name, a str")
+    check_type("pool", pool, Pool, "a kvproto.Pool")
     length = len(name.encode())
     if not 1 <= length <= _LONGEST_NAME:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "name", f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
     return Party(name, pool.geometry.replica, pool.rank, new_incarnation(time.time(), secrets.randbits(20)))
+
+
+def options_of(options: Any) -> Options:
+    """The options, or the default ones for None; raises LocalError(OUT_OF_RANGE)."""
+    check_type("options", options, (Options, NoneType), "a kvproto.Options")
+    return options or Options()
+
+
+def check_request(ticket: Any, prompt: Any, call: Any) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for what is no ticket, prompt or callback."""
+    check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
+    check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
+    if call is not None and not callable(call):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "callback", "something to call with the handle", type_name(call))
 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
@@ -105,7 +123,17 @@ class Handle(Generic[Result]):
         `wait`: in this thread if possible, else later.
         """
         post = self._door._driver.post if wait else self._door._driver.leave
-        post(lambda: None if self.done else work())
+        post(lambda: None if self.done else work(), self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        """On the node: a posted call has raised. It ends this handle, and the node stops what it does for it."""
+        self._end(None, error)
+        wrapped = error if isinstance(error, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=repr(error))
+        with contextlib.suppress(Exception):
+            self._give_up(wrapped)
+
+    def _give_up(self, error: KvprotoError) -> None:
+        raise NotImplementedError
 
     def _end(self, result: Result | None, error: BaseException | None = None) -> None:
         with self._door._handles_lock:
@@ -139,7 +167,10 @@ class Door:
         return self.pool.geometry
 
     def events(self) -> list[Event]:
-        """What has happened since the last call, in order; handles tell the same of their own requests."""
+        """What has happened since the last call, in order; handles tell the same of their own requests.
+
+        The latest 4,096 are kept, and with them the handles that they name; what is older is gone.
+        """
         found = []
         while self._told:
             found.append(self._told.popleft())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 from kvproto.wire.enums import ErrorCode
 
 
@@ -33,6 +36,32 @@ class LocalError(KvprotoError):
         where = f" at {self.path}" if self.path else ""
         sides = f": expected {self.mine}, got {self.yours}" if self.mine or self.yours else ""
         return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
+
+
+def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
+    """Raise LocalError(OUT_OF_RANGE) naming the argument and both types, unless `given` is one of `kinds`."""
+    if not isinstance(given, kinds):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(given), advice)
+
+
+def check_whole(path: str, given: Any, low: int, high: int, mine: str = "") -> int:
+    """`given` as an int within [low, high]; raises LocalError(OUT_OF_RANGE)."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = low - 1
+    if isinstance(given, bool) or not low <= number <= high:
+        what = given if isinstance(given, int | float) else type_name(given)
+        limit = f"{low} or more" if high >= 0xFFFF_FFFF else f"{low} to {high}"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or limit, str(what))
+    return number
+
+
+def type_name(given: object) -> str:
+    """What its author calls the type of an argument, such as "torch.Tensor"; never its value, which may be secret."""
+    kind = type(given)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
 class DeviceFault(RuntimeError):

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import RankLayout
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, check_type
 from kvproto.node.columns import Column, columns_of
+from kvproto.node.pages import PagesInUse
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, validate
 from kvproto.planning.kinds import kind_of
@@ -42,6 +43,9 @@ class Pool:
         dim", joint K and V "part page token head dim". An axis of one element may be left out. Raises LocalError, which
         names the tensor and the axis.
         """
+        check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")
+        check_type("tensors", tensors, Mapping, "a mapping of group name to tensors")
+        check_type("axes", axes, (str, Mapping), "words, or a mapping of group name to words")
         groups = _groups(geometry, rank)
         if missing := groups.keys() ^ tensors.keys():
             raise _bad(
@@ -97,6 +101,7 @@ class Pool:
     def _open(self, side: RankLayout) -> None:
         self.layout = side
         self._users: list[str] = []
+        self._pages = PagesInUse(side)
         self._closed = False
 
     @property
@@ -160,6 +165,9 @@ class Pool:
     def _use(self, who: str) -> None:
         if self._closed:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "one that is closed", "make another")
+        if who.startswith("Source ") and (other := [each for each in self._users if each.startswith("Source ")]):
+            advice = "close it first: a pool serves one Source, beside Sinks"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", other[0], advice)
         self._users.append(who)
 
     def _unuse(self, who: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import operator
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.wire import encode_struct, from_json, to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Content, Ticket
@@ -21,6 +21,7 @@ from kvproto.wire.messages import Content, Ticket
 __all__ = ["Prompt", "Ticket", "new_ticket", "read_ticket", "write_ticket"]
 
 _MOST = 0xFFFF_FFFF
+_LONGEST_NAME = 128
 
 
 @attrs.frozen(init=False, eq=False)
@@ -40,7 +41,13 @@ class Prompt:
 
     def __init__(self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = ()) -> None:
         """`tokens` is any sequence or array of integers; raises LocalError(OUT_OF_RANGE) naming what is not."""
-        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in salts))
+        check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
+        if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
+            raise _bad("Prompt.salts", "a sequence of digests", type_name(salts))
+        given = tuple(salts)
+        for i, salt in enumerate(given):
+            check_type(f"Prompt.salts[{i}]", salt, (bytes, bytearray, memoryview), "32 bytes, such as a SHA-256")
+        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in given))
         for i, salt in enumerate(self.salts):
             if len(salt) != 32:
                 raise _bad(f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256", f"{len(salt)} bytes")
@@ -75,23 +82,37 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
     """A ticket for one request whose prompt `engine` computes; void after `deadline` seconds (KVP-TKT-KEY).
 
     Whoever routes requests makes it and gives it to both engines, beside the prompt. A second try of the request needs
-    a new one.
+    a new one. The source counts the deadline from `Source.request`, the sink from `Sink.fetch`. Raises
+    LocalError(OUT_OF_RANGE).
     """
+    check_type("engine", engine, str, "the source engine's name, a str")
+    if not 1 <= len(engine.encode()) <= _LONGEST_NAME:
+        raise _bad("engine", f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{len(engine.encode())} bytes")
+    check_type("deadline", deadline, (int, float), "seconds")
+    replica = check_whole("replica", replica, 0, _MOST)
     if not 0 < deadline <= _MOST / 1000:
         raise _bad("deadline", f"seconds, above 0 and up to {_MOST // 1000}", str(deadline))
     milliseconds = max(int(deadline * 1000), 1)
-    return Ticket(key=secrets.token_bytes(16), engine=engine, replica=operator.index(replica), deadline=milliseconds)
+    return Ticket(key=secrets.token_bytes(16), engine=engine, replica=replica, deadline=milliseconds)
 
 
 def write_ticket(ticket: Ticket) -> dict[str, Any]:
     """The JSON form of a ticket (spec/v1/json.md); it holds the secret key."""
+    check_type("ticket", ticket, Ticket, "a kvproto.Ticket")
     made: dict[str, Any] = to_json(ticket)
     return made
 
 
-def read_ticket(form: Mapping[str, Any]) -> Ticket:
-    """The ticket of a JSON form; raises WireError."""
-    return from_json(Ticket, dict(form))
+def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
+    """The ticket of a JSON form, a mapping or its text; raises WireError, or LocalError for what is no JSON object."""
+    found: Any = form
+    if isinstance(form, str | bytes):
+        try:
+            found = json.loads(form)
+        except ValueError as error:
+            raise _bad("ticket", "JSON text", str(error)) from error
+    check_type("ticket", found, Mapping, "what write_ticket returned, or its JSON text")
+    return from_json(Ticket, dict(found))
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

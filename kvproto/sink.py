@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any
 
-from kvproto.door import Door, Handle, party_of, transports_of
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole
 from kvproto.events import Arrived, Event, Lost, PagesFree
 from kvproto.net import Dialer, check_address
 from kvproto.node.pages import PageTables, grants_of
@@ -16,6 +17,7 @@ from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
 from kvproto.wire.enums import ErrorCode, Outcome
+from kvproto.wire.messages import Grants
 
 __all__ = ["Fetch", "Sink"]
 
@@ -23,8 +25,9 @@ __all__ = ["Fetch", "Sink"]
 class Fetch(Handle[Arrived]):
     """One request that is being fetched; its result is Arrived, and `wait` raises the error where it is lost."""
 
-    def __init__(self, sink: Sink, ticket: Ticket) -> None:
+    def __init__(self, sink: Sink, ticket: Ticket, grants: Mapping[int, Grants]) -> None:
         super().__init__(sink, ticket)
+        self._grants = grants
         self.pages_free = False
         """Whether the pages of a lost request may be used again; PagesFree says so too."""
         self.number = 0
@@ -35,9 +38,14 @@ class Fetch(Handle[Arrived]):
         done.
         """
         sink = self._door
+        check_type("reason", reason, str, "a str")
         if not self.done and isinstance(sink, Sink):
             error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
             self._post(lambda: sink._node.abort(self.number, error))
+
+    def _give_up(self, error: KvprotoError) -> None:
+        if isinstance(self._door, Sink):
+            self._door._node.abort(self.number, error)
 
 
 class Sink(Door):
@@ -56,16 +64,19 @@ class Sink(Door):
         self._fetches: dict[int, Fetch] = {}
         self._sources: set[tuple[str, int]] = set()
         self._last = 0
-        chosen = options or Options()
-        for address in (sources or {}).values():
-            check_address(address, chosen.insecure)
+        chosen, party = options_of(options), party_of(name, pool)
+        advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}'
+        check_type("sources", sources, (Mapping, NoneType), "a mapping of engine name to address", advice)
+        named = [(_replica(key), key, address) for key, address in (sources or {}).items()]
+        for _, key, address in named:
+            _check_address(f"sources[{key!r}]", address, chosen)
         self._node = SinkNode(
-            party_of(name, pool), pool, Dialer(chosen.insecure), verify=chosen.verify,
+            party, pool, Dialer(chosen.insecure), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
-        for key, address in (sources or {}).items():
-            self.connect(*(key if isinstance(key, tuple) else (key, 0)), address=address)
+        for (engine, replica), _, address in named:
+            self.connect(engine, replica, address=address)
 
     def connect(self, engine: str, replica: int = 0, *, address: str) -> None:
         """Add a source replica, or say where it listens now; whoever routes requests knows.
@@ -73,14 +84,16 @@ class Sink(Door):
         Connected tells when it is ready; `fetch` may be called before. Raises LocalError for an address that may not be
         used.
         """
-        check_address(address, self.options.insecure)
-        self._sources.add((engine, replica))
-        self._driver.post(lambda: self._node.connect((engine, replica), address))
+        source = _replica((engine, replica))
+        _check_address("address", address, self.options)
+        self._sources.add(source)
+        self._driver.post(lambda: self._node.connect(source, address))
 
     def disconnect(self, engine: str, replica: int = 0) -> None:
         """Say Goodbye to a source replica; fetches under way from it are lost."""
-        self._sources.discard((engine, replica))
-        self._driver.post(lambda: self._node.disconnect((engine, replica), "disconnected"))
+        source = _replica((engine, replica))
+        self._sources.discard(source)
+        self._driver.post(lambda: self._node.disconnect(source, "disconnected"))
 
     def fetch(
         self, ticket: Ticket, prompt: Prompt, pages: PageTables, *, cached: int | Mapping[str, int] = 0,
@@ -97,9 +110,10 @@ class Sink(Door):
         Raises LocalError: WRONG_PEER for a source that is not connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for
         pages that cannot be; BUSY while too many pages are in quarantine.
         """
-        end = len(prompt) if tokens is None else tokens
-        if not 0 < end <= len(prompt):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"1 to {len(prompt)}, the prompt's", str(end))
+        self._driver.check()
+        check_request(ticket, prompt, on_done)
+        most, key, digest = len(prompt), bytes(ticket.key), prompt.digest
+        end = most if tokens is None else check_whole("tokens", tokens, 1, most, f"1 to {most}, the prompt's")
         grants = grants_of(self.pool.layout, pages, cached, end)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
@@ -107,7 +121,8 @@ class Sink(Door):
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
         self._node.check_quarantine()
-        made = Fetch(self, ticket)
+        self.pool._pages.take(grants, pages)
+        made = Fetch(self, ticket, grants)
         with self._handles_lock:
             self._last += 1
             made.number = self._last
@@ -115,9 +130,9 @@ class Sink(Door):
         if on_done is not None:
             made.add_done_callback(on_done)
         try:
-            self._driver.post(lambda: self._node.fetch(made.number, source, bytes(ticket.key), prompt.digest, grants))
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants))
         except KvprotoError:
-            self._fetches.pop(made.number, None)
+            self._forget(made)
             raise
         return made
 
@@ -130,7 +145,7 @@ class Sink(Door):
     def _tell(self, event: Any) -> Event:
         match event:
             case Received():
-                fetch = self._fetches.pop(event.number)
+                fetch = self._forget(self._fetches[event.number])
                 names = {g.id: g.name for g in self.geometry.groups}
                 handoff: dict[str, dict[str, bytes]] = {}
                 for (group, part), data in event.handoff.items():
@@ -145,14 +160,48 @@ class Sink(Door):
                 fetch = self._fetches[event.number]
                 fetch.pages_free = event.proven
                 if event.proven:
-                    del self._fetches[event.number]
+                    self._forget(fetch)
                 fetch._end(None, event.error)
                 return Lost(fetch, event.error, event.proven)
             case TransferProven():
-                fetch = self._fetches.pop(event.number)
+                fetch = self._forget(self._fetches[event.number])
                 fetch.pages_free = True
                 return PagesFree(fetch)
         return shared_event(event)
 
+    def _forget(self, fetch: Fetch) -> Fetch:
+        """Nothing writes its pages any more, or this sink will never know."""
+        if self._fetches.pop(fetch.number, None) is not None:
+            self.pool._pages.free(fetch._grants)
+        return fetch
+
+    def close(self, reason: str = "closed") -> None:
+        """Say Goodbye to all sources and end what is under way; handles that are not over end with an error.
+
+        Pages whose `pages_free` is False then may still be written until their source hears of it or ends.
+        """
+        super().close(reason)
+        for fetch in list(self._fetches.values()):
+            self._forget(fetch)
+
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._fetches.values()
+
+
+def _replica(given: Any) -> tuple[str, int]:
+    """A source replica: engine name and number; a name alone is replica 0."""
+    engine, replica = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+    check_type("engine", engine, str, "the source engine's name, a str")
+    return engine, check_whole("replica", replica, 0, 0xFFFF_FFFF)
+
+
+def _check_address(path: str, address: Any, options: Options) -> None:
+    """Raise LocalError, with the argument's own path, for an address that may not be used."""
+    check_type(path, address, str, "an address, a str")
+    if "{rank}" in address:
+        advice = "name one rank of the source, such as rank 0; the others follow from its Welcome"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, "the address of one rank", repr(address), advice)
+    try:
+        check_address(address, options.insecure)
+    except LocalError as error:
+        raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error

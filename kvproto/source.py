@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvproto.door import Door, Handle, party_of, transports_of
-from kvproto.errors import KvprotoError, LocalError
+import numpy as np
+
+from kvproto.copying.grants import items_needed
+from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
+from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Sent
 from kvproto.net import Listener
-from kvproto.node.pages import PageTables, tables_of
+from kvproto.node.pages import IntArray, PageTables, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
 from kvproto.node.told import Copied, RequestOver, shared_event
@@ -23,6 +26,7 @@ from kvproto.wire.enums import ErrorCode, Outcome
 
 __all__ = ["Request", "Source"]
 
+_MOST = 0xFFFF_FFFF
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
@@ -39,6 +43,8 @@ class Request(Handle[Freed | Expired]):
         """What is computed."""
         self._source = source
         self._finished = False
+        self._tables: dict[int, IntArray] = {}
+        """Pages that rows were said to be in, by group id."""
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
@@ -50,14 +56,17 @@ class Request(Handle[Freed | Expired]):
         held up. `after` is the handle of a CUDA event after which the rows are there. Harmless once the request is
         over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
         """
-        items = tables_of(self._source.pool.layout, pages, self._checked(tokens))
+        tokens, model = self._checked(tokens), check_whole("model", model, 0, _MOST)
+        _check_after(after)
+        items = tables_of(self._source.pool.layout, pages, tokens)
         self._check_open("computed")
-        span = self._source.layers(model)
+        span = self._source._layers(model)
         if layers is not None:
-            depth = self._source.depth(model)
-            if not 0 <= layers[0] <= layers[1] <= depth:
+            depth = self._source._depth(model)
+            if not _is_span(layers) or not 0 <= layers[0] <= layers[1] <= depth:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
-            span = layers
+            span = int(layers[0]), int(layers[1])
+        self._agree(items, tokens)
         computed = Computed(items, tokens, span, model, after)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 
@@ -73,17 +82,21 @@ class Request(Handle[Freed | Expired]):
         """
         number = self._checked(len(self.prompt) if tokens is None else tokens)
         items = tables_of(self._source.pool.layout, pages, number)
-        data = self._source.handoff_bytes(handoff or {})
+        data = _handoff(self._source.geometry, self._source.pool.rank, {} if handoff is None else handoff)
+        check_type("finished", finished, bool, "True or False")
+        _check_after(after)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
+        self._agree(items, number)
         self._finished = True
         finished_ = Finished(items, number, outcome, data, after)
         # a large request is left to the I/O thread, so that its copy does not hold the engine up
-        small = number * self._source.token_bytes <= _AT_ONCE
+        small = number * self._source._token_bytes <= _AT_ONCE
         self._post(lambda: self._source._node.finish(self._key, finished_), wait=small)
 
     def fail(self, reason: str | KvprotoError) -> None:
         """Say that this request cannot be produced: whoever waits for it is told why."""
+        check_type("reason", reason, (str, KvprotoError), "a str or a KvprotoError")
         error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=reason)
         self._post(lambda: self._source._node.refuse(self._key, error))
 
@@ -94,6 +107,28 @@ class Request(Handle[Freed | Expired]):
         """
         self.fail("released by its engine")
 
+    def _give_up(self, error: KvprotoError) -> None:
+        self._source._node.refuse(self._key, error)
+
+    def _agree(self, items: Mapping[int, IntArray], tokens: int) -> None:
+        """Keep the pages of the tokens computed so far; raises BAD_GRANT where an earlier call named other pages."""
+        layout = self._source.pool.layout
+        for id, table in items.items():
+            group = layout.group(id)
+            before, now = self._tables.get(id), table[: items_needed(group, layout.owns(id).cp_rank, 0, tokens)]
+            if before is not None:
+                both = min(before.size, now.size)
+                differ = np.flatnonzero(before[:both] != now[:both])
+                if differ.size:
+                    i = int(differ[0])
+                    advice = "the rows of an earlier computed are in the page it named; name the same one"
+                    raise LocalError(
+                        ErrorCode.BAD_GRANT, f'pages["{group.name}"][{i}]', f"page {before[i]}, as said before",
+                        f"page {now[i]}", advice,
+                    )  # fmt: skip
+            if before is None or now.size > before.size:
+                self._tables[id] = now
+
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:
             raise LocalError(
@@ -101,9 +136,7 @@ class Request(Handle[Freed | Expired]):
             )
 
     def _checked(self, tokens: int) -> int:
-        if not 0 <= tokens <= len(self.prompt):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"0 to {len(self.prompt)}, the prompt's", str(tokens))
-        return tokens
+        return check_whole("tokens", tokens, 0, len(self.prompt), f"0 to {len(self.prompt)}, the prompt's")
 
 
 class Source(Door):
@@ -116,6 +149,9 @@ class Source(Door):
         where ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the replica. Raises
         LocalError for an address, a pool or options that cannot be used.
         """
+        check_type("pool", pool, Pool, "a kvproto.Pool")
+        check_type("listen", listen, (str, Mapping), "an address, or a mapping of rank to address")
+        chosen = options_of(options)
         ranks = [r.rank for r in pool.geometry.ranks]
         endpoints = (
             dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
@@ -129,14 +165,16 @@ class Source(Door):
         self._used: dict[bytes, float] = {}
         """Tickets that came, until their deadlines."""
         self._used_most = 1024
-        self.token_bytes = _token_bytes(pool)
+        self._token_bytes = _token_bytes(pool)
         """Bytes of one token of every cache of this rank, on average."""
-        chosen = options or Options()
+        party = party_of(name, pool)
+        for address in endpoints.values():
+            check_type("listen", address, str, "addresses, each a str")
         listener = Listener(endpoints[pool.rank], chosen.insecure)
         endpoints[pool.rank] = listener.address
         try:
             self._node = SourceNode(
-                party_of(name, pool), pool, listener, endpoints, verify=chosen.verify,
+                party, pool, listener, endpoints, verify=chosen.verify,
                 transports=transports_of(chosen, pool), pull=chosen.pull, part_bytes=chosen.part_bytes,
                 lease=chosen.lease, first_part_ratio=chosen.first_part_ratio,
             )  # fmt: skip
@@ -151,6 +189,8 @@ class Source(Door):
         `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
         replica, TICKET_USED for one that came before.
         """
+        check_request(ticket, prompt, on_free)
+        digest, tokens = prompt.digest, len(prompt)
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
             mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(
@@ -160,7 +200,7 @@ class Source(Door):
         self._take(made, ticket)
         if on_free is not None:
             made.add_done_callback(on_free)
-        self._driver.post(lambda: self._node.expect(ticket, prompt.digest, len(prompt)))
+        made._post(lambda: self._node.expect(ticket, digest, tokens))
         return made
 
     def _take(self, made: Request, ticket: Ticket) -> None:
@@ -176,7 +216,7 @@ class Source(Door):
             self._used[key] = now + ticket.deadline / 1000
             self._requests[key] = made
 
-    def layers(self, model: int) -> tuple[int, int]:
+    def _layers(self, model: int) -> tuple[int, int]:
         """Layers [lo, hi) of a model of which this rank owns some."""
         models = {g.id: g.model for g in self.geometry.groups if kind_of(g).has_memory}
         mine = next(r for r in self.geometry.ranks if r.rank == self.pool.rank)
@@ -186,15 +226,11 @@ class Source(Door):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "model", f"one of {known}", str(model))
         return (min(owned), max(owned) + 1) if owned else (0, 0)
 
-    def depth(self, model: int) -> int:
+    def _depth(self, model: int) -> int:
         """One more than the highest layer of a model that any rank owns."""
         models = {g.id: g.model for g in self.geometry.groups}
         shares = [s for r in self.geometry.ranks for s in r.owns if models[s.group] == model]
         return max((int(n) + 1 for share in shares for n in share.layers), default=0)
-
-    def handoff_bytes(self, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
-        """Hand-off data by group id and part name; raises LocalError where it is not what the geometry says."""
-        return _handoff(self.geometry, self.pool.rank, given)
 
     def _tell(self, event: Any) -> Event:
         match event:
@@ -211,24 +247,44 @@ class Source(Door):
         return self._requests.values()
 
 
+def _is_span(given: Any) -> bool:
+    return (
+        isinstance(given, Sequence)
+        and len(given) == 2
+        and all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in given)
+    )
+
+
+def _check_after(after: Any) -> None:
+    if after is not None:
+        check_type("after", after, int, "the handle of a CUDA event, an int", "torch: event.cuda_event")
+
+
 def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
+    """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) where the geometry says otherwise."""
+    check_type("handoff", given, Mapping, "a mapping of group name to a mapping of part name to bytes")
     owned = {s.group for r in geometry.ranks if r.rank == rank for s in r.owns}
     groups = {g.name: g for g in geometry.groups if not kind_of(g).has_memory and g.id in owned}
     found = {}
     for name, group in groups.items():
         parts = given.get(name, {})
+        check_type(f'handoff["{name}"]', parts, Mapping, "a mapping of part name to bytes")
         if unknown := sorted(parts.keys() - {part.name for part in group.parts}):
             known = [part.name for part in group.parts]
             raise LocalError(ErrorCode.OUT_OF_RANGE, f'handoff["{name}"]', f"parts of {known}", repr(unknown[0]))
         for part in group.parts:
             data = parts.get(part.name)
+            path = f'handoff["{name}"]["{part.name}"]'
+            if data is not None:
+                advice = "of an array, pass its tobytes()"
+                check_type(path, data, (bytes, bytearray, memoryview), f"{part.lane_bytes} bytes", advice)
+                data = bytes(data)
             if data is None or len(data) != part.lane_bytes:
                 came = "nothing" if data is None else f"{len(data)} bytes"
-                path = f'handoff["{name}"]["{part.name}"]'
                 raise LocalError(
                     ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states"
                 )
-            found[group.id, part.name] = bytes(data)
+            found[group.id, part.name] = data
     if unknown := [n for n in given if n not in {g.name for g in geometry.groups if not kind_of(g).has_memory}]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
     return found

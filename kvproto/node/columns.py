@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError
-from kvproto.node.tensors import TensorView, view_of
+from kvproto.node.tensors import ELEMENTS, TensorView, view_of
 from kvproto.planning.geometry import Group, Owns
 from kvproto.wire.enums import ErrorCode
 
@@ -122,6 +122,7 @@ def _column(
     if width * view.itemsize != sum(sizes):
         each = " + ".join(str(size) for size in sizes)
         raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes")
+    _element(group, joint if len(sizes) > 1 else (part,), view, path)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
     items, item_stride = axis["page"]
@@ -129,6 +130,23 @@ def _column(
     lane = axis["head"][1] if lanes > 1 else group.parts[part].lane_bytes
     row = axis["token"][1] if group.rows > 1 else min(item_stride, view.length)
     return Column(view, view.address + at, min(item_stride, view.length), row, lane), items
+
+
+_INTEGERS = {0, 1}
+"""DLPack type codes of integers, which stand for the bits of any type; another's are compared."""
+
+
+def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) -> None:
+    """Raise LocalError where the tensor's elements are known to be of another type than the geometry says."""
+    types = [group.parts[p].dtype for p in parts]
+    if view.element[0] in _INTEGERS or any(view.element in ELEMENTS[each] for each in types if each in ELEMENTS):
+        return
+    code, bits = view.element
+    name = next((str(each.name) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
+    raise LocalError(
+        ErrorCode.BAD_COLUMNS, path, f"elements of {types[0].name}", f"{name}, {bits} bits",
+        "state the tensor's type as the Cache's dtype, or pass a view of it as uint8",
+    )  # fmt: skip
 
 
 def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: str) -> None:

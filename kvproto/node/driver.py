@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from kvproto.errors import DeviceFault, LocalError
+from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Driver", "Node"]
@@ -56,7 +56,8 @@ class Driver:
         """`deliver` is told of each event, under the lock; what it gives to `later` runs where `callbacks` says."""
         self._node, self._name, self._deliver, self._elsewhere = node, name, deliver, callbacks
         self._lock = threading.Lock()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], object]]] = deque()
+        """Work, and who hears of its exception."""
         self._later: deque[Callable[[], object]] = deque()
         self._epoll, self._watched = select.epoll(), set[int]()
         self._ready: list[int] = []
@@ -83,10 +84,15 @@ class Driver:
 
     # for the engine
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Run work on the node: now where its lock is free, else as soon as it is."""
+    def post(self, work: Callable[[], None], failed: Callable[[Exception], object] | None = None) -> None:
+        """Run work on the node: now where its lock is free, else as soon as it is.
+
+        An exception of the work goes to `failed` and the node goes on. Without `failed` it is logged, and raised here
+        where the work ran at once.
+        """
         self.check()
-        self._inbox.append(work)
+        raised: list[Exception] = []
+        self._inbox.append((work, failed or raised.append))
         rested = False
         try:
             if self._lock.acquire(blocking=False):
@@ -98,11 +104,13 @@ class Driver:
         finally:
             if self._thread is None or not rested or self._later:
                 self._ring()
+        if raised:
+            raise raised[0]
 
-    def leave(self, work: Callable[[], None]) -> None:
+    def leave(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
         """Have the I/O thread, or the next `step`, run work on the node: the caller goes on at once."""
         self.check()
-        self._inbox.append(work)
+        self._inbox.append((work, failed))
         self._ring()
 
     def later(self, call: Callable[[], object]) -> None:
@@ -189,7 +197,7 @@ class Driver:
             raise self.failure
         try:
             while self._inbox:
-                self._inbox.popleft()()
+                self._work(*self._inbox.popleft())
             ready, self._ready = self._ready, []
             for event in self._node.turn(ready):
                 self._deliver(event)
@@ -201,6 +209,17 @@ class Driver:
             self.failure = error.error if isinstance(error, DeviceFault) else error
             self._deliver(self.failure)
             raise
+
+    def _work(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
+        """Run what was posted; its exception concerns whoever posted it, and nobody else."""
+        try:
+            work()
+        except DeviceFault:
+            raise
+        except Exception as error:
+            if not isinstance(error, KvprotoError):
+                _log.exception("a call of %s has failed", self._name)
+            failed(error)
 
     def _watch(self, watched: set[int]) -> None:
         for fd in self._watched - watched:

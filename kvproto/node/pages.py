@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
@@ -18,9 +19,48 @@ from kvproto.wire.messages import Grants
 
 __all__ = ["IntArray", "PageTables", "grants_of", "tables_of"]
 
+_ANY = 1 << 62
 IntArray = npt.NDArray[np.int64]
 PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
 """By group name: the request's page table from token 0 on, or its slot."""
+
+
+class PagesInUse:
+    """Pages of one pool that a fetch under way, or a lost one without proof of its end, may still write."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout, self._lock = layout, threading.Lock()
+        self._taken = {id: np.zeros(columns.items, np.bool_) for id, columns in layout.columns.items()}
+
+    def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
+        """Mark the pages of a fetch; raises LocalError(ITEM_ALIAS), and marks none, where one is taken."""
+        wanted = _with_items(grants)
+        with self._lock:
+            for id, items in wanted:
+                hit = self._taken[id][items]
+                if hit.any():
+                    self._refuse(id, int(items[hit.argmax()]), pages)
+            for id, items in wanted:
+                self._taken[id][items] = True
+
+    def free(self, grants: Mapping[int, Grants]) -> None:
+        """Nothing writes the pages of this fetch any more."""
+        with self._lock:
+            for id, items in _with_items(grants):
+                self._taken[id][items] = False
+
+    def _refuse(self, id: int, page: int, pages: PageTables) -> None:
+        name = self._layout.group(id).name
+        at = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
+        raise LocalError(
+            ErrorCode.ITEM_ALIAS, f'pages["{name}"][{at}]', "pages that no other fetch writes",
+            f"page {page} is being written by another fetch",
+            "use its pages again once it is done and, if it was lost, pages_free",
+        )  # fmt: skip
+
+
+def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+    return [(id, grant.items) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
 
 
 def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
@@ -30,6 +70,7 @@ def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict
     BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
     have.
     """
+    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).has_memory}
     if unknown := [name for name in pages if name not in groups]:
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
@@ -69,15 +110,21 @@ def grants_of(layout: RankLayout, pages: PageTables, cached: int | Mapping[str, 
     tables = tables_of(layout, pages, tokens)
     found = {}
     names = [group.name for group in layout.geometry.groups]
-    if not isinstance(cached, int) and (unknown := [name for name in cached if name not in names]):
+    if not isinstance(cached, Mapping):
+        cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
+    elif unknown := [name for name in cached if name not in names]:
         raise _bad("cached", f"groups of {names}", repr(unknown[0]))
     for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in tables:
             held = cached if isinstance(cached, int) else cached.get(group.name, 0)
+            held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
             if not 0 <= held <= tokens:
-                raise _bad(f'cached["{group.name}"]', f"0 to {tokens}, the prompt's tokens", str(held))
+                raise LocalError(
+                    ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {tokens}, the tokens of this fetch",
+                    str(held), "pass the tokens that the pages hold already",
+                )  # fmt: skip
             found[group.id] = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held, tokens)
     return found
 
@@ -95,9 +142,12 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
     )
     items = table[skip : skip + need]
     if np.unique(items).size != items.size:
+        order = np.argsort(items, kind="stable")
+        again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(
-            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once", "a page twice",
-            "one page holds one place of a request",
+            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once",
+            f"page {items[again]} twice, at [{skip + np.flatnonzero(items == items[again])[0]}] and [{skip + again}]",
+            "each page of a request holds tokens of its own",
         )  # fmt: skip
     state = {"state_after": tokens} if kind_of(group).is_state else {}
     return Grants(
@@ -106,7 +156,10 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
 
 
 def _table(pages: Any, path: str) -> IntArray:
-    given = np.atleast_1d(np.asarray(pages))
+    try:
+        given = np.atleast_1d(np.asarray(pages))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _bad(path, "page ids, integers in one dimension in host memory", type_name(pages)) from error
     if not given.size:
         return np.empty(0, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":

@@ -12,12 +12,19 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import DType, ErrorCode
 
-__all__ = ["CPU", "CUDA", "TensorView", "view_of"]
+__all__ = ["CPU", "CUDA", "ELEMENTS", "TensorView", "view_of"]
 
 CPU, CUDA = 1, 2
 """DLPack device types."""
+
+
+ELEMENTS = {
+    DType.F32: {(2, 32)}, DType.F16: {(2, 16)}, DType.BF16: {(4, 16)}, DType.F8E4M3: {(8, 8), (10, 8)},
+    DType.F8E5M2: {(12, 8)}, DType.U8: set(), DType.I8: set(),
+}  # fmt: skip
+"""DLPack type code and bits of each element type; integers stand for the bits of any."""
 
 
 class _Tensor(ctypes.Structure):
@@ -49,6 +56,8 @@ class TensorView:
     """Bytes from one element of each axis to the next."""
     itemsize: int
     """Bytes of an element."""
+    element: tuple[int, int]
+    """DLPack type code, and bits."""
     device: tuple[int, int]
     """DLPack device type, and number."""
     tensor: Any = attrs.field(repr=False, eq=False)
@@ -89,8 +98,11 @@ def view_of(tensor: Any, path: str) -> TensorView:
         strides = tuple(reversed(made))[: found.ndim] if shape else ()
     if min(strides, default=0) < 0:
         raise _bad(path, "strides of 0 or more", str(strides))
+    if any(n > 1 and not s for n, s in zip(shape, strides, strict=True)):
+        raise _bad(path, "memory of its own for each element", f"strides {strides}, of an expanded tensor")
     address = (found.data or 0) + found.byte_offset
-    return TensorView(address, shape, strides, size, (found.device_type, found.device_id), tensor, path)
+    element, device = (found.code, found.bits), (found.device_type, found.device_id)
+    return TensorView(address, shape, strides, size, element, device, tensor, path)
 
 
 def _elsewhere(tensor: Any) -> bool:

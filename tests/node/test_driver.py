@@ -155,22 +155,34 @@ def test_work_while_a_turn_is_under_way_runs_after_it(driven: Callable[..., Driv
     other.join()
 
 
-@pytest.mark.parametrize("where", ["turn", "work"])
-def test_a_failure_reaches_the_engine_and_ends_the_thread(driven: Callable[..., Driven], where: str) -> None:
+def test_a_failure_of_posted_work_is_raised_to_its_caller_alone(driven: Callable[..., Driven]) -> None:
+    made, heard, wrong = driven(), threading.Event(), KeyError("a defect")
+    said: list[Exception] = []
+
+    def work() -> None:
+        raise wrong
+
+    def failed(error: Exception) -> None:
+        said.append(error)
+        heard.set()
+
+    made.driver.leave(work, failed)
+    assert heard.wait(SOON)
+    assert said == [wrong]
+    ran = threading.Event()
+    made.driver.post(ran.set)
+    assert ran.wait(SOON)
+    assert made.driver.failure is None
+    assert not made.told
+
+
+def test_a_failure_of_a_turn_reaches_the_engine_and_ends_the_thread(driven: Callable[..., Driven]) -> None:
     """By what was delivered, by callbacks that wait, and by every later call."""
     made, called, wrong = driven(), threading.Event(), KeyError("a defect")
     made.tell(called.set)
     assert called.wait(SOON)
-    if where == "turn":
-        made.node.failure = wrong
-        os.eventfd_write(made.node.fd, 1)
-    else:
-
-        def work() -> None:
-            raise wrong
-
-        with pytest.raises(KeyError):
-            made.driver.post(work)
+    made.node.failure = wrong
+    os.eventfd_write(made.node.fd, 1)
     assert made.failed.wait(SOON)
     assert made.told[-1] is wrong
     assert made.driver._thread is not None

@@ -1,0 +1,183 @@
+"""What a stranger passed by mistake: each call refuses it at once, naming the argument, and the door goes on for all others."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvproto import (
+    Cache,
+    DType,
+    Options,
+    Pool,
+    Prompt,
+    Sink,
+    Source,
+    lay_out,
+    new_ticket,
+    read_ticket,
+    write_ticket,
+)
+from kvproto.wire.enums import ErrorCode
+
+from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+from .test_bad_input import HANDED, NHD, refused, shared, still_works
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Any:
+    with two(tmp_path) as made:
+        yield made
+
+
+PAGES_OF = {"kv": [9, 0, 5]}
+CALLS: dict[str, tuple[Callable[[Two], Any], str, list[str]]] = {
+    "a list for a prompt, at the sink": (lambda b: b.sink.fetch(b.ticket, [1, 2], PAGES_OF), "prompt", ["Prompt", "got list"]),
+    "a list for a prompt, at the source": (lambda b: b.source.request(b.ticket, [1, 2]), "prompt", ["Prompt", "got list"]),
+    "a dict for a ticket": (
+        lambda b: b.sink.fetch(write_ticket(b.ticket), PROMPT, PAGES_OF), "ticket", ["got dict", "read_ticket"]),
+    "a dict for a ticket, at the source": (
+        lambda b: b.source.request(write_ticket(b.ticket), PROMPT), "ticket", ["got dict", "read_ticket"]),
+    "a list for pages": (lambda b: b.sink.fetch(b.ticket, PROMPT, [9, 0, 5]), "pages", ["mapping", "got list"]),
+    "a fraction of a token": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, tokens=1.5), "tokens", ["1.5"]),
+    "a truth for a number": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, cached=True), "cached", ["True"]),
+    "a fraction that is cached": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, cached={"kv": 0.5}), 'cached["kv"]', ["0.5"]),
+    "a callback that is none": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, on_done=3), "callback", ["int"]),
+    "a name that is none": (lambda b: b.sink.connect(5, address="ipc:///x/y"), "engine", ["got int"]),
+    "an address that is none": (lambda b: b.sink.connect("prefill", address=Path("/x")), "address", ["str", "Path"]),
+    "a replica that is none": (lambda b: b.sink.disconnect("prefill", "0"), "replica", ["got str"]),
+    "pages of a source's request": (lambda b: b.source.request(b.ticket, PROMPT).finish([1, 2]), "pages", ["got list"]),
+    "layers that are no pair": (
+        lambda b: b.source.request(b.ticket, PROMPT).computed({"kv": [1]}, 4, layers=1), "layers", ["(lo, hi)"]),
+    "an event object": (
+        lambda b: b.source.request(b.ticket, PROMPT).finish({"kv": [1, 2, 3]}, after=object()), "after", ["object"]),
+    "a reason that is none": (lambda b: b.source.request(b.ticket, PROMPT).fail(None), "reason", ["NoneType"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(both: Two, name: str) -> None:
+    call, path, words = CALLS[name]
+    refused(lambda: call(both), ErrorCode.OUT_OF_RANGE, path, *words)
+    still_works(both)
+
+
+MADE: dict[str, tuple[Callable[[str], Any], str]] = {
+    "no pool": (lambda at: Source("prefill", GEOMETRY, at), "pool"),  # type: ignore[arg-type]
+    "no pool, at a sink": (lambda at: Sink("decode", None), "pool"),  # type: ignore[arg-type]
+    "no options": (lambda at: Source("prefill", filled(), at, {"pull": True}), "options"),  # type: ignore[arg-type]
+    "no name": (lambda at: Source(None, filled(), at), "name"),  # type: ignore[arg-type]
+    "an address that is none": (lambda at: Source("prefill", filled(), 5), "listen"),  # type: ignore[arg-type]
+    "sources in a list": (lambda at: Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
+    "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), "sources['prefill']"),
+    "no geometry": (lambda at: Pool([1], {}), "geometry"),  # type: ignore[arg-type]
+    "tensors in a list": (lambda at: Pool(GEOMETRY, []), "tensors"),  # type: ignore[arg-type]
+    "an adapter that is none": (lambda at: Prompt([1], adapter=None), "Prompt.adapter"),  # type: ignore[arg-type]
+    "an engine without a name": (lambda at: new_ticket(""), "engine"),
+    "an engine that is none": (lambda at: new_ticket(None), "engine"),  # type: ignore[arg-type]
+    "a replica below zero": (lambda at: new_ticket("prefill", -1), "replica"),
+    "a ticket that is none": (lambda at: write_ticket({}), "ticket"),  # type: ignore[arg-type]
+    "a ticket's form that is none": (lambda at: read_ticket([1]), "ticket"),  # type: ignore[arg-type]
+    "a ticket's text that is none": (lambda at: read_ticket("{"), "ticket"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made(tmp_path: Path, name: str) -> None:
+    call, path = MADE[name]
+    refused(lambda: call(address_in(tmp_path)), ErrorCode.OUT_OF_RANGE, path)
+    with Source("prefill", filled(), address_in(tmp_path)):
+        pass  # nothing is left of it
+
+
+def test_a_ticket_as_text() -> None:
+    ticket = new_ticket("prefill")
+    assert read_ticket(json.dumps(write_ticket(ticket))) == ticket
+
+
+def test_hand_off_that_is_no_bytes(tmp_path: Path) -> None:
+    with Source("prefill", Pool.allocate(HANDED, 4), address_in(tmp_path)) as source:
+        request = source.request(new_ticket("prefill"), Prompt([1]))
+        wrong: Any = {"first": {"token": np.zeros(4, np.uint8)}}
+        refused(
+            lambda: request.finish({"kv": [0]}, handoff=wrong), ErrorCode.OUT_OF_RANGE, 'handoff["first"]["token"]',
+            "4 bytes", "numpy.ndarray",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [Options(), STEPPED], ids=["thread", "step"])
+def test_a_posted_call_that_fails_costs_nobody_else_anything(tmp_path: Path, options: Options) -> None:
+    """A defect inside one request ends that request: the node, and the requests of others, go on."""
+    with two(tmp_path, options) as both:
+        other = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})
+        request, mine = both.source.request(both.ticket, PROMPT), new_ticket("prefill")
+        broken = both.source.request(mine, PROMPT)
+
+        def fails() -> None:
+            raise ZeroDivisionError("inside a request")
+
+        broken._post(fails, wait=False)
+        both.until(lambda: broken.done)
+        with pytest.raises(ZeroDivisionError):
+            broken.wait(0)
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: other.done)
+        assert other.wait(0).bytes == {0: 320}
+
+
+def test_page_tables_of_one_request_agree(both: Two) -> None:
+    """What was computed into one page cannot be finished in another."""
+    request = both.source.request(both.ticket, PROMPT)
+    request.computed({"kv": [3, 1, 0, 0]}, 6)
+    refused(lambda: request.finish({"kv": [3, 4, 2]}), ErrorCode.BAD_GRANT, 'pages["kv"][1]', "page 1", "page 4")
+    refused(lambda: request.computed({"kv": [5, 1, 2]}, 10), ErrorCode.BAD_GRANT, 'pages["kv"][0]', "page 3", "page 5")
+    request.computed({"kv": [3]}, 4)
+    found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
+    request.finish({"kv": [3, 1, 2]})
+    found.wait(10)
+    assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+def test_pages_that_another_fetch_writes(both: Two) -> None:
+    """Also through another Sink over the same pool; an end that is proven frees them."""
+    first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    again = new_ticket("prefill")
+    said = ("page 0", "another fetch")
+    refused(lambda: both.sink.fetch(again, PROMPT, {"kv": [1, 2, 0]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][2]', *said)
+    with Sink("decode beside", both.sink.pool, {"prefill": both.sink._node.sources["prefill", 0]}) as other:
+        refused(lambda: other.fetch(again, PROMPT, {"kv": [1, 0, 2]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][1]', *said)
+    both.sink.fetch(again, PROMPT, {"kv": [1, 2, 3]}).abort()
+    first.abort()
+    both.until(lambda: first.done and first.pages_free)
+    still_works(both)  # into pages 9, 0, 5
+    still_works(both)
+
+
+def test_one_source_over_a_pool(tmp_path: Path) -> None:
+    pool = filled()
+    with Source("prefill", pool, address_in(tmp_path)):
+        refused(
+            lambda: Source("again", pool, address_in(tmp_path, "again")), ErrorCode.UNEXPECTED_MESSAGE, "pool",
+            "Source 'prefill'",
+        )  # fmt: skip
+    with Source("again", pool, address_in(tmp_path, "again")):
+        pass
+
+
+def test_an_expanded_tensor() -> None:
+    wide = np.lib.stride_tricks.as_strided(shared((PAGES, 4, 2, 4)), NHD, (0, 8, 4, 1))
+    refused(lambda: Pool(GEOMETRY, {"kv": [wide] * 2}), ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', "expanded")
+
+
+def test_element_types() -> None:
+    """A float16 tensor is no bfloat16 cache; integers stand for the bits of any type."""
+    half = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.BF16)])
+    given = {"kv": {"k": shared(NHD, np.float16), "v": shared(NHD, np.float16)}}
+    refused(lambda: Pool(half, given), ErrorCode.BAD_COLUMNS, 'tensors["kv"]["k"]', "BF16", "F16")
+    Pool(half, {"kv": {p: shared((*NHD[:-1], 8)) for p in "kv"}}).close()
+    Pool(half, {"kv": {p: shared(NHD, np.int16) for p in "kv"}}).close()
+    right = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.F16)])
+    Pool(right, given).close()
