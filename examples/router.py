@@ -1,14 +1,17 @@
 """A router: it chooses a prefill engine, makes the ticket, hands it to both sides beside the prompt, and tries again.
 
-`python examples/router.py`. One of the two prefill engines is out of memory, so what is sent there is refused; a
-second try is a new ticket, for an engine that may be another one. kvproto itself never tries a prompt again.
+`python examples/router.py`. Several requests are under way at once. One of the two prefill engines is out of memory,
+so what is sent there is refused; a second try is a new ticket, for an engine that may be another one. kvproto itself
+never tries a prompt again. The first token, which the prefill engine samples, comes with the pages.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from engine import BYTES, Engine
@@ -28,7 +31,17 @@ from kvproto import (
     new_ticket,
 )
 
-GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)])
+GEOMETRY = lay_out(
+    [
+        Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32),
+        Cache.handoff("first", {"token": (DType.U8, 4)}),
+    ]
+)
+
+
+def sampled(tokens: Sequence[int]) -> int:
+    """The first token of the answer; it stands for a forward and a sampler."""
+    return sum(tokens) % 1000
 
 
 def pool_of(engine: Engine) -> Pool:
@@ -41,66 +54,92 @@ class Prefill:
 
     def __init__(self, name: str, address: str, full: bool = False) -> None:
         self.engine, self.full = Engine(allocate(BYTES)), full
+        self.lock = threading.Lock()  # requests come from several threads, `on_free` from the I/O thread
         self.source = Source(name, pool_of(self.engine), address)
 
     def submit(self, ticket: Ticket, tokens: Sequence[int]) -> None:
         """Compute a prompt for whoever has the ticket."""
-        request = self.source.request(ticket, Prompt(tokens), on_free=self._free)
         if self.full:
-            request.fail("no free pages")
+            self.source.request(ticket, Prompt(tokens)).fail("no free pages")
             return
-        self.pages = self.engine.prefill(tokens)
-        request.finish({"kv": self.pages})
+        with self.lock:
+            pages = self.engine.prefill(tokens)
 
-    def _free(self, request: Request) -> None:
-        if not self.full:
-            self.engine.release(self.pages)
+        def free(_: Request) -> None:  # each request gives back its own pages
+            with self.lock:
+                self.engine.release(pages)
+
+        request = self.source.request(ticket, Prompt(tokens), on_free=free)
+        request.finish({"kv": pages}, handoff={"first": {"token": sampled(tokens).to_bytes(4, "little")}})
+
+
+class Decode:
+    """A decode engine: its cache, and a lock because it serves requests of several threads."""
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self.engine, self.lock = Engine(allocate(BYTES)), threading.Lock()
+        self.sink = Sink("decode", pool_of(self.engine), addresses)
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for so many tokens."""
+        with self.lock:
+            return self.engine.take(tokens)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Nobody needs them any more."""
+        with self.lock:
+            self.engine.release(pages)
 
 
 class Router:
     """Sends a prompt to one prefill engine after another until one of them hands it over."""
 
-    def __init__(self, engines: dict[str, Prefill], sink: Sink, decode: Engine, tries: int = 3) -> None:
-        self._engines, self._sink, self._decode, self._tries = engines, sink, decode, tries
-        self._turn = itertools.cycle(engines)
+    def __init__(self, engines: dict[str, Prefill], decode: Decode, tries: int = 3) -> None:
+        self._engines, self._decode, self._tries = engines, decode, tries
 
-    def serve(self, tokens: Sequence[int]) -> list[int]:
-        """The decode engine's pages that hold the prompt; raises what the last try failed with."""
-        pages = self._decode.take(len(tokens))
+    def serve(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """The decode engine's pages that hold the prompt, and the first token; raises what the last try failed with."""
+        names = itertools.cycle(self._engines)
         for left in reversed(range(self._tries)):
-            name = next(self._turn)
+            name, pages = next(names), self._decode.take(len(tokens))
             ticket = new_ticket(name, deadline=30)
-            fetch = self._sink.fetch(ticket, Prompt(tokens), {"kv": pages})
+            fetch = self._decode.sink.fetch(ticket, Prompt(tokens), {"kv": pages})
             self._engines[name].submit(ticket, tokens)
             try:
-                fetch.wait(30)
+                arrived = fetch.wait(30)
             except KvprotoError as error:
-                print(f"{name}: {error}")
-                if not fetch.pages_free:  # a peer may still write them: take others for the next try
-                    pages = self._decode.take(len(tokens))
+                print(f"{name}: {error}\n", end="")  # in one piece, beside other threads
+                if fetch.pages_free:  # else a peer may still write them, and PagesFree tells when not
+                    self._decode.release(pages)
                 if not left:
                     raise
             else:
-                print(f"{name}: arrived")
-                break
-        return pages
+                print(f"{name}: arrived\n", end="")
+                return pages, int.from_bytes(arrived.handoff["first"]["token"], "little")
+        raise AssertionError("not reached: the last try returns or raises")
 
 
 def main() -> None:
-    """Three prompts, two prefill engines, one decode engine."""
-    folder, tokens = tempfile.mkdtemp(), list(range(60))
+    """Six prompts, three at a time, two prefill engines, one decode engine."""
+    folder = tempfile.mkdtemp()
+    prompts = [list(range(n, n + 60)) for n in range(6)]
     with ExitStack() as stack:
         addresses = {name: f"ipc://{folder}/{name}" for name in ("red", "blue")}
         engines = {name: Prefill(name, address, full=name == "red") for name, address in addresses.items()}
         for engine in engines.values():
             stack.enter_context(engine.source)
-        decode = Engine(allocate(BYTES))
-        sink = stack.enter_context(Sink("decode", pool_of(decode), addresses))
-        router = Router(engines, sink, decode)
-        for _ in range(3):
-            pages = router.serve(tokens)
-            assert decode.holds(tokens, pages)
+        decode = Decode(addresses)
+        stack.enter_context(decode.sink)
+        router = Router(engines, decode)
+
+        def answer(tokens: Sequence[int]) -> None:
+            pages, first = router.serve(tokens)
+            assert decode.engine.holds(tokens, pages)
+            assert first == sampled(tokens)
             decode.release(pages)
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(answer, prompts))
 
 
 if __name__ == "__main__":

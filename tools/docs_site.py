@@ -56,6 +56,13 @@ WATCHED = (
     "kvproto",
     "benchmarks/results",
 )
+STANDS_FOR = {
+    r"examples": "docs/examples.md",
+    r"examples/(\w+)\.py": r"docs/examples.md#\1",
+    r"kvproto/(source|sink|pool|events)\.py": "docs/api.md",
+    r"spec/v1/registry/\w+\.toml": "docs/registry.md",
+}
+"""Files of the repository that the site shows on a page made here."""
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` ", re.MULTILINE)
 _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
@@ -116,11 +123,14 @@ def _target(here: str, link: str) -> str:
 
 
 def _link(here: str, match: re.Match[str], files: Files) -> str:
-    """The link, where the site has its target; else its text and the path within the repository."""
+    """The link, to the page that stands for its target if there is one; else its text and the path within the repository."""
     target = _target(here, match[2])
     if files.get_file_from_path(target) is not None or not (ROOT / target).exists():
         return match[0]
     text = match[1]
+    for pattern, page in STANDS_FOR.items():
+        if not page.startswith(here) and (found := re.fullmatch(pattern, target)):
+            return f"[{text}]({found.expand(_relative(page, here))})"
     return text if text.strip("`") == target else f"{text} (`{target}`)"
 
 

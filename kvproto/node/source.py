@@ -101,12 +101,12 @@ class SourceNode:
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
         """This request cannot be produced: whoever asks is told why, until the ticket's deadline; items of a Computed
-        are free at RequestOver.
+        are free at RequestOver. After `finish` transfers that are being served go on.
         """
-        self.endpoint.refuse(key, error, time.monotonic())
+        unused = self.endpoint.refuse(key, error, time.monotonic())
         self._refused = True
         request = self._requests.get(key)
-        if request is not None and request.finished is None:
+        if request is not None and (unused or request.finished is None):
             self._over.setdefault(key, RequestOver(key, ()))
 
     @property

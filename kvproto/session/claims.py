@@ -74,6 +74,10 @@ class _Claim:
         waiting, self.waiting = self.waiting, []
         return [user for user in waiting if user.session.open and user.attempt.running]
 
+    def served(self, now: float) -> bool:
+        """Whether a transfer of it has not ended, so that its items are still needed."""
+        return any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in self.users.values())
+
     def asked_by(self, user: _User) -> TransferRequested:
         """What the engine is told of a user."""
         return TransferRequested(self.key, user.session.session, user.transfer)
@@ -158,15 +162,21 @@ class Claims(Endpoint):
         claim.waiting = claim.take_waiting()
         return [claim.asked_by(user) for user in claim.waiting]
 
-    def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
-        """The engine cannot produce this request: whoever waits, or comes later, gets Failed."""
+    def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
+        """The engine cannot produce this request: whoever waits, or comes later, gets Failed.
+
+        Returns whether no transfer of it is still being served.
+        """
         claim = self._claims.get(key)
-        if claim is not None:
-            claim.error = error
-            for user in claim.take_waiting():
-                user.fail(error, now)
-            self._touched.add(key)
-            self._after(now)
+        if claim is None:
+            return True
+        claim.error = error
+        for user in claim.take_waiting():
+            user.fail(error, now)
+        served = claim.served(now)
+        self._touched.add(key)
+        self._after(now)
+        return not served
 
     def _touch(self, attempt: SourceAttempt) -> None:
         """Look at the request of this attempt in the next `_settle`."""
@@ -179,9 +189,9 @@ class Claims(Endpoint):
             claim = self._claims.get(self._touched.pop())
             if claim is None or not claim.finished or not claim.users or claim.waiting:
                 continue
-            users = claim.users.values()
-            if any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in users):
+            if claim.served(now):
                 continue
+            users = claim.users.values()
             plan = next(iter(users)).session.described.plan
             if {s.peer.rank for s, _, _ in users}.issuperset(plan.served(self.me.rank)):
                 self._release(claim, now)
@@ -199,7 +209,7 @@ class Claims(Endpoint):
             )  # fmt: skip
         for user in claim.take_waiting():
             user.fail(error, now)
-        if claim.content is not None and claim.error is None:
+        if claim.content is not None and (claim.error is None or claim.finished):
             self._events.append(Expired(claim.key))
 
     def _release(self, claim: _Claim, now: float) -> None:

@@ -47,3 +47,13 @@ def test_a_rank_that_takes_part_in_no_transfer_releases_its_request(tmp_path: Pa
         over = request.wait(5)
         assert isinstance(over, told.Freed)
         assert over.routed == ()
+
+
+def test_a_rank_that_takes_part_in_no_transfer_releases_a_request_that_it_has_finished(tmp_path: Path) -> None:
+    with two(tmp_path, Options()) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        request.finish({"kv": [3, 1, 2]})
+        request.release()
+        over = request.wait(5)
+        assert isinstance(over, told.Freed)
+        assert over.routed == ()

@@ -1,0 +1,46 @@
+"""The programs that pages show: they are the files that they claim to be, the snippets run, and links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)\s]*)?\)")
+
+
+def snippets(page: str) -> str:
+    """The Python of a page as one program whose lines are numbered as those of the page."""
+    text = (ROOT / page).read_text()
+    files = {path.read_text().rstrip() for path in (ROOT / "examples").glob("*.py")}
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        if block[1].rstrip() not in files:
+            first = text[: block.start(1)].count("\n")
+            rows = block[1].splitlines()
+            lines[first : first + len(rows)] = rows
+    return "\n".join(lines) + "\n"
+
+
+def test_the_programs_of_embed_are_the_files() -> None:
+    blocks = [block.rstrip() for block in BLOCK.findall((ROOT / "docs/embed.md").read_text())]
+    assert blocks[:2] == [(ROOT / "examples" / name).read_text().rstrip() for name in ("source.py", "sink.py")]
+
+
+@pytest.mark.parametrize("page", ["docs/embed.md", "README.md"])
+def test_snippets_run(page: str, tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text(snippets(page))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("page", ["docs/embed.md", "docs/gpu.md", "README.md", "spec/v1/terms.md"])
+def test_links_lead_somewhere_in_the_repository(page: str) -> None:
+    here = ROOT / page
+    missing = [link for link in LINK.findall(here.read_text()) if not (here.parent / link).exists()]
+    assert not missing
