@@ -19,6 +19,7 @@ from engine import BYTES, Engine
 from kvproto import (
     Cache,
     DType,
+    Fetch,
     KvprotoError,
     Pool,
     Prompt,
@@ -79,11 +80,20 @@ class Decode:
     def __init__(self, addresses: dict[str, str]) -> None:
         self.engine, self.lock = Engine(allocate(BYTES)), threading.Lock()
         self.sink = Sink("decode", pool_of(self.engine), addresses)
+        self._lost: list[tuple[Fetch, list[int]]] = []
 
     def take(self, tokens: int) -> list[int]:
-        """Pages for so many tokens."""
+        """Pages for so many tokens; those of lost requests are taken again once nobody can write them any more."""
         with self.lock:
+            for lost in [each for each in self._lost if each[0].pages_free]:
+                self._lost.remove(lost)
+                self.engine.release(lost[1])
             return self.engine.take(tokens)
+
+    def lose(self, fetch: Fetch, pages: list[int]) -> None:
+        """This request did not arrive; a peer may still write its pages."""
+        with self.lock:
+            self._lost.append((fetch, pages))
 
     def release(self, pages: Sequence[int]) -> None:
         """Nobody needs them any more."""
@@ -109,8 +119,7 @@ class Router:
                 arrived = fetch.wait(30)
             except KvprotoError as error:
                 print(f"{name}: {error}\n", end="")  # in one piece, beside other threads
-                if fetch.pages_free:  # else a peer may still write them, and PagesFree tells when not
-                    self._decode.release(pages)
+                self._decode.lose(fetch, pages)
                 if not left:
                     raise
             else:

@@ -59,7 +59,10 @@ WATCHED = (
 STANDS_FOR = {
     r"examples": "docs/examples.md",
     r"examples/(\w+)\.py": r"docs/examples.md#\1",
-    r"kvproto/(source|sink|pool|events)\.py": "docs/api.md",
+    r"kvproto/source\.py": "docs/api.md#kvproto.Source",
+    r"kvproto/sink\.py": "docs/api.md#kvproto.Sink",
+    r"kvproto/pool\.py": "docs/api.md#kvproto.Pool",
+    r"kvproto/events\.py": "docs/api.md#kvproto.events",
     r"spec/v1/registry/\w+\.toml": "docs/registry.md",
 }
 """Files of the repository that the site shows on a page made here."""
