@@ -29,7 +29,7 @@ def lines_of(name: str) -> list[str]:
 
 def run(*arguments: str, stdin: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=EXAMPLES.parent, input=stdin, capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments], cwd=EXAMPLES.parent, input=stdin, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
