@@ -29,6 +29,22 @@ class RemoteError(KvprotoError):
     """The peer sent something that is refused."""
 
 
+class ReportedError(RemoteError):
+    """What the peer refused, in its words: `mine` is what it has, `yours` what it had of us; `peer` names it."""
+
+    peer = "the peer"
+
+    @classmethod
+    def of(cls, peer: str, error: KvprotoError) -> ReportedError:
+        """The same error as said by this peer."""
+        made = cls(error.code, error.path, error.mine, error.yours, error.advice)
+        made.peer = peer
+        return made
+
+    def __str__(self) -> str:
+        return f"{self.between('theirs', 'ours', ' ')}, said by {self.peer}"
+
+
 class LocalError(KvprotoError):
     """The caller passed something that cannot be; `path` names the argument."""
 

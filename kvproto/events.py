@@ -26,6 +26,7 @@ __all__ = [
     "ProtocolError",
     "Refused",
     "Sent",
+    "Unwanted",
 ]
 
 
@@ -81,6 +82,16 @@ class Sent:
     """For what was left to copy when prefill was over."""
     left: int
     """Bytes of that."""
+
+
+@attrs.frozen
+class Unwanted:
+    """Every sink that asked for `request` has aborted it or is gone, and prefill is not finished.
+
+    The engine may stop computing and call `Request.fail` or `release`.
+    """
+
+    request: Request
 
 
 @attrs.frozen
@@ -141,5 +152,5 @@ class ProtocolError:
 
 
 Event = (
-    Arrived | Lost | PagesFree | Sent | Freed | Expired | Connected | Disconnected | Refused | ProtocolError
+    Arrived | Lost | PagesFree | Sent | Unwanted | Freed | Expired | Connected | Disconnected | Refused | ProtocolError
 )  # fmt: skip

@@ -69,7 +69,7 @@ class Sink(Door):
         check_type("sources", sources, (Mapping, NoneType), "a mapping of engine name to address", advice)
         named = [(_replica(key), key, address) for key, address in (sources or {}).items()]
         for _, key, address in named:
-            _check_address(f"sources[{key!r}]", address, chosen)
+            _check_address(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", address, chosen)
         self._node = SinkNode(
             party, pool, Dialer(chosen.insecure), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
@@ -107,12 +107,15 @@ class Sink(Door):
         used it has completed, and leave it alone until the handle is done and, if it is lost, `pages_free`. `on_done`
         is called when it is over.
 
-        Raises LocalError: WRONG_PEER for a source that is not connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for
-        pages that cannot be; BUSY while too many pages are in quarantine.
+        Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call.
+
+        Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
+        BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine.
         """
         self._driver.check()
         check_request(ticket, prompt, on_done)
         most, key, digest = len(prompt), bytes(ticket.key), prompt.digest
+        seconds = ticket.deadline / 1000
         end = most if tokens is None else check_whole("tokens", tokens, 1, most, f"1 to {most}, the prompt's")
         grants = grants_of(self.pool.layout, pages, cached, end)
         source = (ticket.engine, ticket.replica)
@@ -130,7 +133,7 @@ class Sink(Door):
         if on_done is not None:
             made.add_done_callback(on_done)
         try:
-            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants))
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds))
         except KvprotoError:
             self._forget(made)
             raise

@@ -11,12 +11,12 @@ import numpy as np
 from kvproto.copying.grants import items_needed
 from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
-from kvproto.events import Event, Expired, Freed, Sent
+from kvproto.events import Event, Expired, Freed, Sent, Unwanted
 from kvproto.net import Listener
 from kvproto.node.pages import IntArray, PageTables, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
-from kvproto.node.told import Copied, RequestOver, shared_event
+from kvproto.node.told import Copied, RequestOver, RequestUnwanted, shared_event
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
@@ -236,6 +236,8 @@ class Source(Door):
         match event:
             case Copied():
                 return Sent(self._requests[event.key], event.sink, event.bytes, event.seconds, event.left)
+            case RequestUnwanted():
+                return Unwanted(self._requests[event.key])
             case RequestOver():
                 request = self._requests.pop(event.key)
                 told = Expired(request) if event.routed is None else Freed(request, event.routed)

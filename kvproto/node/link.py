@@ -51,14 +51,15 @@ class _Wanted:
 class SourceLink:
     """One source replica as a sink rank sees it; transfers carry the sink's own numbers."""
 
-    def __init__(self, here: Here, key: int, seed: str) -> None:
-        """Greets the rank that listens at `seed`, the others follow from its Welcome; `key` tells links apart."""
+    def __init__(self, here: Here, key: int, seed: str, replica: tuple[str, int] | None = None) -> None:
+        """Greets the rank that listens at `seed`, where `replica` must answer; `key` tells links apart."""
         self._here, self.key, self.seed = here, key, seed
         columns = tuple(here.pool.layout.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(
             here.party, here.pool.layout.geometry, regions, columns, here.features, seed, self._registration,
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
+            replica=replica,
         )  # fmt: skip
         self._puller = Puller(self.endpoint, here.pool, here.readers)
         self._expected: Expected | None = None
@@ -68,20 +69,27 @@ class SourceLink:
         self._numbers: dict[int, int] = {}
         """The endpoint's number of a transfer to ours."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
+        self._deadlines: dict[int, float] = {}
+        """By when the source must have accepted a transfer, by our number."""
         self._lost: list[TransferLost] = []
         self._agreed: Planned | None = None
         self.endpoint.dial(time.monotonic())
 
     # what the engine says
 
-    def fetch(self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants]) -> None:
-        """Ask for a request, at once or when the link is ready."""
+    def fetch(
+        self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None
+    ) -> None:
+        """Ask for a request, at once or when the link is ready; `seconds`: how long the source may take to accept."""
+        if seconds is not None:
+            self._deadlines[number] = time.monotonic() + seconds
         self._waiting[number] = _Wanted(ticket, content, grants)
         self._ask()
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""
         if self._waiting.pop(number, None) is not None:
+            self._deadlines.pop(number, None)
             self._lost.append(TransferLost(number, error, True))
             return
         inner = next((n for n, ours in self._numbers.items() if ours == number), None)
@@ -117,13 +125,15 @@ class SourceLink:
             found.append(0.0)
         if any(each.receiver.busy for each in self._deliveries.values()):
             found += [t.capabilities.poll_interval for t in self._here.transports]
-        deadline = self.endpoint.next_deadline()
-        found.append(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        deadlines = [self.endpoint.next_deadline(), min(self._deadlines.values(), default=None)]
+        found += [max(each - time.monotonic(), 0.0) for each in deadlines if each is not None]
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def take(self) -> list[Any]:
         """What has happened since the last call."""
         told: list[Any] = []
+        if self._deadlines:
+            self._check_deadlines()
         more = True
         while more:
             for event in self.endpoint.take_events():
@@ -140,6 +150,15 @@ class SourceLink:
         """Goodbye; stop reading, then unmap."""
         self._puller.close()
         self.endpoint.goodbye(reason)
+
+    def _check_deadlines(self) -> None:
+        """Give up what the source has not accepted in time; once it has, it counts the deadline."""
+        now = time.monotonic()
+        for number in [n for n, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[number]
+            inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+            if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
+                self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
 
     def _ask(self) -> None:
         """Send what waits, once the link is ready."""
@@ -172,6 +191,7 @@ class SourceLink:
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
+                self._deadlines.pop(number, None)
                 proven = event.proof == Proof.PROVEN
                 if proven:
                     del self._numbers[event.transfer]
@@ -210,6 +230,7 @@ class SourceLink:
     def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
         grants = self._grants.pop(number)
+        self._deadlines.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
         assert self._expected is not None
@@ -253,6 +274,9 @@ class SourceLink:
                 advice = f"{sums.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
         return {(done.writer, group): value for group, value in here.items()}
+
+
+_UNANSWERED = "the ticket's deadline passed and the source at {} has not answered: see that it runs"
 
 
 def _gone(seed: str) -> RemoteError:

@@ -21,6 +21,7 @@ IntArray = npt.NDArray[np.int64]
 
 __all__ = ["Computed", "Finished", "Request", "asked_tokens", "check_grant"]
 
+_MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
 
 
@@ -139,7 +140,7 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
 def check_grant(grant: Grants, tokens: int) -> None:
     """Raise BAD_GRANT or STATE_POSITION where a grant wants what a request of so many tokens does not have."""
     if grant.valid > tokens:
-        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid))
+        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid), _MORE)
     if grant.state_after not in (None, tokens):
         path = f"grants[{grant.group}].state_after"
         raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

@@ -69,22 +69,28 @@ class SinkNode:
         known = self._links.get(replica)
         if known is None or known.over or known.seed != address:
             self._retire(replica, "connected elsewhere")
-            self._links[replica] = SourceLink(self._here, next(self._keys), address)
+            self._links[replica] = SourceLink(self._here, next(self._keys), address, replica)
 
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Goodbye to a source replica."""
         self.sources.pop(replica, None)
         self._retire(replica, reason)
 
-    def fetch(self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants]) -> None:
-        """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again."""
+    def fetch(
+        self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants],
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again.
+
+        Where the source has not accepted it after `seconds`, it is lost by DEADLINE.
+        """
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))
             return
         self.connect(replica, self.sources[replica])
         self._transfers[number] = self._links[replica]
-        self._links[replica].fetch(number, ticket, content, grants)
+        self._links[replica].fetch(number, ticket, content, grants, seconds)
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""

@@ -9,9 +9,10 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.events import Connected, Disconnected, Event, ProtocolError, Refused
 from kvproto.session import events as session
+from kvproto.session.events import Unwanted as RequestUnwanted
 from kvproto.wire.enums import Outcome
 
-__all__ = ["Copied", "Received", "RequestOver", "TransferLost", "TransferProven", "shared_event"]
+__all__ = ["Copied", "Received", "RequestOver", "RequestUnwanted", "TransferLost", "TransferProven", "shared_event"]
 
 
 @attrs.frozen

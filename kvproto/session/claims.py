@@ -17,7 +17,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.session.core import Endpoint
-from kvproto.session.events import Expired, Released, TransferRequested
+from kvproto.session.events import Expired, Released, TransferRequested, Unwanted
 from kvproto.session.limits import MAX_USED_TICKETS, TICKET_WAIT
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
@@ -29,6 +29,8 @@ from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims"]
+
+_LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
 class _User(NamedTuple):
@@ -60,6 +62,8 @@ class _Claim:
     waiting: list[_User] = attrs.Factory(list)
     """Of these, who is accepted and not answered."""
     finished: bool = False
+    unwanted: bool = False
+    """Whether the engine was told that nobody who asked wants it any more."""
     error: KvprotoError | None = None
     """Why the engine cannot produce the request."""
 
@@ -134,7 +138,7 @@ class Claims(Endpoint):
             return
         if session.session not in claim.users:
             session.claims += 1
-        claim.users[session.session] = user
+        claim.users[session.session], claim.unwanted = user, False
         claim.bound = session.peer.engine, session.peer.replica
         if attempt.state == TransferState.ASKED:
             session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
@@ -187,9 +191,12 @@ class Claims(Endpoint):
         """Release requests that every routed sink rank has ended."""
         while self._touched:
             claim = self._claims.get(self._touched.pop())
-            if claim is None or not claim.finished or not claim.users or claim.waiting:
+            if claim is None or not claim.users or claim.served(now):
                 continue
-            if claim.served(now):
+            if not claim.finished and claim.content is not None and claim.error is None and not claim.unwanted:
+                claim.unwanted = True
+                self._events.append(Unwanted(claim.key))
+            if not claim.finished or claim.waiting:
                 continue
             users = claim.users.values()
             plan = next(iter(users)).session.described.plan
@@ -200,7 +207,7 @@ class Claims(Endpoint):
     def _expire(self, claim: _Claim, now: float) -> None:
         """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(claim, now)
-        error = RemoteError(ErrorCode.DEADLINE, "ticket", "not finished in time", "its deadline", "make a new ticket")
+        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_LATE)
         if claim.content is None:
             error = RemoteError(
                 ErrorCode.UNKNOWN_TICKET, "ticket", "no prompt with this ticket",
@@ -253,5 +260,9 @@ def _check(claim: _Claim, asking: _User) -> None:
     for i, grant in enumerate(transfer.grants):
         end = max(grant.valid, grant.first + grant.count)
         if end > claim.tokens and kind_of(groups[grant.group]).has_memory:  # (KVP-GRANT-PROMPT)
-            mine, yours, advice = f"a prompt of {claim.tokens} tokens", f"tokens up to {end}", "ask for the prompt only"
+            mine, yours, advice = (
+                f"a prompt of {claim.tokens} tokens",
+                f"tokens up to {end}",
+                "the two prompts differ in length",
+            )
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)

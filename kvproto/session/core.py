@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import differences, plan
 from kvproto.session.events import Event, Planned, ProtocolError, SessionClosed, SessionRefused
@@ -38,10 +38,11 @@ P = TypeVar("P", bound="Part")
 T = TypeVar("T")
 
 
-def refused(message: Any) -> RemoteError:
-    """The error that a Refused, Failed or Error reports; an unknown code counts as INTERNAL (KVP-ERR-UNKNOWN)."""
+def refused(message: Any, peer: str) -> RemoteError:
+    """The error that a Refused, Failed or Error of `peer` reports; an unknown code is INTERNAL (KVP-ERR-UNKNOWN)."""
     code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-    return RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
+    error = RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
+    return ReportedError.of(peer, error)
 
 
 def refusal(error: KvprotoError) -> dict[str, Any]:
@@ -287,7 +288,7 @@ class Session:
         """Handler of Refused: the peer has refused Hello, Describe or Register."""
         if self.answered(message.request, "Hello", "Describe", "Register"):
             self.step("Refused")
-            self.tell(SessionRefused(self.name, refused(message), by_us=False))
+            self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
 
     def give_up(self, error: KvprotoError) -> None:
         """End the session because of what the peer says of itself."""
@@ -321,7 +322,7 @@ class Session:
 
     def _error(self, message: m.Error, now: float) -> None:
         """An Error ends the request that it is about: no other answer will come."""
-        error, number = refused(message), message.request or 0
+        error, number = refused(message, self.name), message.request or 0
         request = self._pending.get(number)
         if request is None:
             return

@@ -11,7 +11,7 @@ from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
     "Arrived", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven", "Ready",
-    "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "TransferRequested",
+    "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "TransferRequested", "Unwanted",
 ]  # fmt: skip
 
 
@@ -73,6 +73,13 @@ class Released(Event):
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...]
     """Source ranks with a route; a rank without one frees the request when these have (KVP-TRN-DUMMY)."""
+
+
+@attrs.frozen
+class Unwanted(Event):
+    """Source: every transfer that asked for this unfinished request was aborted or has lost its session."""
+
+    key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen

@@ -30,13 +30,14 @@ class SinkSession(Session):
 
     def __init__(
         self, host: Endpoint, conn: Hashable, columns: tuple[m.Columns, ...], offered: tuple[Feature, ...],
-        proving: Collection[int],
+        proving: Collection[int], replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """`proving`: transports by which the death of the writer is proof (KVP-REG-DEATH)."""
+        """`proving`: transports by which the death of the writer is proof; `replica`: who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
         """Where the ranks of the source's replica listen."""
         self.delivery = Delivery(self)
+        self._replica = replica
         self._columns, self._terms, self._proving = columns, Terms(offered), proving
         self._exposed = Registration(())
 
@@ -62,6 +63,7 @@ class SinkSession(Session):
         self.session = message.session
         try:
             check_welcome(self._terms, message)
+            self._check_replica(message)
         except RemoteError as error:
             self.give_up(error)
             return
@@ -73,6 +75,16 @@ class SinkSession(Session):
         self._deliver_by(SinkPull(self) if Feature.PULL in self.features else SinkPush(self))
         self.step("Describe")
         self.request(m.Describe, now, **self.host.stated.fields)
+
+    def _check_replica(self, message: m.Welcome) -> None:
+        """Raise where another engine or replica listens at the address than the one that was to be there."""
+        if self._replica is not None and self._replica != (message.engine, message.replica):
+            mine, yours = (
+                f"{self._replica[0]} replica {self._replica[1]}",
+                f"{message.engine} replica {message.replica}",
+            )
+            advice = f"another engine listens at {self.conn}: correct the address"
+            raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
 
     def _deliver_by(self, delivery: Delivery) -> None:
         self.delivery = delivery

@@ -46,9 +46,11 @@ class SinkEndpoint(Endpoint):
     def __init__(
         self, me: Party, geometry: Geometry, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...],
         features: tuple[Feature, ...], seed: str, staging: Callable[[int], Registration] | None = None,
-        proving: Collection[int] = (),
+        proving: Collection[int] = (), replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         """`seed`: address of any source rank; the others follow from its Welcome and the plan.
+
+        `replica`: the engine and replica that must answer there; None: any.
 
         `staging` gives what is registered with one source rank, where that is not `regions`. `proving`: transports by
         which the end of the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
@@ -56,6 +58,7 @@ class SinkEndpoint(Endpoint):
         super().__init__(me, geometry)
         self._seed, self._columns, self._features, self._proving = seed, columns, features, proving
         self._registration = staging or (lambda rank: Registration(regions))
+        self._replica = replica
         self.plan: Plan | None = None
         self.source: Geometry | None = None
         self.ready = False
@@ -81,7 +84,7 @@ class SinkEndpoint(Endpoint):
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self.sessions:
-            session = SinkSession(self, address, self._columns, self._features, self._proving)
+            session = SinkSession(self, address, self._columns, self._features, self._proving, self._replica)
             self.sessions[address] = session
             session.hello(now)
 
@@ -162,6 +165,11 @@ class SinkEndpoint(Endpoint):
         self._changed.add(number)
         self._after(now)
         return number
+
+    def accepted(self, number: int) -> bool:
+        """Whether every source rank has answered this transfer, or it is over."""
+        want = self._wants.get(number)
+        return want is None or all(part.state != TransferState.ASKED for part in want.parts.values())
 
     def abort(self, number: int, error: KvprotoError, now: float) -> None:
         """Stop a transfer; Lost follows, with what is known of its writes."""

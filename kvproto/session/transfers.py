@@ -345,7 +345,7 @@ class SinkTransfers(Part):
             self._session.answered(attempt.request)
             self._session.move(attempt, "Failed")
             self._session.move(attempt, "DoneAck")
-            self.lose(attempt, refused(message))
+            self.lose(attempt, refused(message, self._session.name))
         self._session.reply(m.DoneAck, message)
 
     def abort(self, attempt: SinkAttempt, now: float, reason: str) -> None:

@@ -1,6 +1,7 @@
 """What a stranger passed by mistake: each call refuses it at once, naming the argument, and the door goes on for all others."""
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from kvproto import (
     Prompt,
     Sink,
     Source,
+    events,
     lay_out,
     new_ticket,
     read_ticket,
     write_ticket,
 )
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.wire.enums import ErrorCode
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
@@ -72,7 +75,7 @@ MADE: dict[str, tuple[Callable[[str], Any], str]] = {
     "no name": (lambda at: Source(None, filled(), at), "name"),  # type: ignore[arg-type]
     "an address that is none": (lambda at: Source("prefill", filled(), 5), "listen"),  # type: ignore[arg-type]
     "sources in a list": (lambda at: Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
-    "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), "sources['prefill']"),
+    "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), 'sources["prefill"]'),
     "no geometry": (lambda at: Pool([1], {}), "geometry"),  # type: ignore[arg-type]
     "tensors in a list": (lambda at: Pool(GEOMETRY, []), "tensors"),  # type: ignore[arg-type]
     "an adapter that is none": (lambda at: Prompt([1], adapter=None), "Prompt.adapter"),  # type: ignore[arg-type]
@@ -181,3 +184,50 @@ def test_element_types() -> None:
     Pool(half, {"kv": {p: shared(NHD, np.int16) for p in "kv"}}).close()
     right = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.F16)])
     Pool(right, given).close()
+
+
+def test_a_request_that_nobody_wants_any_more(both: Two) -> None:
+    """The source hears of an abort while it computes."""
+    request = both.source.request(both.ticket, PROMPT)
+    found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
+    both.until(lambda: sum(isinstance(e, events.Connected) for e in both.told) == 2)
+    request.computed({"kv": [3]}, 4)
+    found.abort()
+    both.until(lambda: found.pages_free)
+    unwanted = both.until(lambda: [e for e in both.told if isinstance(e, events.Unwanted)])
+    assert unwanted == [events.Unwanted(request)]
+    request.fail("the client is gone")
+    still_works(both)
+
+
+def test_an_error_of_the_peer_reads_from_here(both: Two) -> None:
+    both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1]}, tokens=6)
+    found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
+    with pytest.raises(RemoteError) as caught:
+        found.wait(10)
+    for words in ("theirs 6, ours 10", "said by ", "prefill", "finish(tokens=...)"):
+        assert words in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    still_works(both)
+
+
+def test_a_source_that_never_comes_ends_by_the_deadline(tmp_path: Path) -> None:
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address_in(tmp_path)}) as sink:
+        found = sink.fetch(new_ticket("prefill", deadline=0.05), PROMPT, PAGES_OF)
+        with pytest.raises(KvprotoError, match="has not answered") as caught:
+            found.wait(10)
+        assert caught.value.code == ErrorCode.DEADLINE
+        assert found.pages_free
+
+
+def test_another_engine_at_the_address(tmp_path: Path) -> None:
+    address = address_in(tmp_path)
+    with (
+        Source("somebody else", filled(), address),
+        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink,
+    ):
+        found = sink.fetch(new_ticket("prefill"), PROMPT, PAGES_OF)
+        with pytest.raises(KvprotoError, match="somebody else") as caught:
+            found.wait(10)
+        assert caught.value.code == ErrorCode.WRONG_PEER
+        assert not [e for e in sink.events() if isinstance(e, events.Connected)]
