@@ -77,6 +77,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The catalogue, whether or not a name was used yet."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Names of the catalogue, imported when they are used first: `import kvproto` costs nothing."""
     if name not in _CATALOGUE:

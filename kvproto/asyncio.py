@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -68,6 +69,10 @@ async def wait(handle: Handle[Result]) -> Result:
         if not ended.done():
             ended.set_result(None)
 
-    handle.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
+    def tell(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            loop.call_soon_threadsafe(end)
+
+    handle.add_done_callback(tell)
     await ended
     return handle.wait(0)

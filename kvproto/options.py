@@ -35,12 +35,18 @@ class Options:
 
     transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)
     """Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the pool's memory."""
-    verify: bool | Literal["pages"] = True
+    verify: bool | Literal["pages"] = attrs.field(default=True)
     """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY).
 
     "pages" finds faults: where a checksum differs, the error names the first layer and page that do, if the peer says
     "pages" too. It costs both sides a pass over their memory for each page.
     """
+
+    @verify.validator
+    def _check_verify(self, field: attrs.Attribute[Any], value: Any) -> None:
+        if not (isinstance(value, bool) or value == "pages"):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.verify", 'True, False or "pages"', repr(value))
+
     measured: Sequence[Measured] = ()
     """What `kvproto probe` measured here; transports that are named choose by it how to move runs of each length."""
     pull: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, check_type
 from kvproto.planning import geometry as g
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
@@ -281,6 +281,15 @@ def lay_out(
 
     `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's.
     """
+    for i, spec in enumerate(specs):
+        check_type(
+            f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack"
+        )
+    names = [spec.group.name for spec in specs]
+    if again := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise _bad("specs", "names that differ", f"{again[0]!r} twice")
+    if parallel is not None:
+        check_type("parallel", parallel, Parallel, "a kvproto.Parallel")
     sizes = parallel or Parallel()
     sizes.check()
     dealt = sizes.cp if sizes.cp > 1 else sizes.dcp

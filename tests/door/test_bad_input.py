@@ -107,13 +107,18 @@ def test_layouts() -> None:
     cache = Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4)
     refused(lambda: lay_out([cache], Parallel(tp=4, dcp=3)), ErrorCode.OUT_OF_RANGE, "dcp", "3")
     refused(lambda: lay_out([cache], Parallel(tp=0)), ErrorCode.OUT_OF_RANGE, "tp", "0")
-    refused(lambda: Pool.allocate(lay_out([cache, Cache.mla("kv", 1, latent=4, rope=4, page=4, model=1)]), 3),
-            ErrorCode.BAD_COLUMNS, "geometry.groups", "['kv', 'kv']")  # fmt: skip
+    twice = [cache, Cache.mla("kv", 1, latent=4, rope=4, page=4, model=1)]
+    refused(lambda: lay_out(twice), ErrorCode.OUT_OF_RANGE, "specs", "'kv' twice")
+    wrong: Any = [cache, (cache, cache)]
+    refused(lambda: lay_out(wrong), ErrorCode.OUT_OF_RANGE, "specs[1]", "Cache", "tuple")
+    wrong = {"tp": 2}
+    refused(lambda: lay_out([cache], wrong), ErrorCode.OUT_OF_RANGE, "parallel", "Parallel", "dict")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("verify", "page"),
         ("part_bytes", 0),
         ("lease", 0),
         ("quarantine", 1.5),
