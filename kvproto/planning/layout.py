@@ -282,9 +282,7 @@ def lay_out(
     `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's.
     """
     for i, spec in enumerate(specs):
-        check_type(
-            f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack"
-        )
+        check_type(f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack")
     names = [spec.group.name for spec in specs]
     if again := [name for i, name in enumerate(names) if name in names[:i]]:
         raise _bad("specs", "names that differ", f"{again[0]!r} twice")
