@@ -67,7 +67,7 @@ def _check_loopback(rest: str, insecure: bool) -> None:
         loopback = False
     if not (insecure and loopback):
         advice = "KV addresses would travel in the clear"
-        raise _bad("ipc, or loopback TCP with Options(insecure=True)", f"tcp://{rest}", advice)
+        raise _bad("ipc, or loopback TCP with Options(insecure=True), --insecure", f"tcp://{rest}", advice)
     if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise _bad("a port, 0 to 65535 or *", f"tcp://{rest}", "give a number")
 
