@@ -17,7 +17,7 @@ from kvproto.node.driver import Driver, Node
 from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
-from kvproto.prompt import Prompt, Ticket
+from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.session import Party, new_incarnation
 from kvproto.transport import load
 from kvproto.transport.base import Transport
@@ -31,17 +31,11 @@ _KEPT = 4096
 """Events kept for `events`, the latest."""
 
 
-_LONGEST_NAME = 128
-"""Bytes in UTF-8, as the registry says of Hello.engine."""
-
-
 def party_of(name: str, pool: Pool) -> Party:
     """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
     check_type("name", name, str, "the engine's name, a str")
     check_type("pool", pool, Pool, "a kvproto.Pool")
-    length = len(name.encode())
-    if not 1 <= length <= _LONGEST_NAME:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "name", f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
+    check_name("name", name)
     return Party(name, pool.geometry.replica, pool.rank, new_incarnation(time.time(), secrets.randbits(20)))
 
 

@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError, check_type, check_whole, type_name
-from kvproto.wire import encode_struct, from_json, to_json
+from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Content, Ticket
 
-__all__ = ["Prompt", "Ticket", "new_ticket", "read_ticket", "write_ticket"]
+__all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
 
 _MOST = 0xFFFF_FFFF
-_LONGEST_NAME = 128
+_LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
+"""Bytes of an engine's name, as the registry has it."""
 
 
 @attrs.frozen(init=False, eq=False)
@@ -86,14 +87,20 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
     LocalError(OUT_OF_RANGE).
     """
     check_type("engine", engine, str, "the source engine's name, a str")
-    if not 1 <= len(engine.encode()) <= _LONGEST_NAME:
-        raise _bad("engine", f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{len(engine.encode())} bytes")
+    check_name("engine", engine)
     check_type("deadline", deadline, (int, float), "seconds")
     replica = check_whole("replica", replica, 0, _MOST)
     if not 0 < deadline <= _MOST / 1000:
         raise _bad("deadline", f"seconds, above 0 and up to {_MOST // 1000}", str(deadline))
     milliseconds = max(int(deadline * 1000), 1)
     return Ticket(key=secrets.token_bytes(16), engine=engine, replica=replica, deadline=milliseconds)
+
+
+def check_name(argument: str, name: str) -> None:
+    """Raise LocalError(OUT_OF_RANGE) where an engine's name is empty or longer than the wire takes it."""
+    length = len(name.encode())
+    if length < 1 or (_LONGEST_NAME is not None and length > _LONGEST_NAME):
+        raise _bad(argument, f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
 
 
 def write_ticket(ticket: Ticket) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which transport reaches a peer's memory, and what is said where none does."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -15,14 +15,6 @@ from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as Code
 from kvproto.wire.messages import Handle, Region
 from tests.node.stages import Stage, able
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage()
-    yield made
-    made.source.close()
-    made.sink.close()
 
 
 class Named(ShmTransport):

@@ -1,6 +1,5 @@
 """Which rows go now: decisions over an attempt and a request, without a copy."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.node.nodes import finished
 from tests.node.stages import HERE, LAYER, TOKENS, Stage, able, computed
 
 DRAFT = 2 * 2 * 16 * TOKENS
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage()
-    yield made
-    made.source.close()
-    made.sink.close()
 
 
 def attempt(stage: Stage, first: int = 0, **capabilities: Any) -> Attempt:
