@@ -26,6 +26,7 @@ __all__ = [
     "ProtocolError",
     "Refused",
     "Sent",
+    "Undelivered",
     "Unwanted",
 ]
 
@@ -107,6 +108,17 @@ class Freed:
 
 
 @attrs.frozen
+class Undelivered:
+    """A request is over as Freed says, but some sink ranks have not acknowledged it: they refused it, or are gone."""
+
+    request: Request
+    routed: tuple[int, ...]
+    """As in Freed."""
+    lost: Mapping[int, KvprotoError]
+    """By sink rank: why it may not have the request."""
+
+
+@attrs.frozen
 class Expired:
     """The deadline of a request's ticket has passed: its pages may be used again."""
 
@@ -151,6 +163,8 @@ class ProtocolError:
     error: KvprotoError
 
 
+Over = Freed | Undelivered | Expired
+"""How a request ends at a Source; its pages may be used again."""
 Event = (
-    Arrived | Lost | PagesFree | Sent | Unwanted | Freed | Expired | Connected | Disconnected | Refused | ProtocolError
+    Arrived | Lost | PagesFree | Sent | Unwanted | Over | Connected | Disconnected | Refused | ProtocolError
 )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from kvproto.copying.grants import items_needed
 from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
-from kvproto.events import Event, Expired, Freed, Sent, Unwanted
+from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import Listener
 from kvproto.node.pages import IntArray, PageTables, tables_of
 from kvproto.node.request import Computed, Finished
@@ -31,10 +31,10 @@ _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
 
-class Request(Handle[Freed | Expired]):
+class Request(Handle[Over]):
     """One request at a source, from its ticket until its pages are free.
 
-    Its result is Freed, or Expired where the ticket's deadline passed first.
+    Its result is Freed, Undelivered where a sink rank may not have it, or Expired where the deadline passed first.
     """
 
     def __init__(self, source: Source, ticket: Ticket, prompt: Prompt) -> None:
@@ -240,7 +240,11 @@ class Source(Door):
                 return Unwanted(self._requests[event.key])
             case RequestOver():
                 request = self._requests.pop(event.key)
-                told = Expired(request) if event.routed is None else Freed(request, event.routed)
+                told: Over = Freed(request, event.routed or ())
+                if event.routed is None:
+                    told = Expired(request)
+                elif event.lost:
+                    told = Undelivered(request, event.routed, event.lost)
                 request._end(told)
                 return told
         return shared_event(event)

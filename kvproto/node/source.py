@@ -170,7 +170,7 @@ class SourceNode:
             case Expired():
                 self._over.setdefault(event.key, RequestOver(event.key, None))
             case Released():
-                self._over.setdefault(event.key, RequestOver(event.key, event.routed))
+                self._over.setdefault(event.key, RequestOver(event.key, event.routed, event.lost))
             case Fetched():
                 return self._fetched(event)
             case _:
@@ -185,7 +185,8 @@ class SourceNode:
 
     def _unmap(self) -> None:
         """Let go of the memory of sessions that are over, once no copy uses it."""
-        gone = [n for n in self._peers if n not in self.endpoint.sessions]
+        sessions = self.endpoint.sessions
+        gone = [n for n in self._peers if n not in sessions or not sessions[n].open]
         if gone:
             used = {number for number, _, _ in self._attempts}
             for number in gone:

@@ -36,6 +36,8 @@ class RequestOver:
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...] | None
     """Source ranks with a route; None: the ticket's deadline has passed."""
+    lost: Mapping[int, KvprotoError] = {}
+    """Sink ranks that have not said that they have the request, and why."""
 
 
 @attrs.frozen

@@ -198,11 +198,13 @@ class Claims(Endpoint):
                 self._events.append(Unwanted(claim.key))
             if not claim.finished or claim.waiting:
                 continue
-            users = claim.users.values()
-            plan = next(iter(users)).session.described.plan
-            if {s.peer.rank for s, _, _ in users}.issuperset(plan.served(self.me.rank)):
+            users = sorted(claim.users.values(), key=lambda user: user.attempt.lost is None)
+            plan = users[0].session.described.plan
+            said = {user.session.peer.rank: user.attempt.lost for user in users}  # a rank may have come again
+            if said.keys() >= set(plan.served(self.me.rank)):
                 self._release(claim, now)
-                self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes}))))
+                lost = {rank: error for rank, error in said.items() if error is not None}
+                self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes})), lost))
 
     def _expire(self, claim: _Claim, now: float) -> None:
         """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""

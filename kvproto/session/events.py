@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from kvproto.errors import KvprotoError
@@ -73,6 +75,8 @@ class Released(Event):
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...]
     """Source ranks with a route; a rank without one frees the request when these have (KVP-TRN-DUMMY)."""
+    lost: Mapping[int, KvprotoError]
+    """Sink ranks that were to have it and have not said that they do, and why."""
 
 
 @attrs.frozen

@@ -46,6 +46,8 @@ class SourceAttempt(Attempt):
     loan: Loan | None = None
     fetched: bool = False
     """Whether the sink has read what it was offered."""
+    lost: KvprotoError | None = None
+    """Why the sink may not have it, although it has not aborted it."""
 
     @property
     def over(self) -> bool:
@@ -162,7 +164,7 @@ class SourceTransfers(Part):
 
     def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float) -> None:
         """End an attempt without its bytes; this proves nothing about its writes."""
-        asked = attempt.state == TransferState.ASKED
+        asked, attempt.lost = attempt.state == TransferState.ASKED, error
         self._session.move(attempt, "Failed")
         if asked and attempt.transfer is not None:
             attempt.refused = error
@@ -175,7 +177,7 @@ class SourceTransfers(Part):
 
     def refused(self, attempt: SourceAttempt, error: RemoteError) -> None:
         """The sink answered Done or Offer by Error: nothing is sent again, and the sink reads nothing."""
-        attempt.loan = None
+        attempt.loan, attempt.lost = None, error
         if attempt.state in (TransferState.DONE, TransferState.OFFERED):
             self._session.move(attempt, "Error")
         self._session.tell(ProtocolError(self._session.name, error))
@@ -234,6 +236,13 @@ class SourceTransfers(Part):
         attempt.copying = False
         self._end(attempt)
         self._session.host.ended(self._session, attempt)
+
+    def closed(self) -> None:
+        """What the sink has not acknowledged may not have reached it."""
+        mine, yours = "a session that ended before the acknowledgement", f"{self._session.name} is gone"
+        for attempt in self._session.attempts.values():
+            if attempt.state != TransferState.ENDED and not attempt.aborted:
+                attempt.lost = attempt.lost or RemoteError(ErrorCode.PEER_LOST, "", mine, yours, "make a new ticket")
 
     hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 

@@ -258,7 +258,8 @@ def test_a_bad_done_is_answered_by_error_and_costs_its_transfer_alone(case: str)
     assert not world.events("d0", "Arrived")
     world.pass_time(3 * RESEND)
     assert len(world.of(Done)) == 1  # nothing is sent again
-    assert len(world.events("s0", "Released")) == 1
+    (over,) = world.events("s0", "Released")
+    assert over.lost[0].code == code
     source.to_send = honest  # type: ignore[method-assign]
     world.serves()
 

@@ -11,7 +11,7 @@ import torch
 
 from kvproto import Prompt, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
-from kvproto.events import Event, Expired, Freed, Refused, Sent
+from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
 from ..engine.description import FIRST
 from ..engine.launch import launch
@@ -64,7 +64,7 @@ class PrefillRank(EngineRank):
             case Sent(request) if request in self._ids:
                 return [{"op": "sent", "id": self._ids[request], "sink": event.sink, "seconds": event.seconds,
                          "left": event.left, "bytes": dict(event.bytes)}]  # fmt: skip
-            case Freed(request) if request in self._ids:
+            case Freed(request) | Undelivered(request) if request in self._ids:
                 return [{"op": "over", "id": self._ids[request], "needed": list(event.routed), "expired": False}]
             case Expired(request) if request in self._ids:
                 needed = list(range(self.tp.size))
