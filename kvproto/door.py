@@ -109,7 +109,7 @@ class Handle(Generic[Result]):
             if not self.done:
                 self._callbacks.append(call)
                 return
-        self._door._driver.later(lambda: call(self))
+        self._door._driver.later(lambda: call(self), wake=True)
 
     def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
         """Run work on the node, unless the request is over by then, as it may be at any time.

@@ -1,5 +1,6 @@
 """What the inner loop leaves out, and which tests run on one worker."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if file in ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group(ONE_WORKER[file]))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage, which some tests ask for, need not look at torch again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,12 +113,14 @@ class Driver:
         self._inbox.append((work, failed))
         self._ring()
 
-    def later(self, call: Callable[[], object]) -> None:
-        """Run a callback of the engine, outside the lock."""
+    def later(self, call: Callable[[], object], wake: bool = False) -> None:
+        """Run a callback of the engine, outside the lock; `wake`: no turn is under way that would run it."""
         if self._elsewhere is not None:
             self._elsewhere(call)
-        else:
-            self._later.append(call)
+            return
+        self._later.append(call)
+        if wake:
+            self._call_back() if self._closed else self._ring()
 
     def step(self, timeout: float = 0.0) -> None:
         """One turn, after waiting up to `timeout` seconds for something to do; for whoever has no I/O thread."""

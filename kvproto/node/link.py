@@ -136,9 +136,10 @@ class SourceLink:
             self._check_deadlines()
         more = True
         while more:
-            for event in self.endpoint.take_events():
+            events = self.endpoint.take_events()
+            for event in events:
                 told += self._hear(event)
-            more = self._puller.advance()
+            more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
             self.fail(self.endpoint.refused or _gone(self.seed))

@@ -62,10 +62,10 @@ class Puller:
         try:
             peer = map_peer(event, self._transports, self._pair(rank, event), self._pool.memories, writes=False)
         except KvprotoError as error:
-            self._endpoint.refuse_register(event.session, error)
+            self._endpoint.refuse_register(event.session, error, time.monotonic())
             return
         self._peers[rank] = peer
-        self._endpoint.accept_register(event.session, peer.transport.capabilities.code)
+        self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
 
     def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
         """Read this as soon as may be; windows by this side's group id."""

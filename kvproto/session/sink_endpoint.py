@@ -187,13 +187,15 @@ class SinkEndpoint(Endpoint):
             if pending and self._ranks[rank].open:
                 self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(want.error))
 
-    def accept_register(self, number: int, transport: Transport) -> None:
+    def accept_register(self, number: int, transport: Transport, now: float) -> None:
         """The memory of a RegisterAsked is mapped."""
         self._numbered(number).part(Holder).accept(transport, None)
+        self._after(now)
 
-    def refuse_register(self, number: int, error: KvprotoError) -> None:
+    def refuse_register(self, number: int, error: KvprotoError, now: float) -> None:
         """The memory of a RegisterAsked cannot be mapped."""
         self._numbered(number).part(Holder).refuse(error)
+        self._after(now)
 
     def _numbered(self, number: int) -> SinkSession:
         return next(s for s in self.sessions.values() if s.session == number)

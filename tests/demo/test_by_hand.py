@@ -4,36 +4,33 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
 from tests.demo.test_demo import TEXT, demo, report
+from tests.processes import Command
 
-Started = Any
-
-
-def engine(role: str, *args: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", f"import sys; from kvproto_reference.commands import {role}; sys.exit({role}())"]
-    return subprocess.Popen([*command, *map(str, args)], stderr=subprocess.PIPE, text=True)
+COMMANDS = {"prefill": prefill, "decode": decode}
+Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start() -> Iterator[Started]:
-    made: list[subprocess.Popen[str]] = []
+def start() -> Iterator[Start]:
+    """Starts an engine by role and options."""
+    made: list[Command] = []
 
-    def begin(role: str, *args: str | Path) -> subprocess.Popen[str]:
-        made.append(engine(role, *args))
+    def begin(role: str, *args: str | Path) -> Command:
+        made.append(Command(COMMANDS[role], args))
         return made[-1]
 
     yield begin
-    for process in made:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate(timeout=20)
+    for command in made:
+        command.process.terminate()
+        command.wait(20)
 
 
 @pytest.fixture
@@ -60,14 +57,14 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("over", ["ipc", "tcp"])
 def test_a_misfit_is_refused_by_name_and_the_next_is_served(
-    start: Started, folder: Path, tmp_path: Path, over: str
+    start: Start, folder: Path, tmp_path: Path, over: str
 ) -> None:
     address = ["--prefill", f"tcp://127.0.0.1:{free_port()}", "--insecure"] if over == "tcp" else []
-    prefill = start("prefill", "--dir", folder, *address)
+    source = start("prefill", "--dir", folder, *address)
     wait_ready(folder, "prefill")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)
-    _, said = misfit.communicate(timeout=60)
-    assert misfit.returncode == 1
+    status, _, said = misfit.wait()
+    assert status == 1
     assert "prefill rank 0 refused decode: IDENTITY_MISMATCH at facts[weights.target]: prefill rank 0 has" in said
     assert ", decode has" in said
     start("decode", "--dir", folder, *address)
@@ -75,19 +72,17 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
     prompts.write_text(TEXT)
     for _ in range(2):
         result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
-        assert result.returncode == 0, result.stderr
+        assert result.status == 0, result.said
         assert report(result)["identical"]
-    prefill.terminate()
-    _, said = prefill.communicate(timeout=20)
-    assert "prefill rank 0 refused decode rank 0: IDENTITY_MISMATCH" in said
+    source.process.terminate()
+    assert "prefill rank 0 refused decode rank 0: IDENTITY_MISMATCH" in source.wait().said
 
 
-def test_address_in_use(start: Started, folder: Path) -> None:
+def test_address_in_use(start: Start, folder: Path) -> None:
     start("prefill", "--dir", folder)
     wait_ready(folder, "prefill")
-    second = start("prefill", "--dir", folder)
-    _, said = second.communicate(timeout=60)
-    assert second.returncode == 1
+    status, _, said = start("prefill", "--dir", folder).wait()
+    assert status == 1
     assert "in use" in said
     assert "Traceback" not in said
 
@@ -103,30 +98,30 @@ def test_address_in_use(start: Started, folder: Path) -> None:
         (["--draft", "/no/such/checkpoint"], "checkpoint folder /no/such/checkpoint does not exist"),
     ],
 )
-def test_bad_options_are_one_sentence(start: Started, folder: Path, args: list[str], says: str) -> None:
-    process = start("prefill", "--dir", folder, *args)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
+def test_bad_options_are_one_sentence(start: Start, folder: Path, args: list[str], says: str) -> None:
+    status, _, said = start("prefill", "--dir", folder, *args).wait()
+    assert status == 1
     assert says in said
     assert "Traceback" not in said
 
 
-def test_directory_that_others_may_enter(start: Started, folder: Path) -> None:
+def test_directory_that_others_may_enter(folder: Path) -> None:
+    """By the command itself, in a process that a shell would start."""
     folder.chmod(0o755)
-    process = start("prefill", "--dir", folder)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, "mode 0700" in said) == (1, True)
+    command = "import sys; from kvproto_reference.commands import prefill; sys.exit(prefill())"
+    done = subprocess.run([sys.executable, "-c", command, "--dir", folder], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "mode 0700" in done.stderr) == (1, True)
 
 
-def test_decode_that_is_killed_costs_prefill_nothing(start: Started, folder: Path, tmp_path: Path) -> None:
+def test_decode_that_is_killed_costs_prefill_nothing(start: Start, folder: Path, tmp_path: Path) -> None:
     start("prefill", "--dir", folder)
     wait_ready(folder, "prefill")
     first = start("decode", "--dir", folder)
     wait_ready(folder, "decode")
-    first.kill()
-    first.communicate(timeout=20)
+    first.process.kill()
+    first.wait()
     start("decode", "--dir", folder)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(TEXT)
     result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
-    assert json.loads(result.stdout)["identical"], result.stderr
+    assert json.loads(result.out)["identical"], result.said

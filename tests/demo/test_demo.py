@@ -1,8 +1,6 @@
 """The main job as a stranger would run it, and what they would get wrong."""
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -24,7 +22,12 @@ from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
+from tests.processes import Command, Ended, imported
 
+imported("kvproto_reference.demo.__main__", "rich.live")
+
+_SESSIONS: set[int] = set()
+"""Of the demos of one test."""
 DEMO = [sys.executable, "-m", "kvproto_reference.demo"]
 FAULTY = str(Path(__file__).with_name("faulty"))
 TEXT = "Alice was beginning to get very tired of sitting by her sister\n\nThe cat said\n\nbut the Rabbit actually took a watch out"
@@ -36,12 +39,20 @@ def nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    _SESSIONS.clear()
     yield
-    left = [p.cmdline() for p in psutil.Process().children(recursive=True)]
-    assert not [line for line in left if "kvproto_reference" in " ".join(line)]
+    assert not [pid for pid in psutil.pids() if session_of(pid) in _SESSIONS]
     assert not [p for p in Path("/dev/shm").iterdir() if "kvproto" in p.name]
     if request_may_leave_nothing(tmp_path):
         assert not list(folder.iterdir())
+
+
+def session_of(pid: int) -> int | None:
+    """Every demo is a session of its own, to which whatever it starts belongs."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def request_may_leave_nothing(tmp_path: Path) -> bool:
@@ -56,34 +67,34 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def demo_process(*args: object) -> subprocess.CompletedProcess[str]:
+def demo_process(*args: object) -> Ended:
     """The demo as a user starts it."""
-    return subprocess.run([*DEMO, *map(str, args)], capture_output=True, text=True, timeout=100, check=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*DEMO, *map(str, args)], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as made:
+        _SESSIONS.add(made.pid)
+        out, said = made.communicate(timeout=100)
+    return Ended(made.returncode, out, said)
 
 
-def demo(*args: object) -> subprocess.CompletedProcess[str]:
-    """The same within this process, which has imported torch already; the engines are processes of their own."""
-    given, out, err = [*map(str, args)], io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(given)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return subprocess.CompletedProcess(given, status, out.getvalue(), err.getvalue())
+def demo(*args: object) -> Ended:
+    """The same in a process that has imported torch already."""
+    command = Command(main, args)
+    _SESSIONS.add(command.pid)
+    return command.wait()
 
 
-def report(result: subprocess.CompletedProcess[str]) -> Any:
-    assert result.stdout, result.stderr
-    return json.loads(result.stdout)
+def report(result: Ended) -> Any:
+    assert result.out, result.said
+    return json.loads(result.out)
 
 
 def test_demo_as_in_the_readme() -> None:
     result = demo_process()
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     for line in ("P0 -> D0", "P1 -> D0", "decode rank 0 awaits 2 (P0, P1)", "24 of 24 equal", "nothing was lost"):
-        assert line in result.stdout
+        assert line in result.out
 
 
 @pytest.mark.parametrize("target", ["mla", "gqa"])
@@ -91,7 +102,7 @@ def test_demo_as_in_the_readme() -> None:
 def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: Path) -> None:
     args = ["--prefill-tp", "1", "--decode-tp", "2", "--target", target, "--draft", draft, "--prompt-file", prompts]
     result = demo(*args, "--json", "--max-new", "24")
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
@@ -118,7 +129,7 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
             assert tuned.mode == Costs(1e-6, 1e9, 0.2)
             tuned.close()
     result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
@@ -132,7 +143,7 @@ def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
     told = []
     for part in ([], ["--part", "1"]):
         result = demo(*args, *part)
-        assert result.returncode == 0, result.stderr
+        assert result.status == 0, result.said
         told.append(report(result))
     at_once, parts = told
     assert parts["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
@@ -147,7 +158,7 @@ def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
 def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     ranks = ["--prefill-tp", prefill, "--decode-tp", decode]
     result = demo("--pull", *ranks, "--prompt-file", prompts, "--json", "--max-new", "24")
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in ("target", "draft")}
@@ -156,7 +167,7 @@ def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
 
 def test_first_token_that_ends_the_text() -> None:
     result = demo("--json", "--target", "gqa", "--prefill-tp", "1", "--max-new", "8")
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     (request,) = [r for r in report(result)["requests"] if r["name"] == "a whole document"]
     assert request["tokens"] == [256]
 
@@ -164,7 +175,7 @@ def test_first_token_that_ends_the_text() -> None:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another package's transports are installed, which flip a bit of what they copy."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FAULTY, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.syspath_prepend(FAULTY)
 
 
 def flipped(group: str, prompts: Path, *args: str) -> tuple[int, Any]:
@@ -180,7 +191,7 @@ def flipped(group: str, prompts: Path, *args: str) -> tuple[int, Any]:
         prompts,
         *args,
     )
-    return result.returncode, report(result)
+    return result.status, report(result)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -215,24 +226,24 @@ def bad_prompts(tmp_path: Path, text: str) -> Path:
 
 def test_empty_prompt_file(tmp_path: Path) -> None:
     result = demo_process("--prompt-file", bad_prompts(tmp_path, "\n\n"))
-    assert result.returncode == 1
-    assert "has no prompt in it" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.status == 1
+    assert "has no prompt in it" in result.said
+    assert "Traceback" not in result.said
 
 
 def test_missing_prompt_file_and_checkpoint(tmp_path: Path) -> None:
     result = demo("--prompt-file", tmp_path / "none.txt")
-    assert (result.returncode, "cannot be read" in result.stderr) == (1, True)
+    assert (result.status, "cannot be read" in result.said) == (1, True)
     result = demo("--target", tmp_path / "none")
-    assert result.returncode == 1
-    assert f"checkpoint folder {tmp_path / 'none'} does not exist" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.status == 1
+    assert f"checkpoint folder {tmp_path / 'none'} does not exist" in result.said
+    assert "Traceback" not in result.said
 
 
 def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -> None:
     path = bad_prompts(tmp_path, "Alice " * 60 + "\n\nAlice was")
     result = demo("--prompt-file", path, "--pages", "8", "--json", "--max-new", "8", "--prefill-tp", "1")
-    assert result.returncode == 1
+    assert result.status == 1
     long, short = report(result)["requests"]
     assert "pages" in long["error"]
     assert short["error"] is None
@@ -243,15 +254,15 @@ def test_ranks_that_do_not_divide_the_heads(prompts: Path) -> None:
     """Four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes."""
     args = ["--prefill-tp", "3", "--decode-tp", "2", "--target", "gqa", "--draft", "gqa", "--prompt-file", prompts]
     result = demo(*args, "--json", "--max-new", "24")
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.said
     assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
 
 
 def test_more_ranks_than_heads() -> None:
     result = demo_process("--prefill-tp", "5", "--decode-tp", "1")
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert "error:" in result.stderr
+    assert result.status == 1
+    assert "Traceback" not in result.said
+    assert "error:" in result.said
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

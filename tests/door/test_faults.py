@@ -13,8 +13,11 @@ import pytest
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
 from kvproto.wire.enums import ErrorCode
+from tests.processes import FORKED, imported
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+
+imported(__name__)
 
 WAYS = [pytest.param(Options(), id="thread"), pytest.param(STEPPED, id="step")]
 
@@ -113,7 +116,7 @@ def prefill(conn: Connection, address: str) -> None:
 
 def spawned(target: Callable[..., None], *arguments: object) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *arguments), daemon=True)
+    process = FORKED.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     return process, ours

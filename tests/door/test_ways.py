@@ -138,6 +138,21 @@ def test_callbacks_of_a_thread_come_outside_its_lock(tmp_path: Path) -> None:
         assert chained[0].wait(0).bytes == {0: 320}
 
 
+@pytest.mark.parametrize("open_still", [True, False])
+def test_a_callback_of_what_is_over_comes_at_once(tmp_path: Path, open_still: bool) -> None:
+    """Not when the thread wakes for something else: that may be ten seconds later, and never once it has ended."""
+    ended = threading.Event()
+    with two(tmp_path) as both:
+        both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        found.wait(10)
+        if open_still:
+            found.add_done_callback(lambda _: ended.set())
+            assert ended.wait(5)
+    found.add_done_callback(lambda _: ended.set())
+    assert ended.wait(0)
+
+
 def test_many_sources_to_one_sink(tmp_path: Path) -> None:
     names = ["red", "blue", "green"]
     sources = [Source(name, filled(), address_in(tmp_path, name)) for name in names]

@@ -28,6 +28,7 @@ from kvproto.node.pages import grants_of
 from kvproto.session.events import Planned
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from tests.pools import contents
+from tests.processes import FORKED
 
 PREFILL = "p", 0
 """The source replica of most tests."""
@@ -164,7 +165,7 @@ def begin(
 ) -> tuple[BaseProcess, Callable[[str], None]]:
     """A source of its own process that listens, and a wait for what it says; killed with the stack."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(target=source, args=(theirs, *arguments), daemon=True)
+    process = FORKED.Process(target=source, args=(theirs, *arguments), daemon=True)
     process.start()
     stack.callback(ours.close)
     stack.callback(process.join)

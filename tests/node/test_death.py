@@ -30,8 +30,10 @@ from kvproto.wire.messages import Ticket
 from tests.node.nodes import PREFILL, SINK, Nodes, ahead, begin, changed_our_mind, finished, put, serve
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.pools import allocate, column, contents
+from tests.processes import imported
 from tests.session.driver import geometry, ticket
 
+imported(__name__)
 PAGES = [4, 5, 6]
 
 

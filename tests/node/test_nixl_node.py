@@ -46,8 +46,10 @@ from tests.node.nodes import (
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over
 from tests.node.test_parts import LAYERS, Prefill, compute_some, hand_over_at_random
 from tests.pools import allocate
+from tests.processes import imported
 from tests.session.driver import geometry, ticket
 
+imported(__name__)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 SLOTS, SLOT = 4, 96
 

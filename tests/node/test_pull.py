@@ -25,8 +25,10 @@ from tests.node.any_two import AnyTwo, small_worlds
 from tests.node.nodes import PREFILL, SINK, SOURCE, Nodes, ahead, begin, finished, put, seen, serve
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.pools import allocate, column
+from tests.processes import imported
 from tests.session.driver import geometry, ticket
 
+imported(__name__)
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
 
 

@@ -104,7 +104,9 @@ def test_replicas_and_engines_write_one_pool(fleet: Fleet) -> None:
     assert fleet.idle()
 
 
-def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(fleet: Fleet) -> None:
+def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it listened before, and its other requests go on meanwhile."""
     fleet.connect(P0, Q0)
     stays = fleet.source(Q0, 2)
@@ -115,8 +117,9 @@ def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(fleet: Fleet) 
         fleet.end(source)
         fleet.until(lambda: fleet.sink.links()[P0].over)
         assert isinstance(fleet.ended(fleet.ask(Q0, stays)), Received)
-    lost = fleet.ended(fleet.ask(P0))  # greets a listener that is no more
-    assert lost.error.code == ErrorCode.PEER_LOST
+    number = fleet.ask(P0)  # greets a listener that is no more
+    ahead(monkeypatch, 31, *SINK)
+    assert fleet.ended(number).error.code == ErrorCode.PEER_LOST
 
 
 def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) -> None:
@@ -196,7 +199,7 @@ def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
 
-def test_a_later_run_of_a_sink_takes_over(fleet: Fleet) -> None:
+def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVP-SES-SUPERSEDE: the earlier one is told, again and again, and the later one is served."""
     slow = SlowMover()
     source = fleet.source(P0, 1, transports=[slow])
@@ -209,7 +212,9 @@ def test_a_later_run_of_a_sink_takes_over(fleet: Fleet) -> None:
     fleet.ready()
     slow.finished = True
     fleet.sinks.remove(later)
-    lost = fleet.ended(number)
+    with monkeypatch.context() as patch:
+        ahead(patch, 11, *SINK)  # the earlier one hears of it when it asks after its source
+        lost = fleet.ended(number)
     assert lost.error.code in (ErrorCode.SUPERSEDED, ErrorCode.PEER_LOST)
     lost = fleet.ended(fleet.ask(P0, source))
     assert lost.error.code == ErrorCode.SUPERSEDED

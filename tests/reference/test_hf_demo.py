@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvproto import DType
 from kvproto_reference import checkpoint
 from kvproto_reference.data import load_text
-from kvproto_reference.demo.__main__ import main, parse, run
+from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse as parse_engine
 from kvproto_reference.demo.options import shared_tokenizer
 from kvproto_reference.engine import KVPool, ModelRunner, Undivided
 from kvproto_reference.engine.description import DRAFT, TARGET, geometry, hand_over
 from kvproto_reference.engine.memory import shareable
 from kvproto_reference.errors import EngineError
+from tests.processes import Command, imported
 from tests.reference.hf_tiny import write
+
+imported("kvproto_reference.demo.__main__")
 
 VOCAB = 320
 BEGIN, END = 0, 1
@@ -58,13 +60,11 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", "qwen3"), ("deepseek-v3", "llama")])
-def test_two_prefill_ranks_to_one_decode_rank(
-    folders: dict[str, Path], target: str, draft: str, prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_prefill_ranks_to_one_decode_rank(folders: dict[str, Path], target: str, draft: str, prompts: Path) -> None:
     args = ["--model", folders[target], "--draft-model", folders[draft], "--json", "--max-new", "16"]
-    status = run(parse([str(arg) for arg in [*args, "--prefill-tp", "2", "--prompt-file", prompts]]), Console())
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert status == 0
+    status, out, said = Command(main, [*args, "--prefill-tp", "2", "--prompt-file", prompts]).wait()
+    assert status == 0, said
+    told: dict[str, Any] = json.loads(out)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     assert {(m["source"], m["group"]) for m in told["matrix"]} == {(s, g) for s in (0, 1) for g in (TARGET, DRAFT)}
     assert [r["prompt_tokens"] for r in told["requests"]][1] < len("The White Rabbit")

@@ -8,13 +8,14 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from kvproto_reference import checkpoint
 from kvproto_reference.engine import KVPool, ModelRunner
 from kvproto_reference.models import SOLO, Decoder, ModelConfig, TensorParallel
+from tests.processes import all_end_well, imported
 from tests.reference.hf_tiny import CASES, TOKENS, write
 
+imported(__name__)
 PAGES = [5, 1, 3, 0, 4]
 WORST = 1e-4
 Made = dict[str, tuple[Path, torch.Tensor]]
@@ -93,7 +94,7 @@ def work(rank: int, made: Made, out: Path) -> None:
 
 def test_tensor_parallel(made: Made, tmp_path: Path) -> None:
     """Six heads on three ranks, which do not divide all widths, and on two."""
-    spawn(work, args=(made, tmp_path), nprocs=3)  # type: ignore[no-untyped-call]
+    all_end_well(work, *((rank, made, tmp_path) for rank in range(3)))
     full = {name: numel(checkpoint.load(folder)) for name, (folder, _) in made.items()}
     found = [one for rank in range(3) for one in torch.load(tmp_path / f"{rank}.pt")]
     assert len(found) == 5 * len(made)

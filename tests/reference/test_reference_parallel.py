@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from kvproto_reference import checkpoint
 from kvproto_reference.engine import KVPool, ModelRunner, PageAllocator, SpeculativeDecoder, prefill
 from kvproto_reference.engine import Sequence as Request
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import SOLO, Decoder, ModelConfig, TensorParallel, kv_head_range
+from tests.processes import all_end_well, imported
 
+imported(__name__)
 PROMPT = [(5 * i * i + i) % 257 for i in range(21)]
 CASES = (("target-gqa", "draft-mla"), ("target-mla", "draft-gqa"))
 
@@ -47,7 +48,7 @@ def work(rank: int, size: int, folders: dict[str, Path], out: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_match_one_rank(folders: dict[str, Path], tmp_path: Path, size: int) -> None:
-    spawn(work, args=(size, folders, tmp_path), nprocs=size)  # type: ignore[no-untyped-call]
+    all_end_well(work, *((rank, size, folders, tmp_path) for rank in range(size)))
     for target_name, draft_name in CASES:
         target = runner(folders[target_name], SOLO)
         logits = target.run(PROMPT, 0, [5, 1, 3])

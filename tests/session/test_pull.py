@@ -53,7 +53,7 @@ class PullWorld(World):
         for name, sink in self.sinks.items():
             for event in self.events(name, "RegisterAsked"):
                 self.told[name].remove(event)
-                sink.accept_register(event.session, Transport.SHM)
+                sink.accept_register(event.session, Transport.SHM, self.now)
                 super().run()
 
     def serve(self, address: str = "s0", **changes: Any) -> None:
@@ -182,11 +182,22 @@ def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     assert not world.sinks["d0"].ready
 
 
+def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
+    """Not with the next frame: none need come."""
+    world = PullWorld(geometry(1))
+    sink = world.sink("d0", geometry(1))
+    World.run(world)
+    (asked,) = world.events("d0", "RegisterAsked")
+    assert not sink.ready
+    sink.accept_register(asked.session, Transport.SHM, world.now)
+    assert sink.ready
+
+
 def test_memory_that_cannot_be_mapped() -> None:
     world = PullWorld(geometry(1))
     sink = world.sink("d0", geometry(1))
     error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles", "", "")
-    sink.accept_register = lambda number, transport: sink.refuse_register(number, error)  # type: ignore[method-assign]
+    sink.accept_register = lambda number, _, now: sink.refuse_register(number, error, now)  # type: ignore[method-assign]
     world.run()
     assert world.events("s0", "SessionRefused")[0].error.code == ErrorCode.TRANSPORT_FAILED
     assert not sink.ready

@@ -42,8 +42,10 @@ from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 from kvproto.wire.messages import Handle, Region
 from tests.plan import oracle
 from tests.plan.test_program import hold
+from tests.processes import FORKED, imported
 from tests.transport.test_packed import two_engines
 
+imported("nixl._bindings", __name__)  # a second and a half for each process
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 LONG = 60.0
 """Seconds that nothing here takes, however slow the machine: a wait that ends by it fails the test."""
@@ -96,10 +98,8 @@ def staged_sink(conn: Connection, transports: str, seed: int) -> None:
 
 @contextmanager
 def started(target: Any, *args: Any) -> Iterator[tuple[BaseProcess, Connection, Region]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nixl._bindings", __name__])  # a second and a half for each process
     ours, theirs = multiprocessing.Pipe()
-    process = context.Process(target=target, args=(theirs, os.environ.get("UCX_TLS", "all"), *args), daemon=True)
+    process = FORKED.Process(target=target, args=(theirs, os.environ.get("UCX_TLS", "all"), *args), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +18,9 @@ from kvproto.transport.process import boot_id
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
+from tests.processes import FORKED, imported
+
+imported(__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def _write(region: Region) -> None:
 
 def test_another_process_writes() -> None:
     memory = SharedMemory(4096)
-    process = multiprocessing.get_context("spawn").Process(target=_write, args=(memory.region,))
+    process = FORKED.Process(target=_write, args=(memory.region,))
     process.start()
     process.join()
     assert process.exitcode == 0

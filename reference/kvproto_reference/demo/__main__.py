@@ -24,10 +24,11 @@ from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
+from . import decode, prefill
 from .options import POOLS, TRANSPORT_HELP, add_models, checkpoint_folder, numbers, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
-from .router import LOAD, START, Engines, Request, Router, engine_command
+from .router import LOAD, START, Engines, Request, Router
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +96,7 @@ def run(options: DemoOptions, console: Console) -> int:
     )
     with contextlib.ExitStack() as stack:
         folder = options.attach or stack.enter_context(_folder())
-        engines = stack.enter_context(Engines())
+        engines = stack.enter_context(Engines(fork=options.transport != "cuda"))
         if options.attach is None:
             _start(engines, options, folder)
         router = Router(folder, "prefill", engines)
@@ -140,8 +141,8 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
-    engines.start("prefill", engine_command("prefill", [*shared, *here, "--tp", str(options.prefill_tp)]))
-    engines.start("decode", engine_command("decode", [*shared, *there, "--tp", str(options.decode_tp)]))
+    engines.start("prefill", prefill.main, [*shared, *here, "--tp", str(options.prefill_tp)])
+    engines.start("decode", decode.main, [*shared, *there, "--tp", str(options.decode_tp)])
 
 
 def _devices(options: DemoOptions) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """A small router: makes tickets, hands each prompt to both engines, and collects what they say."""
 
+import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,11 +17,13 @@ import zmq
 
 from kvproto import new_ticket, write_ticket
 
-from ..engine.launch import die_with_parent
+from ..engine.launch import end_with
 from ..errors import EngineError
 from .control import Line
 from .prompts import Prompt
 
+Main = Callable[[list[str]], int]
+"""Entry point of an engine: takes its options, returns the exit status."""
 DEADLINE = 60.0
 """Seconds that a ticket is good for."""
 START = 60.0
@@ -50,18 +54,22 @@ class Request:
 class Engines:
     """The engine processes that the demo itself started."""
 
-    def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, fork: bool = True) -> None:
+        """Forked engines have torch at once; `fork` is not for a process that has asked CUDA for its GPUs."""
+        self._context = ForkContext() if fork else SpawnContext()
+        self._processes: dict[str, BaseProcess] = {}
 
-    def start(self, name: str, command: list[str]) -> None:
-        """Start one; it shares our stderr."""
-        self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    def start(self, name: str, main: Main, options: list[str]) -> None:
+        """Start one by its entry point; it shares our stderr."""
+        process = self._context.Process(target=_engine, args=(main, options, os.getpid()))
+        process.start()
+        self._processes[name] = process
 
     def check(self) -> None:
         """Raise EngineError if one has ended."""
         for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise EngineError(f"the {name} engine ended with exit status {process.returncode}")
+            if process.exitcode is not None:
+                raise EngineError(f"the {name} engine ended with exit status {process.exitcode}")
 
     def __enter__(self) -> "Engines":
         return self
@@ -70,19 +78,19 @@ class Engines:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes.values():
-            if process.poll() is None and kind is not None:
-                process.send_signal(signal.SIGTERM)
+            if kind is not None:
+                process.terminate()
         for process in self._processes.values():
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.join(5)
+            process.kill()
+            process.join()
 
 
-def engine_command(module: str, options: list[str]) -> list[str]:
-    """The command that starts an engine."""
-    return [sys.executable, "-m", f"kvproto_reference.demo.{module}", *options]
+def _engine(main: Main, options: list[str], parent: int) -> None:
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+    end_with(parent)
+    sys.exit(main(options))
 
 
 class Router:

@@ -27,7 +27,7 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
     """Run `run(options, tp)` on every rank; the exit status of rank 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     meeting = folder / f"gloo-{secrets.token_hex(8)}"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once
     others = [
         context.Process(target=_child, args=(run, options, r, size, meeting, os.getpid()), daemon=True)
         for r in range(1, size)
@@ -47,15 +47,15 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
         meeting.unlink(missing_ok=True)
 
 
-def die_with_parent() -> None:
+def end_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, parent: int) -> None:
-    die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(_rank(run, options, rank, size, meeting))
 
