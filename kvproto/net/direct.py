@@ -1,4 +1,4 @@
-"""libzmq's send and receive, called without letting go of the interpreter.
+"""libzmq's send, receive and look, called without letting go of the interpreter.
 
 pyzmq releases the interpreter's lock around each send and receive. Beside a thread that computes in Python each release
 costs up to 5 ms (`sys.getswitchinterval`), although a call that never waits takes a microsecond. Through ctypes.PyDLL
@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-__all__ = ["receive", "send"]
+__all__ = ["readable", "receive", "send"]
 
 
 class _Message(ctypes.Structure):
@@ -35,6 +35,7 @@ def _library() -> Any:
             ("zmq_msg_size", ctypes.c_size_t, (pointer,)),
             ("zmq_msg_more", number, (pointer,)),
             ("zmq_msg_close", number, (pointer,)),
+            ("zmq_getsockopt", number, (pointer, number, pointer, pointer)),
         ):
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
@@ -45,7 +46,7 @@ def _library() -> Any:
 
 _zmq = _library()
 _MOST_FRAMES = 3
-_NOWAIT, _MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE)
+_NOWAIT, _MORE, _EVENTS, _IN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
@@ -87,3 +88,12 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     finally:
         _zmq.zmq_msg_close(at)
     return frames
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
+    if _zmq is None or socket.closed:
+        return bool(int(socket.getsockopt(zmq.EVENTS)) & _IN)
+    events, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    _zmq.zmq_getsockopt(socket.underlying, _EVENTS, ctypes.addressof(events), ctypes.addressof(size))
+    return bool(events.value & _IN)

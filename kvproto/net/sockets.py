@@ -105,13 +105,15 @@ class Listener:
             ) from e
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._look = False
+        """Whether anything was done since `receive` found no more; else the descriptor tells of all that comes."""
 
     @property
     def pending(self) -> bool:
         """Whether there is something to take of which the descriptor does not tell: left behind by `receive`, or come
         while a frame was sent. Ask before sleeping.
         """
-        return _readable(self._socket)
+        return self._look and direct.readable(self._socket)
 
     def fileno(self) -> int:
         """A descriptor that is readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -125,14 +127,18 @@ class Listener:
         for _ in range(_PER_TURN):
             frames = direct.receive(self._socket)
             if frames is None:
+                self._look = False
                 break
             if len(frames) == 2:
                 found.append((frames[0], frames[1]))
+        else:
+            self._look = True
         return found
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
         """Send; False where the peer is gone or takes nothing."""
         assert isinstance(conn, bytes)
+        self._look = True
         return direct.send(self._socket, [conn, frame])
 
     def close(self) -> None:
@@ -148,12 +154,14 @@ class Dialer:
         self._context = zmq.Context()
         self._sockets: dict[tuple[Any, ...], zmq.Socket[bytes]] = {}
         self._fds: list[int] = []
+        self._look = set[tuple[Any, ...]]()
+        """As `Listener`'s, by key."""
         self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
 
     @property
     def pending(self) -> bool:
         """As `Listener.pending`, of any connection."""
-        return any(_readable(each) for each in self._sockets.values())
+        return any(direct.readable(self._sockets[key]) for key in self._look)
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -166,9 +174,12 @@ class Dialer:
             for _ in range(_PER_TURN):
                 frames = direct.receive(each)
                 if frames is None:
+                    self._look.discard(key)
                     break
                 if len(frames) == 1:
                     found.append((key, frames[0]))
+            else:
+                self._look.add(key)
         return found
 
     def send(self, key: tuple[Any, ...], frame: bytes) -> bool:
@@ -192,12 +203,14 @@ class Dialer:
                 ) from e
             self._sockets[key] = made
             self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]
+        self._look.add(key)
         return direct.send(self._sockets[key], [frame])
 
     def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
         """Close the connections whose keys are not wanted any more."""
         for key in [k for k in self._sockets if not wanted(k)]:
             former = self._sockets.pop(key)
+            self._look.discard(key)
             gone = int(former.getsockopt(zmq.FD))
             self._fds = [fd for fd in self._fds if fd != gone]
             former.close()
@@ -222,9 +235,3 @@ def _alive(address: str) -> bool:
         except OSError:
             return False
         return True
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
-    events = socket.getsockopt(zmq.EVENTS)
-    return isinstance(events, int) and bool(events & zmq.POLLIN)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
+from kvproto.session.limits import RESEND
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Driver", "Node"]
@@ -239,11 +240,12 @@ class Driver:
                     if self._closed:
                         return
                     wait = self._turn()
-                    self._asleep_until = time.monotonic() + (_LONGEST if wait is None else wait)
+                    nap = _NAP if wait is None else min(wait, _NAP)
+                    self._asleep_until = time.monotonic() + nap
                 self._call_back()
                 if self._closed:  # by a callback: there is nothing left to sleep on
                     return
-                self._rest(_LONGEST if wait is None else wait, wait)
+                self._rest(nap, wait)
                 self._asleep_until = 0.0
         except BaseException:
             if self.failure is None:
@@ -285,7 +287,9 @@ class Driver:
 
 
 _LONGEST = 60.0
-"""Seconds of sleep, at most."""
+"""Seconds that `step` sleeps, at most."""
+_NAP = RESEND / 2
+"""Seconds that the I/O thread sleeps, at most: a call that asks for something and so has it resent need not wake it."""
 _TICK = 1e-3
 _RESTLESS = 16
 """Turns without a look at the descriptors, at most."""
