@@ -38,10 +38,11 @@ def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
 def is_done(event: Any) -> bool:
     """Whether the device has reached an event, given by its handle; raises DeviceFault."""
     code = driver.cuEventQuery(event)[0]
-    if code == _R.CUDA_ERROR_NOT_READY:
-        return False
-    call((code,), "copy")
-    return True
+    if code == _R.CUDA_SUCCESS:
+        return True
+    if code != _R.CUDA_ERROR_NOT_READY:
+        call((code,), "copy")
+    return False
 
 
 def current(device: int) -> Device:

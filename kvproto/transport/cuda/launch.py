@@ -186,7 +186,7 @@ def inline_launch(
     """
     if sum(len(m.rows) for w in works for m in w.maps) > tables.FEW_RUNS:
         return None
-    word, number, first, total = 0, 0, 0, 0
+    word, number, first, total, data = 0, 0, 0, 0, image.data
     begins = {}
     at = 0
     for k, work in enumerate(works):
@@ -201,7 +201,7 @@ def inline_launch(
             if number == tables.FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > tables.MOST:
                 return None
             numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
-            tables.CLASS_FIELDS.pack_into(image.data, _HEAD.size + number * tables.CLASS.itemsize, ops, place, *numbers)
+            tables.CLASS_FIELDS.pack_into(data, _HEAD.size + number * tables.CLASS.itemsize, ops, place, *numbers)
             word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
             total += rows.size * word * width * (hi - lo)
     for k, work in enumerate(works):
@@ -210,10 +210,10 @@ def inline_launch(
             if m.numbers is not None:
                 *places, lengths = m.numbers
                 firsts = accumulate(lengths[:-1], initial=0) if n else ()
-                struct.pack_into(f"<{tables.RUN_WORDS * n}I", image.data, place, *firsts, *chain(*places))
+                struct.pack_into(f"<{tables.RUN_WORDS * n}I", data, place, *firsts, *chain(*places))
             else:
                 write_runs(m, image[place : place + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n))
-    _HEAD.pack_into(image.data, 0, number, first)
+    _HEAD.pack_into(data, 0, number, first)
     return InlineLaunch(word or tables.WORDS[0], first, total)
 
 
