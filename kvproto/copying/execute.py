@@ -1,33 +1,67 @@
 """The numpy executor of copy programs, and the checksum of feature VERIFY.
 
-Views are built over the region's own buffer, so numpy refuses whatever would lie outside it.
+Views are built over the region's own buffer, so numpy refuses whatever would lie outside it. Numpy lets go of the
+interpreter in each index by arrays and in each copy of more than 500 elements, and whoever computes in Python then
+keeps it for 5 ms. So a small program is run by slices of memoryviews, which keep it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, IntArray, RowMap
+from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
 
 __all__ = ["checksums", "execute", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
+Side = Literal["source", "sink"]
 
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
-    """Copy everything with numpy, between regions by id; return the number of bytes written."""
+    """Copy everything, between regions by id; return the number of bytes written."""
+    here, there = _spans(program, "source"), _spans(program, "sink")
+    if here is not None and there is not None:
+        for (source, begin, size), (sink, to, _) in zip(here, there, strict=True):
+            sinks[sink][to : to + size] = sources[source][begin : begin + size]
+        return program.bytes
     lengths = [list(_by_length(m)) for m in program.maps]
-    for op in program.ops:
-        rows = program.maps[op["map"]]
-        for length, runs in lengths[op["map"]]:
-            src, dst = (_view(op, side, length, regions) for side, regions in (("source", sources), ("sink", sinks)))
+    for op in program.ops.tolist():
+        rows = program.maps[op[0]]
+        for length, runs in lengths[op[0]]:
+            src, dst = _view(op, "source", length, sources), _view(op, "sink", length, sinks)
             dst[rows.sink_item[runs], rows.sink_row[runs]] = src[rows.source_item[runs], rows.source_row[runs]]
     return program.bytes
+
+
+_MOST_SPANS, _MOST_BYTES = 128, 1 << 20
+"""Of a program that is small. Copying so many bytes takes 100 us, in which nobody else has the interpreter."""
+
+
+def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
+    """Region, offset and bytes of every run of every operation; None unless they are few, short, and of one piece."""
+    found: list[tuple[int, int, int]] = []
+    if program.bytes > _MOST_BYTES:
+        return None
+    for op in program.ops.tolist():
+        region, offset, item_stride, row_stride, lane_stride, items, rows = op[_AT[side]]
+        (lanes, lane_bytes), numbers = op[_LANES], program.maps[op[0]].numbers
+        width = lanes * lane_bytes
+        touching = row_stride == width and (lane_stride == lane_bytes or lanes == 1)
+        if numbers is None or not touching or len(found) > _MOST_SPANS:
+            return None
+        for item, row, count in zip(*numbers[2 * (side == "sink") :][:2], numbers[4], strict=True):
+            if not (0 <= item < items and 0 <= row <= rows - count):
+                raise IndexError(f"item {item}, rows {row} to {row + count} of {items} items of {rows} rows")
+            found.append((region, offset + item * item_stride + row * row_stride, count * width))
+    return found
 
 
 def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
@@ -36,13 +70,10 @@ def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
         yield length, np.flatnonzero(rows.rows == length)
 
 
-def _view(op: Any, side: str, length: int, regions: Regions) -> Bytes:
+def _view(op: tuple[int, ...], side: Side, length: int, regions: Regions) -> Bytes:
     """A view [item, first row, row of the run, lane, byte] of a region."""
-    items, rows, item_stride, row_stride, lane_stride, offset, region = (
-        int(op[f"{side}_{name}"])
-        for name in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
-    )
-    shape = (items, rows - length + 1, length, int(op["lanes"]), int(op["lane_bytes"]))
+    region, offset, item_stride, row_stride, lane_stride, items, rows = op[_AT[side]]
+    shape = (items, rows - length + 1, length, *op[_LANES])
     return np.ndarray(shape, np.uint8, regions[region], offset, (item_stride, row_stride, row_stride, lane_stride, 1))
 
 
@@ -53,22 +84,41 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     always changes it. Groups that move no row have none. Clauses KVP-VERIFY-SOURCE, KVP-VERIFY-SINK.
     """
     found: dict[int, int] = {}
-    weights: dict[tuple[int, int], npt.NDArray[np.uint64]] = {}
+    side: Side = "sink" if sink else "source"
+    spans = _spans(program, side)
+    blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
+    for group, lo, rows, data in blocks:
+        found[group] = found.get(group, 0) + int((_mix(rows) * (data @ _lane_weights(lo, data.shape[1]))).sum())
+    return {group: total & (1 << 64) - 1 for group, total in found.items()}
+
+
+Block = tuple[int, int, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""Sink group, first byte on the lane axis, the row weights' arguments [rows], and the bytes [rows, width]."""
+
+
+def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[Block]:
+    """The bytes of a small program; alike operations make one block."""
+    data = b"".join(regions[region][begin : begin + size] for region, begin, size in spans)
+    wide = bytearray(8 * len(data))  # a cast by numpy would let go of the interpreter
+    wide[::8] = data
+    words, at = np.frombuffer(wide, "<u8"), 0
+    for (map, group, lo, lanes, lane_bytes), some in groupby(program.ops.tolist(), _ALIKE):
+        if program.maps[map].size:
+            rows = program.maps[map].global_rows.astype(np.uint64) + np.array([[op[-1]] for op in some], np.uint64)
+            end = at + rows.size * lanes * lane_bytes
+            yield group, lo, rows.reshape(-1), words[at:end].reshape(rows.size, -1)
+            at = end
+
+
+def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[Block]:
     runs = [list(_global_rows(rows)) for rows in program.maps]
-    for op, seed in zip(program.ops, seeds(program.ops), strict=True):
-        rows = program.maps[op["map"]]
-        if not rows.size:
-            continue
-        lo, width, group = int(op["lo"]), int(op["lanes"] * op["lane_bytes"]), int(op["group"])
-        if (lo, width) not in weights:
-            weights[lo, width] = _mix(np.arange(lo, lo + width, dtype=np.uint64))
-        weight, total = weights[lo, width], found.get(group, 0)
-        for length, some, index in runs[op["map"]]:
-            data = _gather(op, rows, length, some, regions, sink)
-            tall = data.reshape(-1, width).astype(np.uint64)
-            total += int((_mix(index.reshape(-1) + seed) * (tall @ weight)).sum(dtype=np.uint64))
-        found[group] = total & (1 << 64) - 1
-    return found
+    for op in program.ops.tolist():
+        map, group, lo, lanes, lane_bytes = _ALIKE(op)
+        rows = program.maps[map]
+        item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
+        for length, some, index in runs[map]:
+            data = _view(op, side, length, regions)[item[some], row[some]]
+            yield group, lo, index.reshape(-1) + op[-1], data.reshape(-1, lanes * lane_bytes).astype(np.uint64)
 
 
 def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.uint64]]]:
@@ -78,21 +128,34 @@ def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.u
         yield length, runs, rows.global_rows[start[runs, None] + np.arange(length)].astype(np.uint64)
 
 
-def _gather(op: Any, rows: RowMap, length: int, runs: IntArray, regions: Regions, sink: bool) -> Bytes:
-    """The bytes of runs of one length, [runs, length, lane, byte]."""
-    item, row = (rows.sink_item, rows.sink_row) if sink else (rows.source_item, rows.source_row)
-    return _view(op, "sink" if sink else "source", length, regions)[item[runs], row[runs]]
-
-
 def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Seeds [operations] of the row weights, from model, layer and part."""
     model, layer, part = (ops[n].astype(np.uint64) for n in ("model", "layer", "part"))
     return _mix((model << np.uint64(48)) + (layer << np.uint64(16)) + part)
 
 
+@lru_cache(maxsize=16)
+def _lane_weights(lo: int, width: int) -> npt.NDArray[np.uint64]:
+    return _mix(np.arange(lo, lo + width))
+
+
 def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """splitmix64, made odd."""
-    z = x.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    z = x.astype(np.uint64)
+    z += _STEP
+    for shift, factor in _ROUNDS:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> _LAST
+    z |= _ONE
+    return z
+
+
+_STEP, _LAST, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(31), np.uint64(1)
+_ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
+_FIELDS = list(OP.names or ())
+_ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
+"""What operations have in common whose sums are taken at once."""
+_LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
+_AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
+"""Where the fields of each side are in an operation."""

@@ -96,10 +96,14 @@ def _check_items(at: str, group: Group, grant: Grants, need: int, columns: Mappi
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
 
+_FEW = 256
+"""Items up to which Python's own set is the faster."""
+
+
 def _distinct(items: UIntArray, pool: int) -> bool:
     """Whether no item comes twice; items are below `pool`."""
-    if pool > 64 * items.size:
-        return bool(np.unique(items).size == items.size)
+    if items.size <= _FEW or pool > 64 * items.size:
+        return len(set(items.tolist())) == items.size
     seen = np.zeros(pool, bool)
     seen[items] = True
     return bool(np.count_nonzero(seen) == items.size)

@@ -28,13 +28,14 @@ _PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items
 OP = np.dtype(
     [(name, np.int64) for name in ("map", "group", "model", "layer", "part", "lo", "lanes", "lane_bytes")]
     + [(f"{side}_{name}", np.int64) for side in ("source", "sink") for name in _PLACE]
+    + [("seed", np.uint64)]
 )
 """One operation: `lanes` lanes of `lane_bytes` bytes of one layer and part, for every run of a map.
 
 A lane's bytes are at offset + item*item_stride + row*row_stride + lane*lane_stride of the region. `lo` is the first
 byte on the part's lane axis; `group` the sink's. `items` and `rows` are the extents of the pool: where items touch
 (item_stride = rows * row_stride in all layers of the group) a pool is one item of items * rows rows, and runs go on
-across items.
+across items. `seed` is that of the row weights of its checksum.
 """
 
 
@@ -146,6 +147,9 @@ class RowMap:
     @cached_property
     def global_rows(self) -> IntArray:
         """Every global row [rows], run after run."""
+        if self.numbers is not None and len(self.piece_first) == 1:
+            first = int(self.piece_first[0])
+            return np.array(range(first, first + self.size))
         starts = np.cumsum(self.piece_rows) - self.piece_rows
         made: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
         return made
@@ -229,10 +233,9 @@ class CopyProgram:
     def bytes_by_group(self) -> dict[int, int]:
         """Bytes that the program writes, by the sink's group id, without groups of 0 bytes."""
         found: dict[int, int] = {}
-        for group in np.unique(self.ops["group"]).tolist():
-            moved = int(self._op_bytes[self.ops["group"] == group].sum())
+        for group, moved in zip(self.ops["group"].tolist(), self._op_bytes.tolist(), strict=True):
             if moved:
-                found[group] = moved
+                found[group] = found.get(group, 0) + moved
         return found
 
     def runs(self) -> Runs:

@@ -30,24 +30,23 @@ class PagesInUse:
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout, self._lock = layout, threading.Lock()
-        self._taken = {id: np.zeros(columns.items, np.bool_) for id, columns in layout.columns.items()}
+        self._taken = {id: set[int]() for id in layout.columns}
 
     def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
         """Mark the pages of a fetch; raises LocalError(ITEM_ALIAS), and marks none, where one is taken."""
         wanted = _with_items(grants)
         with self._lock:
             for id, items in wanted:
-                hit = self._taken[id][items]
-                if hit.any():
-                    self._refuse(id, int(items[hit.argmax()]), pages)
+                if not self._taken[id].isdisjoint(items):
+                    self._refuse(id, next(page for page in items if page in self._taken[id]), pages)
             for id, items in wanted:
-                self._taken[id][items] = True
+                self._taken[id].update(items)
 
     def free(self, grants: Mapping[int, Grants]) -> None:
         """Nothing writes the pages of this fetch any more."""
         with self._lock:
             for id, items in _with_items(grants):
-                self._taken[id][items] = False
+                self._taken[id].difference_update(items)
 
     def _refuse(self, id: int, page: int, pages: PageTables) -> None:
         name = self._layout.group(id).name
@@ -59,8 +58,8 @@ class PagesInUse:
         )  # fmt: skip
 
 
-def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, npt.NDArray[np.uint32]]]:
-    return [(id, grant.items) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
+def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
+    return [(id, grant.items.tolist()) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
 
 
 def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
@@ -87,8 +86,8 @@ def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict
         path = f'pages["{name}"]'
         table = _table(pages[name], path)
         most = layout.columns[group.id].items
-        wrong = np.flatnonzero((table < 0) | (table >= most))
-        if wrong.size:
+        if table.size and not 0 <= int(table.min()) <= int(table.max()) < most:
+            wrong = np.flatnonzero((table < 0) | (table >= most))
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
                 "name pages of the pool",
@@ -141,7 +140,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
         else 0
     )
     items = table[skip : skip + need]
-    if np.unique(items).size != items.size:
+    if len(set(items.tolist())) != items.size:
         order = np.argsort(items, kind="stable")
         again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(

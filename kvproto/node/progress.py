@@ -13,6 +13,7 @@ what is left then is halved, and halved again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -54,12 +55,23 @@ class SendProgress:
 
     def __init__(self, program: CopyProgram) -> None:
         """`program` is any of the rank pair's."""
-        self._layers = sorted(_layers(program.ops))
-        self._tokens = dict.fromkeys(self._layers, 0)
-        self._early = _layers(program.ops[np.isin(program.ops["map"], list(program.early))])
-        """Layers with rows that may go before prefill is over."""
+        self._program = program
         self.begun = False
         """Whether anything was handed over."""
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return sorted(_layers(self._program.ops))
+
+    @cached_property
+    def _tokens(self) -> dict[Layer, int]:
+        """That were handed over, of each layer."""
+        return dict.fromkeys(self._layers, 0)
+
+    @cached_property
+    def _early(self) -> set[Layer]:
+        """Layers with rows that may go before prefill is over."""
+        return _layers(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
 
     def due(
         self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float

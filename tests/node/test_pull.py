@@ -339,16 +339,11 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
 @pytest.mark.parametrize("pull", [False, True])
 def test_a_sink_that_registers_and_leaves_at_once(pair: Callable[..., Pair], pull: bool) -> None:
     made = pair(1, 1, pull=pull)
-    wire, (source,) = Wire(made), made.sources
-    sink = made.sinks.pop()
-    for _ in range(2000):
-        sink.turn()
-        if wire.of(Register):
-            break
-        source.turn()
-    sink.close("changed our mind")
+    wire = Wire(made)
+    made.until(lambda: wire.of(Register))
+    made.sinks.pop().close("changed our mind")
     made.ends(SessionClosed, 1)
-    assert not source.endpoint.sessions
+    assert not made.sources[0].endpoint.sessions
 
 
 def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -> None:

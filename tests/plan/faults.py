@@ -74,10 +74,10 @@ class Memory:
         return found
 
 
-def hand_over(source: Geometry, sink: Geometry, first: int = 0, count: int = TOKENS) -> int:
-    """Run the whole plan for tokens [first, first + count); every value of every sink is right. Returns the bytes."""
+def hand_over(source: Geometry, sink: Geometry, first: int = 0, count: int = TOKENS, held: int = TOKENS) -> int:
+    """Run the whole plan for tokens [first, first + count) of `held`; every value of every sink is right. Returns the bytes."""
     made = plan(source, sink)
-    here = {r.rank: Memory(source, r.rank, 0, TOKENS, True) for r in source.ranks}
+    here = {r.rank: Memory(source, r.rank, 0, held, True) for r in source.ranks}
     there = {r.rank: Memory(sink, r.rank, first, count, False) for r in sink.ranks}
     moved = 0
     for a, b in sorted({(r.source, r.sink) for r in made.routes}):
@@ -161,6 +161,12 @@ def pages_by_count() -> None:
             hand_over(lay_out([heads(1, here)]), lay_out([heads(1, there)]), first, count)
 
 
+def pages_of_a_long_prompt_by_count() -> None:
+    """The same with more pages than are lowered one by one."""
+    for here, there in ((4, 4), (4, 8), (1, 4)):
+        hand_over(lay_out([heads(1, here)]), lay_out([heads(1, there)]), 16, 280, held=300)
+
+
 def tokens_by_position() -> None:
     """Prefill CP 2, interleave 3, to decode DCP 4, interleave 2, and back."""
     dealt = lay_out([latent()], Parallel(cp=2, interleave=3)), lay_out([latent()], Parallel(tp=4, dcp=4, interleave=2))
@@ -172,7 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         heads_dropped, replicas_written_again, empty_ranks_shadow, draft_shards_lost, v_over_k, layers_by_position,
-        pages_by_count, tokens_by_position,
+        pages_by_count, pages_of_a_long_prompt_by_count, tokens_by_position,
     )
 }  # fmt: skip
 
@@ -201,14 +207,19 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (
-        "pages_by_count", "copying/lowering.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
+        "pages_by_count", "copying/rows.py", "window.items[low : high + 1].tolist()", "window.items[-1 - high + low :].tolist()"),
+    "the first n pages": (
+        "pages_by_count", "copying/rows.py", "base = rows_of(group, window.first, window.count)[0] // group.rows",
+        "base = lo // group.rows"),
+    "the last n pages of many": (
+        "pages_of_a_long_prompt_by_count", "copying/rows.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
         "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base\n"
         "    low, high, base = items.size - 1 - high + low, items.size - 1, base - (items.size - 1 - high)"),
-    "the first n pages": (
-        "pages_by_count", "copying/lowering.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
+    "the first n pages of many": (
+        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "copying/lowering.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
+        "tokens_by_position", "copying/rows.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
 }  # fmt: skip
 
 if __name__ == "__main__":

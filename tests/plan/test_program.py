@@ -38,8 +38,8 @@ from tests.plan.worlds import caches, layout, regions, side
 
 
 @settings(max_examples=130, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**48))
-def test_every_byte_against_brute_force(seed: int) -> None:
+@given(seed=st.integers(0, 2**48))
+def test_every_byte_against_brute_force(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     cached = caches(rng)
     source, sink = (
@@ -71,19 +71,36 @@ def test_every_byte_against_brute_force(seed: int) -> None:
         written = 0
         for number in made.required(rank.rank):
             there = {i: memoryview(p) for i, p in pools[number].items()}
-            program = lower(
+            pair = Pair(
                 made.between(number, rank.rank), RankLayout(source, number, have[number].columns),
-                RankLayout(sink, rank.rank, held.columns), have[number].windows, held.windows,
+                RankLayout(sink, rank.rank, held.columns),
             )  # fmt: skip
+            program = pair.lower(have[number].windows, held.windows)
+            with monkeypatch.context() as m:
+                m.setattr("kvproto.copying.rows._FEW", 0)
+                assert _same(program, pair.lower(have[number].windows, held.windows))
             assert execute(program, there, here) == program.bytes == sum(program.bytes_by_group().values())
             written += program.bytes
             sent = checksums(program, there, sink=False)
             assert sent == checksums(program, here, sink=True)
+            with monkeypatch.context() as m:
+                m.setattr("kvproto.copying.execute._MOST_BYTES", -1)
+                assert sent == checksums(program, there, sink=False)
+                assert execute(program, there, here) == program.bytes
             assert sent == _sums(made, source, sink, number, rank.rank, held)
             _flip(rng, program, here, sent)
         assert all(np.array_equal(mine[i], wanted[i]) for i in mine)
         assert written == len(held.targets)  # each byte exactly once
     assert all(np.array_equal(pools[n][i], before[n][i]) for n in pools for i in pools[n])
+
+
+def _same(one: CopyProgram, other: CopyProgram) -> bool:
+    return all(np.array_equal(a, b) for m, n in zip(one.maps, other.maps, strict=True) for a, b in _arrays(m, n))
+
+
+def _arrays(one: RowMap, other: RowMap) -> list[tuple[Any, Any]]:
+    names = ("source_item", "source_row", "sink_item", "sink_row", "rows", "piece_first", "piece_rows")
+    return [(getattr(one, name), getattr(other, name)) for name in names]
 
 
 def _sums(made: Plan, source: Geometry, sink: Geometry, number: int, rank: int, held: Held) -> dict[int, int]:
@@ -293,6 +310,16 @@ def test_groups_may_share_records_row_by_row(offset: int, alias: bool) -> None:
         assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
     else:
         check_grants(geometry, 0, columns, (0, 1), given_)
+
+
+@pytest.mark.parametrize("item", [4, -1])
+def test_an_item_beyond_the_pool_is_not_copied(item: int) -> None:
+    geometry, columns = pool(mla(0, "latent", 0, 8, 4), 4)
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, 4, np.array([item]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    memory = memoryview(bytearray(1024))
+    with pytest.raises(IndexError, match="of 1 items of 16 rows"):
+        execute(program, {0: memory}, {0: memory})
 
 
 def test_an_empty_window_copies_nothing() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.execute import seeds
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.cuda.table import PLACES, SUM
 
@@ -30,7 +29,7 @@ def sums(
     made["base"] += ops[f"{side}_offset"].astype(np.uint64)
     for place in PLACES:
         made[place] = ops[f"{side}_{place}_stride"]
-    made["seed"], made["lo"] = seeds(ops), ops["lo"]
+    made["seed"], made["lo"] = ops["seed"], ops["lo"]
     made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
     pieces: list[npt.NDArray[Any]] = [made]
     here = made.nbytes
