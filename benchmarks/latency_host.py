@@ -3,12 +3,14 @@
 `python benchmarks/latency_host.py [--before PATH] [--rounds N] [--write]`: prints medians and p99; --write keeps the raw samples in
 benchmarks/results/latency_host.json. The source has computed every request before it is fetched. Ways:
 
+    floor    no kvproto: a byte over a socket to a waiting thread of the source's process, which sends one back to a waiting thread of the sink's
     before   nodes of an earlier commit, whose tree is at PATH, polled in a loop
     step     Source and Sink without a thread, which the program steps
     thread   Source and Sink with their I/O threads, in which the callback comes
 
-each of them alone, beside a thread of pure Python in both processes that never lets go of the interpreter ("busy both"), and beside one
-in the sink's process only ("busy sink"). All ways are measured in turn in every round, so that other load on the machine meets them alike.
+each of them alone, beside a thread of pure Python in both processes that never lets go of the interpreter ("busy both"), beside one in the
+sink's process only ("busy sink"), and beside both with `sys.setswitchinterval(0.0005)`. All ways are measured in turn in every round, so that
+other load on the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import argparse
 import json
 import os
 import platform
+import queue
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,9 +36,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/latency_host.json"
-LOADS = {"alone": (False, False), "busy both": (True, True), "busy sink": (False, True)}
-"""Whether a thread of pure Python runs in the source's process, and in the sink's."""
+LOADS = {
+    "alone": (False, False, 0.005), "busy sink": (False, True, 0.005), "busy both": (True, True, 0.005),
+    "busy both, 0.5 ms": (True, True, 0.0005),
+}  # fmt: skip
+"""Whether a thread of pure Python runs in the source's process, and in the sink's; their switch interval in seconds."""
 PAGE, PAGES = 16, 8
+WORK = 1e-3
+"""Seconds that the source of `floor` computes and that are taken off again: an answer at once would come before the sink's busy thread runs."""
 
 
 @contextmanager
@@ -62,7 +71,55 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-# one process for each side and way: it reads lines of [load, first number, count] and answers with a line
+# one process for each side and way: it reads lines of [load, interval, first number, count] and answers with a line
+
+
+def floor(role: str, address: str) -> Callable[[int, int], list[float]]:
+    """What two wake-ups cost, and nothing else: a thread that waits in each process, and a byte to and fro."""
+    path = address.removeprefix("ipc://")
+    if role == "source":
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(path)
+        listening.listen()
+        heard: queue.Queue[bytes] = queue.Queue()
+
+        def answer() -> None:
+            peer, _ = listening.accept()
+            while byte := peer.recv(1):
+                end = time.perf_counter() + WORK
+                while time.perf_counter() < end:
+                    pass
+                peer.send(byte)
+                heard.put(byte)
+
+        threading.Thread(target=answer, daemon=True).start()
+
+        def serve(first: int, count: int) -> list[float]:
+            print("ready", flush=True)
+            for _ in range(count):
+                heard.get()
+            return []
+
+        return serve
+    peer = socket.socket(socket.AF_UNIX)
+    arrived: queue.Queue[float] = queue.Queue()
+
+    def receive() -> None:
+        while peer.recv(1):
+            arrived.put(time.perf_counter())
+
+    def fetch(first: int, count: int) -> list[float]:
+        if first == 1:
+            peer.connect(path)
+            threading.Thread(target=receive, daemon=True).start()
+        found = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            peer.send(b"?")
+            found.append(arrived.get() - begin - WORK)
+        return found
+
+    return fetch
 
 
 def before(role: str, address: str) -> Callable[[int, int], list[float]]:
@@ -156,10 +213,11 @@ def now(role: str, address: str, thread: bool) -> Callable[[int, int], list[floa
 
 def child(way: str, role: str, address: str) -> None:
     """Serve the lines of the parent until there are no more."""
-    sys.setswitchinterval(float(os.environ.get("SWITCH", 0.005)))
-    go = before(role, address) if way == "before" else now(role, address, way == "thread")
+    plain = {"before": before, "floor": floor}
+    go = plain[way](role, address) if way in plain else now(role, address, way == "thread")
     for line in sys.stdin:
-        busy, first, count = json.loads(line)
+        busy, interval, first, count = json.loads(line)
+        sys.setswitchinterval(interval)
         with load(busy):
             found = go(first, count)
         print(json.dumps(found), flush=True)
@@ -182,8 +240,9 @@ class Way:
 
     def measure(self, load: str, count: int) -> list[float]:
         """Seconds of so many pushes, one after the other."""
-        for process, busy in zip(self._both, LOADS[load], strict=True):
-            self._say(process, [busy, self._number, count])
+        *busy, interval = LOADS[load]
+        for process, each in zip(self._both, busy, strict=True):
+            self._say(process, [each, interval, self._number, count])
             if process is self._both[0]:
                 assert self._hear(process) == "ready"
         self._number += count
@@ -230,7 +289,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         child(*args.child)
-    trees = {"before": args.before.resolve()} if args.before else {}
+    trees = {"floor": ROOT} | ({"before": args.before.resolve()} if args.before else {})
     trees |= dict.fromkeys(("step", "thread"), ROOT)
     samples: dict[str, dict[str, list[float]]] = {load: {way: [] for way in trees} for load in LOADS}
     with tempfile.TemporaryDirectory() as folder:
@@ -244,13 +303,13 @@ def main() -> int:
         for way in ways.values():
             way.close()
     print(
-        f"{'load':<12}{'way':<10}{'median':>10}{'p90':>10}{'p99':>10}{'worst':>10}   ms, {os.getloadavg()[0]:.1f} load"
+        f"{'load':<20}{'way':<10}{'median':>10}{'p90':>10}{'p99':>10}{'worst':>10}   ms, {os.getloadavg()[0]:.1f} load"
     )
     for load_, by_way in samples.items():
         for name, found in by_way.items():
             cuts = quantiles(found, n=100)
             row = "".join(f"{1e3 * value:10.3f}" for value in (median(found), cuts[89], cuts[98], max(found)))
-            print(f"{load_:<12}{name:<10}{row}")
+            print(f"{load_:<20}{name:<10}{row}")
     if args.write:
         kept = {
             load: {way: [round(s * 1e6, 1) for s in found] for way, found in some.items()}
