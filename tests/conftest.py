@@ -34,8 +34,11 @@ SLOW = {
 ONE_WORKER = {
     "node/test_nixl_node.py": "nixl",
     "transport/test_nixl.py": "nixl",
+    "calibration/test_probe.py": "probe",
+    "transport/test_cuda_kernel.py": "kernel",
+    "transport/test_cuda_stream.py": "kernel",
 }
-"""Files whose tests share what is started once in a process: UCX, and a server of processes that have it."""
+"""Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel."""
 
 HERE = Path(__file__).parent
 
@@ -47,7 +50,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by the two tables above."""
+    """Marks tests by the two tables above; those of one worker begin, so that none of them is left over at the end."""
+    items.sort(key=lambda item: item.path.relative_to(HERE).as_posix() not in ONE_WORKER)
     for item in items:
         file = item.path.relative_to(HERE).as_posix()
         name = item.name.split("[")[0]

@@ -2,16 +2,21 @@
 
 import ast
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Command, imported
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # as `python examples/...` does
 
 from handover_table import HANDOVERS  # noqa: E402
+
+imported(__name__, "kvproto.asyncio", "torch")
 
 
 def lines_of(name: str) -> list[str]:
@@ -27,7 +32,21 @@ def lines_of(name: str) -> list[str]:
     return [line for n, line in lines if n not in docs and line.strip() and not line.strip().startswith("#")]
 
 
+def example() -> None:
+    """What `python examples/...` does, in a process that has imported torch already."""
+    del sys.argv[0]
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def forked(*arguments: str) -> str:
+    status, out, said = Command(example, arguments).wait()
+    assert (status, said) == (0, "")
+    return out
+
+
 def run(*arguments: str, stdin: str = "") -> str:
+    """As a user does."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=EXAMPLES.parent, input=stdin, capture_output=True, text=True, timeout=110
     )
@@ -61,7 +80,7 @@ def test_source_and_sink_are_processes_of_their_own() -> None:
 @pytest.mark.parametrize("arguments", [[], ["--apart"]])
 def test_a_torch_engine_with_a_tensor_a_layer(arguments: list[str]) -> None:
     pytest.importorskip("torch")
-    assert run("examples/torch_paged.py", *arguments) == "35840 bytes, equal\n"
+    assert forked("examples/torch_paged.py", *arguments) == "35840 bytes, equal\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
@@ -72,17 +91,17 @@ def test_pools_that_jax_reads() -> None:
 
 
 def test_asyncio() -> None:
-    assert run("examples/asyncio_engine.py") == "8 requests, all equal\n"
+    assert forked("examples/asyncio_engine.py") == "8 requests, all equal\n"
 
 
 def test_a_router_tries_again_with_a_new_ticket() -> None:
-    said = run("examples/router.py").splitlines()
+    said = forked("examples/router.py").splitlines()
     assert said.count("blue: arrived") == 6
     assert any("no free pages" in line for line in said)
 
 
 def test_hand_overs_are_listed() -> None:
-    said = run("examples/handovers.py", "--list").splitlines()
+    said = forked("examples/handovers.py", "--list").splitlines()
     assert len(said) == 2 + len(HANDOVERS) == 11
 
 

@@ -1,11 +1,12 @@
 """The programs that pages show: they are the files that they claim to be, the snippets run, and links lead somewhere."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.examples.test_examples import example
+from tests.processes import Command
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -34,9 +35,8 @@ def test_the_programs_of_embed_are_the_files() -> None:
 def test_snippets_run(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
     program.write_text(snippets(page))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
+    status, _, said = Command(example, [program]).wait()
+    assert (status, said) == (0, "")
 
 
 @pytest.mark.parametrize("page", ["docs/embed.md", "docs/gpu.md", "README.md", "spec/v1/terms.md"])

@@ -1,6 +1,7 @@
 """Random rank pairs with layouts, windows and the programs that follow: what a transport may be asked to run."""
 
 import random
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -24,10 +25,16 @@ ITEMS = 40
 class Held:
     """A rank's memory and what is asked of it."""
 
+    geometry: Geometry
+    rank: int
     columns: dict[int, Columns]
     lengths: dict[int, int]
     asked: dict[int, Request]
-    targets: dict[tuple[int, int], oracle.Coordinate]
+
+    @cached_property
+    def targets(self) -> dict[tuple[int, int], oracle.Coordinate]:
+        """What belongs at each place."""
+        return dict(oracle.walk(self.geometry, self.rank, self.columns, self.asked))
 
     @property
     def windows(self) -> dict[int, Window]:
@@ -72,9 +79,8 @@ def hold(rng: random.Random, geometry: Geometry, rank: int, spans: Spans) -> Hel
         needed = oracle.need(group, share.cp_rank, *spans[group.id])
         assert items_needed(group, share.cp_rank, *spans[group.id]) == needed
         asked[group.id] = Request(*spans[group.id], rng.sample(range(ITEMS), needed))
-    held = Held(columns, lengths, asked, dict(oracle.walk(geometry, rank, columns, asked)))
     check_columns(geometry, rank, regions(lengths), tuple(columns[g] for g in sorted(columns)))
-    return held
+    return Held(geometry, rank, columns, lengths, asked)
 
 
 def random_pairs(rng: random.Random) -> list[tuple[CopyProgram, dict[int, int], dict[int, int]]]:

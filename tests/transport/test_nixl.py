@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -46,15 +46,20 @@ from tests.processes import FORKED, imported
 from tests.transport.test_packed import two_engines
 
 imported("nixl._bindings", __name__)  # a second and a half for each process
-needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 LONG = 60.0
 """Seconds that nothing here takes, however slow the machine: a wait that ends by it fails the test."""
 PAGES, LAYERS, SLOT = 24, 3, 100_000
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["by a thread", "eager"])
+@pytest.fixture(params=[False, True], ids=["by a thread", "eager"])
 def who_moves_nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agent.__init__, "__defaults__", (request.param,))
+
+
+def needs_nixl(test: Callable[..., None]) -> Callable[..., None]:
+    """For a test that opens agents: it runs once for each way of moving them on."""
+    missing = importlib.util.find_spec("nixl") is None
+    return pytest.mark.skipif(missing, reason="nixl is not installed")(pytest.mark.usefixtures("who_moves_nixl")(test))
 
 
 def program(seed: int) -> tuple[CopyProgram, int]:

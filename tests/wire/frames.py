@@ -1,5 +1,6 @@
 """Strategies that follow the tables, and frames made by hand."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def extended(value: str) -> bytes:
     return frame(DONE_ACK, "85 0105 0206 0301 0401 cd8001" + value)
 
 
+@cache
 def values(row: tables.Field) -> st.SearchStrategy[Any]:
     _, _, type_, _, low, high, length = row
     if type_.startswith("list<"):
@@ -48,11 +50,21 @@ def values(row: tables.Field) -> st.SearchStrategy[Any]:
     return st.integers(low or 0, high if high is not None else 2 ** BITS[type_] - 1)
 
 
-@st.composite
-def objects(draw: st.DrawFn, name: str) -> Any:
+@cache
+def optional(row: tables.Field) -> st.SearchStrategy[Any]:
+    return st.none() | values(row)
+
+
+@cache
+def objects(name: str) -> st.SearchStrategy[Any]:
     """A message or struct that keeps its rules."""
+    return _objects(name)
+
+
+@st.composite
+def _objects(draw: st.DrawFn, name: str) -> Any:
     rows = {r[1]: r for r in tables.FIELDS[name]}
-    found = {n: draw(values(r) if r[3] else st.none() | values(r)) for n, r in rows.items()}
+    found = {n: draw(values(r) if r[3] else optional(r)) for n, r in rows.items()}
     for rule, args, _ in tables.RULES.get(name, ()):
         repair(draw, rule, [str(a) for a in args], found, rows)
     return getattr(messages, name)(**found)
