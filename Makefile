@@ -26,6 +26,9 @@ demo: $(VENV)/.demo
 demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 	@$(PY) -m kvproto_reference.demo --transport cuda $(ARGS)
 
+# Bytecode is kept also where the environment says not to: each worker, and each process of a test, would compile all anew.
+test quick: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 

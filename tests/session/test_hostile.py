@@ -73,11 +73,10 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) 
     rate = rng.choice([0.05, 0.3])
 
     def twist(frame: bytes) -> bytes:
-        message = decode(frame)
         if rng.random() > rate:
             return frame
         with contextlib.suppress(WireError):  # nonsense that our writer refuses
-            return encode(twisted(message, rng))
+            return encode(twisted(decode(frame), rng))
         return frame
 
     bad.to_send = lambda now: [(a, twist(f)) for a, f in original_sink(now)]  # type: ignore[method-assign]
