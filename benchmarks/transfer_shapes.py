@@ -196,7 +196,7 @@ def wire_latency() -> dict[str, list[float]]:
     address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
     listener, dialer = Listener(address), Dialer()
     dialer.send((address,), b"first")
-    while not (found := listener.receive()):
+    while not (found := list(listener.receive())):
         pass
     samples = []
     for _ in range(200):

@@ -200,9 +200,9 @@ def _classes(src: Json, dst: Json, at: str) -> list[tuple[int, int]]:
     for g in (src, dst):
         dealt = g["cp_size"] != "1"
         deals.append((int(g["cp_size"]), int(g["interleave"]) // step if dealt else 1, int(g["origin"]) // step))
+    if deals[0][0] * deals[1][0] > 1 << 16:
+        raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
     period = lcm(*(n * run for n, run, _ in deals))
-    if period > 1 << 22:
-        raise Refusal("ROW_MISMATCH", f"{at}.interleave")
     start = max(origin for _, _, origin in deals)
     (n, run, origin), (m, other_run, other_origin) = deals
     rows = range(start, start + period)

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,21 +119,18 @@ class Listener:
         """A descriptor that is readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
         return self._fd
 
-    def receive(self) -> list[tuple[Hashable, bytes]]:
-        """What has come, connection and frame, at most 256 of them; a message of several parts is ignored
-        (KVP-NET-ONE).
+    def receive(self) -> Iterator[tuple[Hashable, bytes]]:
+        """What has come, connection and frame, at most 256 of them, each taken when it is asked for; a message of
+        several parts is ignored (KVP-NET-ONE).
         """
-        found: list[tuple[Hashable, bytes]] = []
+        self._look = True
         for _ in range(_PER_TURN):
             frames = direct.receive(self._socket)
             if frames is None:
                 self._look = False
-                break
+                return
             if len(frames) == 2:
-                found.append((frames[0], frames[1]))
-        else:
-            self._look = True
-        return found
+                yield frames[0], frames[1]
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
         """Send; False where the peer is gone or takes nothing."""

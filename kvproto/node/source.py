@@ -35,6 +35,8 @@ __all__ = ["PART_BYTES", "SourceNode"]
 
 PART_BYTES = 16 << 20
 """Bytes from which on a part of a request is worth a copy of its own."""
+_TURN = 0.02
+"""Seconds after which a turn hears no further frame, so that frames that take long delay nobody's copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
@@ -132,6 +134,8 @@ class SourceNode:
         for conn, frame in self._listener.receive():
             self.endpoint.receive(conn, frame, now)
             heard = True
+            if time.monotonic() - now > _TURN:  # the others are heard in the next, after what this one has to say
+                break
         self.endpoint.on_time(now)
         while True:
             events = self.endpoint.take_events()

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from math import lcm
+from collections.abc import Iterable, Iterator
+from math import gcd
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
-from kvproto.planning.geometry import Geometry, Group
+from kvproto.planning.geometry import Geometry, Group, deal
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Cells", "Claim", "Claims", "Layers", "Places", "alike", "claims_of", "elect", "places_of", "whole"]
+__all__ = [
+    "MOST_PIECES",
+    "Cells",
+    "Claim",
+    "Claims",
+    "Layers",
+    "Places",
+    "alike",
+    "claims_of",
+    "elect",
+    "joined",
+    "places_of",
+    "whole",
+]
 
 
-_LARGEST_PERIOD = 1 << 22
-"""The most rows after which both token deals may repeat."""
+_MOST_PAIRS = 1 << 16
+"""Pairs of a cp rank of the source and one of the sink, for one part."""
 
 
-_MOST_PIECES = 1 << 20
-"""Pieces of lane intervals over all ranks, and of token classes, that are looked at for one part."""
+MOST_PIECES = 1 << 18
+"""Pieces of lane intervals and token classes, each in so many layers, that are looked at for one plan."""
 
 
 @attrs.frozen
@@ -55,7 +69,7 @@ def claims_of(geometry: Geometry) -> Claims:
     for rank in geometry.ranks:
         for share in rank.owns:
             group = groups[share.group]
-            layers = _intervals(share.layers.astype(np.int64))
+            layers = _intervals(share.layers)
             for span in share.lanes:
                 part = group.parts[span.part]
                 size = part.lane_bytes
@@ -64,15 +78,27 @@ def claims_of(geometry: Geometry) -> Claims:
     return claims
 
 
-def _intervals(numbers: npt.NDArray[np.int64]) -> Layers:
+def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending intervals, with those that touch made one."""
+    made: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        if made and made[-1][1] == lo:
+            made[-1] = (made[-1][0], hi)
+        else:
+            made.append((lo, hi))
+    return made
+
+
+def _intervals(numbers: npt.NDArray[Any]) -> Layers:
     """Ascending numbers [n] as intervals [lo, hi)."""
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    starts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1
-    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+    return tuple(joined((n, n + 1) for n in numbers.tolist()))
 
 
-def alike(sources: list[Claim], sinks: list[Claim]) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]]:
-    """Sets of the sink's layers that the same claims own on both sides, with these claims."""
+Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
+
+
+def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
+    """Sets of the sink's layers that the same claims own on both sides, with these claims, by the sink's group."""
     cuts = sorted({x for claim in (*sources, *sinks) for interval in claim.layers for x in interval})
     at = {x: i for i, x in enumerate(cuts)}
     owners: tuple[list[list[int]], ...] = ([[] for _ in cuts], [[] for _ in cuts])
@@ -85,8 +111,11 @@ def alike(sources: list[Claim], sinks: list[Claim]) -> Iterator[tuple[tuple[Clai
     for i, (a, b) in enumerate(zip(*owners, strict=True)):
         if b:
             alike[tuple(a), tuple(b)].append((cuts[i], cuts[i + 1]))
+    found: dict[int, list[Alike]] = defaultdict(list)
     for (a, b), layers in alike.items():
-        yield tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(layers)
+        some = tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(joined(layers))
+        found[sinks[b[0]].group.id].append(some)
+    return found
 
 
 def places_of(geometry: Geometry) -> Places:
@@ -128,22 +157,25 @@ def elect(
     ordinal: int,
     part: str,
     cells: Cells,
-) -> None:
+    most: int,
+) -> int:
     """Choose a source for each cell of each sink and add it to `cells`; without `places` layers are not dealt.
 
-    Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
+    Returns how many pieces these were, times layers: `most` at most. Raises COVERAGE (KVP-PLAN-COVER), ROW_MISMATCH
+    (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
     """
     cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
     pairs = _class_pairs(sources[0].group, sinks[0].group)
     at = {x: i for i, x in enumerate(cuts)}
     pieces = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
-    if pieces > _MOST_PIECES:
+    pieces *= sum(hi - lo for lo, hi in layers)
+    if pieces > most:
         where = f"groups[{sinks[0].group.name}].parts[{part}]"
-        mine, advice = f"at most {_MOST_PIECES} pieces of lanes and token classes", "cut lanes at fewer places"
-        raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(pieces), advice)
+        mine, yours = f"at most {MOST_PIECES} pieces times layers", str(MOST_PIECES - most + pieces)
+        raise incompatible(ErrorCode.TOO_LARGE, where, mine, yours, "cut lanes at fewer places")
     have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
     numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
-    dealt: dict[tuple[int, int, int, int], list[Layers]] = {}
+    dealt: dict[tuple[int, int, int, int], dict[int, Layers]] = {}
     for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
         for c, d in pairs:
             needy, candidates = want[i].get(d, ()), have[i].get(c, ())
@@ -165,10 +197,10 @@ def elect(
                 if key not in dealt:
                     start, held = places[rank, sinks[0].group.id]
                     turn = ((start + np.searchsorted(held, numbers)) * many + j + ordinal) % few
-                    dealt[key] = [_intervals(some) if (some := numbers[turn == k]).size else () for k in range(few)]
-                for source, share in zip(candidates, dealt[key], strict=True):
-                    if share:
-                        cells[source, rank, c, d].append((lo, hi, share))
+                    dealt[key] = {k: _intervals(numbers[turn == k]) for k in np.unique(turn).tolist()}
+                for k, share in dealt[key].items():
+                    cells[candidates[k], rank, c, d].append((lo, hi, share))
+    return pieces
 
 
 def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, list[int]]]:
@@ -182,23 +214,19 @@ def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, list[i
 
 
 def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all."""
+    """Pairs (source cp rank, sink cp rank) that share a row at all.
+
+    A deal repeats after its period, so a cp rank of each side share a row where their rows meet modulo the greatest
+    common divisor of both periods.
+    """
     if src.cp_size == dst.cp_size == 1:
         return [(0, 0)]
-    step = src.tokens_per_row
-    runs = [g.interleave // step if g.cp_size > 1 else 1 for g in (src, dst)]
-    start = max(g.origin for g in (src, dst)) // step
-    period = lcm(src.cp_size * runs[0], dst.cp_size * runs[1])
-    if period > _LARGEST_PERIOD:
-        deals = [f"{g.cp_size} ranks of {g.interleave} tokens" for g in (src, dst)]
-        path = f"groups[{dst.name}].interleave"
-        advice = "use interleaves with a small common multiple"
-        raise incompatible(ErrorCode.ROW_MISMATCH, path, deals[0], deals[1], advice)
-    rows = np.arange(period, dtype=np.int64)
-    # rows from the later origin on, counted from each side's own, modulo its deal: an origin may be beyond int64
-    turns = [
-        (rows + (start - g.origin // step) % (run * g.cp_size)) // run % g.cp_size
-        for g, run in zip((src, dst), runs, strict=True)
-    ]
-    both = np.unique(turns[0] * dst.cp_size + turns[1])
-    return [divmod(int(x), dst.cp_size) for x in both]
+    if src.cp_size * dst.cp_size > _MOST_PAIRS:
+        path, advice = f"groups[{dst.name}].cp_size", f"at most {_MOST_PAIRS} pairs of cp ranks"
+        raise incompatible(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
+    deals = [(g.cp_size, *deal(g)) for g in (src, dst)]
+    both = gcd(*(size * run for size, run, _ in deals))
+    first, last = ((np.arange(size) * (run % both) + origin % both) % both for size, run, origin in deals)
+    apart = (last - first[:, None]) % both
+    shared = (apart < deals[0][1]) | ((-apart) % both < deals[1][1])
+    return [(int(c), int(d)) for c, d in np.argwhere(shared)]

@@ -27,6 +27,7 @@ __all__ = [
     "Owns",
     "Part",
     "Rank",
+    "deal",
     "decode_geometry",
     "digest",
     "encode_geometry",
@@ -116,24 +117,25 @@ def digest(data: bytes | memoryview) -> bytes:
 
 def owner(group: Group, rows: IntArray) -> IntArray:
     """cp rank [rows] that owns each global row [rows]."""
-    run, origin = _deal(group)
+    run, origin = deal(group)
     return ((rows - origin) // run) % group.cp_size
 
 
 def local_row(group: Group, rows: IntArray) -> IntArray:
     """Row [rows] within its owner's share, of each global row [rows]."""
-    run, origin = _deal(group)
+    run, origin = deal(group)
     return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
 
 
 def owned_before(group: Group, cp_rank: int, row: int) -> int:
     """Number of global rows below `row` that the cp rank owns."""
-    run, origin = _deal(group)
+    run, origin = deal(group)
     whole, rest = divmod(max(row - origin, 0), run * group.cp_size)
     return whole * run + min(max(rest - cp_rank * run, 0), run)
 
 
-def _deal(group: Group) -> tuple[int, int]:
+def deal(group: Group) -> tuple[int, int]:
+    """Rows that a cp rank owns at a stretch, and the row with which the deal begins."""
     if group.cp_size == 1:
         return 1, 0
     return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
@@ -164,7 +166,7 @@ def validate(geometry: Geometry) -> None:
 
 _LARGEST_DEAL = 1 << 20
 """Rows after which a token deal repeats, at most."""
-_LARGEST_CLAIM = 1 << 18
+_LARGEST_CLAIM = 1 << 16
 """Layers times lane intervals that one Description states, at most."""
 
 
@@ -193,8 +195,11 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
             raise _bad(f"{at}.part", f"below {len(group.parts)}", str(span.part))
         if span.hi > group.parts[span.part].lanes:
             raise _bad(f"{at}.hi", f"at most {group.parts[span.part].lanes}", str(span.hi))
+    by_part: dict[int, list[tuple[int, int]]] = {}
+    for span in share.lanes:
+        by_part.setdefault(span.part, []).append((span.lo, span.hi))
     for p in range(len(group.parts)):
-        spans = sorted((s.lo, s.hi) for s in share.lanes if s.part == p)
+        spans = sorted(by_part.get(p, ()))
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             raise _bad(
                 f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans)

@@ -7,15 +7,28 @@ two sides may cut lanes differently. Nothing here knows a parallel size, an atte
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import attrs
 import numpy as np
 
 from kvproto.planning.compare import check_facts, check_pair, differences, missing
-from kvproto.planning.election import Cells, Layers, alike, claims_of, elect, places_of, whole
+from kvproto.planning.election import (
+    MOST_PIECES,
+    Cells,
+    Claim,
+    Layers,
+    alike,
+    claims_of,
+    elect,
+    joined,
+    places_of,
+    whole,
+)
 from kvproto.planning.geometry import Geometry
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
@@ -23,8 +36,7 @@ from kvproto.wire.messages import RouteRef
 __all__ = ["Box", "Plan", "Route", "differences", "plan"]
 
 
-@attrs.frozen(order=True)
-class Box:
+class Box(NamedTuple):
     """Layers [layer_lo, layer_hi) of one part, bytes [lo, hi) of its lane axis, and the rows of one token class."""
 
     model: int
@@ -105,37 +117,51 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     places = {} if Feature.SPREAD_ONE in features else places_of(sink)
     boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
     rows: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
+    shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
+    homes = {key: _homes(claims) for key, claims in have.items()}
+    left = MOST_PIECES
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts)]:
         if dst.model in cold:
             continue
-        found = have.get((dst.model, part), [])
-        mine = [c for c in want.get((dst.model, part), ()) if c.group.id == dst.id]
+        key = dst.model, part
         cells: Cells = defaultdict(list)
-        for sources, sinks, layers in alike(found, mine):
+        for sources, sinks, layers in shared.get(key, {}).get(dst.id, ()):
             if not sources:
-                raise missing(dst, part, layers[0][0], bool(found))
+                raise missing(dst, part, layers[0][0], key in have)
             check_pair(sources[0].group, dst, part)
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                elect(some, needy, layers, places, sink.replica, part, cells)
-        homes = sorted(
-            (lo, hi, c.group.id) for c in {(c.group.id, c.layers): c for c in found}.values() for lo, hi in c.layers
-        )
+                left -= elect(some, needy, layers, places, sink.replica, part, cells, left)
         for (a, b, c, d), spans in cells.items():
             for lo, hi, x, y in _merge(spans):
                 rows[a, b, dst.id].append((a, b, dst.id, dst.model, lo, hi, index, x, y, c, d, sink.replica))
                 # the digest does not know the source's groups; lowering does
-                for from_, to, id in _homes(homes, lo, hi):
+                for from_, to, id in _within(homes[key], lo, hi):
                     boxes[a, b, dst.id].append(Box(dst.model, from_, to, index, x, y, c, d, id))
     routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
     return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
 
 
-def _homes(homes: list[tuple[int, int, int]], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-    """Cut layers [lo, hi) where the source's group changes: (first layer, layer after the last, group id)."""
+Homes = list[tuple[int, int, int]]
+"""(first layer, layer after the last, group id), ascending; each layer of a part is in one group."""
+
+
+def _homes(claims: Iterable[Claim]) -> Homes:
+    layers = sorted({(lo, hi, group) for group, some in {(c.group.id, c.layers) for c in claims} for lo, hi in some})
+    made: Homes = []
+    for lo, hi, group in layers:
+        if made and made[-1][2] == group and lo <= made[-1][1]:
+            lo, hi = made[-1][0], max(hi, made.pop()[1])
+        made.append((lo, hi, group))
+    return made
+
+
+def _within(homes: Homes, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+    """Layers [lo, hi), cut where the source's group changes."""
+    i = bisect(homes, lo, key=lambda home: home[0]) - 1
     while lo < hi:
-        end, id = max((end, id) for start, end, id in homes if start <= lo < end)
-        yield lo, min(end, hi), id
-        lo = end
+        _, end, group = homes[i]
+        yield lo, min(end, hi), group
+        lo, i = end, i + 1
 
 
 def _cold(source: Geometry, sink: Geometry) -> tuple[int, ...]:
@@ -162,22 +188,11 @@ def _merge(spans: list[tuple[int, int, Layers]]) -> Iterator[tuple[int, int, int
         pieces = [((a, b), lanes[i]) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)) if lanes[i]]
     runs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for interval, found in pieces:
-        for span in _joined(sorted(found)):
+        for span in joined(sorted(found)):
             runs[span].append(interval)
     for (lo, hi), of_layers in sorted(runs.items()):
-        for a, b in _joined(of_layers):
+        for a, b in joined(of_layers):
             yield a, b, lo, hi
-
-
-def _joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, with those that touch made one."""
-    made: list[tuple[int, int]] = []
-    for lo, hi in intervals:
-        if made and made[-1][1] == lo:
-            made[-1] = (made[-1][0], hi)
-        else:
-            made.append((lo, hi))
-    return made
 
 
 def _digest(rows: list[tuple[int, ...]]) -> bytes:

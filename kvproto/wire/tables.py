@@ -71,7 +71,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (8, "cp_size", "u32", True, 1, None, None),
         (9, "interleave", "u32", True, 1, None, None),
         (10, "origin", "u64", True, None, None, None),
-        (11, "parts", "list<struct:Part>", True, 1, None, None),
+        (11, "parts", "list<struct:Part>", True, 1, 64, None),
     ),
     "Part": (
         (1, "name", "str", True, 1, 64, None),

@@ -29,7 +29,7 @@ def test_frames_both_ways(folder: Path) -> None:
     listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     key = ("a source", listener.address)
     dialer.send(key, b"ask")
-    while not (came := listener.receive()):
+    while not (came := list(listener.receive())):
         assert readable([listener.fileno()])
     ((conn, frame),) = came
     assert frame == b"ask"
@@ -46,7 +46,7 @@ def test_what_comes_while_a_frame_is_sent_is_not_slept_over(folder: Path) -> Non
     listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     key = ("a source", listener.address)
     dialer.send(key, b"hello")
-    while not (came := listener.receive()):
+    while not (came := list(listener.receive())):
         assert readable([listener.fileno()])
     ((conn, _),) = came
     silent = 0
@@ -74,7 +74,7 @@ def test_what_one_turn_leaves_behind_is_pending(folder: Path) -> None:
     found: list[bytes] = []
     while len(found) < 600:
         assert listener.pending or readable([listener.fileno()])
-        some = listener.receive()
+        some = list(listener.receive())
         assert len(some) <= 256
         found += [frame for _, frame in some]
     assert found == [b"%d" % n for n in range(600)]
@@ -200,7 +200,7 @@ def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
             assert dialer.send((0, address), frame)
         found = _all(listener, len(frames))
         assert [frame for _, frame in found] == frames
-        assert listener.receive() == []
+        assert list(listener.receive()) == []
         several = dialer._sockets[0, address]
         several.send_multipart([b"a", b"b", b"c", b"d", b"e"])
         assert dialer.send((0, address), b"alone")

@@ -1,5 +1,6 @@
 """Nodes in one process, over real sockets and shared memory."""
 
+import select
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvproto.node.source
 from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
@@ -85,6 +87,23 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     yield make
     for each in made:
         each.close()
+
+
+def test_a_turn_that_has_lasted_hears_the_other_frames_in_the_next(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A frame that takes long to check delays nobody by more than itself."""
+    monkeypatch.setattr(kvproto.node.source, "_TURN", -1.0)
+    (source,) = pair(1, 1).sources
+    strangers = Dialer()
+    for n in range(3):
+        assert strangers.send((n, private_address(tmp_path, "kv-0")), b"no frame of ours")
+    told: list[Any] = []
+    while len(told) < 3:
+        select.select(source.filenos(), [], [], source.timeout())
+        told += (some := source.turn())
+        assert len(some) <= 1
+    strangers.close()
 
 
 def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[dict[int, list[int]]]:

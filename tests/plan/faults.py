@@ -190,7 +190,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "a head comes from the rank of the same share": (
         "heads_dropped", "planning/election.py", "candidates[j * few // many]", "sources[min(rank * len(sources) // len(sinks), len(sources) - 1)].rank"),
     "each replica sends": (
-        "replicas_written_again", "planning/election.py", "cells[source, rank, c, d].append((lo, hi, share))", "cells[source, rank, c, d].append((lo, hi, layers))"),
+        "replicas_written_again", "planning/election.py", "append((lo, hi, share))", "append((lo, hi, layers))"),
     "a rank with a layer has all of its heads": (
         "empty_ranks_shadow", "planning/election.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
         "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"

@@ -130,7 +130,7 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
     "cut origin": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=4, origin=2), "groups[0].interleave"),
     "long deal": (lambda: with_group(MLA, cp_size=2, interleave=1 << 20), "groups[0].cp_size"),
-    "too many layers": (lambda: with_owns(good(), layers=np.arange((1 << 18) + 1, dtype=np.uint32)), "ranks"),
+    "too many layers": (lambda: with_owns(good(), layers=np.arange((1 << 16) + 1, dtype=np.uint32)), "ranks"),
     "hand-off of a draft": (lambda: handing(model=1), "groups[0].kind"),
     "hand-off of two rows": (lambda: handing(rows=2), "groups[0].kind"),
     "hand-off of two lanes": (lambda: handing(parts=(attrs.evolve(HANDED.parts[0], lanes=2),)), "groups[0].kind"),

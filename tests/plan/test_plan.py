@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from typing import Any
 
 import attrs
@@ -12,7 +13,19 @@ from hypothesis import strategies as st
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout
 from kvproto.errors import PlanError
-from kvproto.planning.geometry import Geometry, Group, Part, Rank, facts, gqa, handoff, mla, owns
+from kvproto.planning.geometry import (
+    Geometry,
+    Group,
+    Part,
+    Rank,
+    decode_geometry,
+    encode_geometry,
+    facts,
+    gqa,
+    handoff,
+    mla,
+    owns,
+)
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
@@ -295,8 +308,7 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
                "groups[draft].live_rows", "3", "64"),
     "opaque pages": (changed(parts=part(encoding="tiled")), changed(parts=part(encoding="tiled"), rows=32), ErrorCode.LAYOUT_OPAQUE,
                "groups[draft].rows", "64 rows of 256 bytes a lane", "32 rows of 256 bytes a lane"),
-    "common multiple": (changed(cp_size=1021, interleave=1019), changed(cp_size=1013, interleave=1013), ErrorCode.ROW_MISMATCH,
-               "groups[draft].interleave", "1021 ranks of 1019 tokens", "1013 ranks of 1013 tokens"),
+    "pairs of cp ranks": (changed(cp_size=257), changed(cp_size=256), ErrorCode.ROW_MISMATCH, "groups[draft].cp_size", "257", "256"),  # KVP-PLAN-DEALS
     "nobody": (attrs.evolve(PAGED, ranks=PAGED.ranks[:1]), PAGED, ErrorCode.COVERAGE, "groups[draft].parts[k]",
                "no rank owns bytes 1024..2048 of cp rank 0", "rank 1 needs them"),
 }  # fmt: skip
@@ -373,6 +385,35 @@ def test_a_pair_of_descriptions_that_would_take_minutes_to_plan_is_refused() -> 
     with pytest.raises(PlanError) as caught:
         plan(geometry, geometry)
     assert (caught.value.code, caught.value.path) == (ErrorCode.TOO_LARGE, "groups[target].parts[k]")
+
+
+def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
+    """KVP-PLAN-SIZE: one set of layers is planned, four of that size are not."""
+    group = gqa(0, "target", 0, 512, 8, 4)
+    cut = [Rank(rank=r, owns=(owns(group, range(r, 32, 2), [(n, n + 1) for n in range(512)]),)) for r in range(2)]
+    whole = [Rank(rank=r, owns=(owns(group, range(32)),)) for r in range(2, 6)]
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*cut, *whole))
+    with pytest.raises(PlanError) as caught:
+        plan(geometry, geometry)
+    assert (caught.value.code, caught.value.yours) == (ErrorCode.TOO_LARGE, str(3 * 16 * (2 * 5 * 512 + 513)))
+    even = attrs.evolve(geometry, ranks=(cut[0], *(Rank(rank=r.rank, owns=cut[0].owns) for r in whole)))
+    assert plan(even, even).routes
+
+
+def test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state() -> None:
+    """Each of these took a minute when work grew by their square."""
+    part = (Part(name="p", dtype=DType.U8, lanes=1, lane_bytes=16),)
+    groups = tuple(attrs.evolve(mla(n, f"g{n}", 0, 16, 4), parts=part) for n in range(4000))
+    apart = Rank(rank=0, owns=tuple(owns(g, [n]) for n, g in enumerate(groups)))
+    for made in (
+        Geometry(replica=0, facts=(), groups=groups, ranks=(apart,)),
+        Geometry(
+            replica=0, facts=(), groups=groups[:1], ranks=(Rank(rank=0, owns=(owns(groups[0], range(0, 60000, 2)),)),)
+        ),
+    ):
+        began = time.process_time()
+        assert plan(decode_geometry(encode_geometry(made)), made).routes
+        assert time.process_time() - began < 10
 
 
 def test_opaque_parts_move_between_ranks_that_divide_alike() -> None:
