@@ -8,6 +8,7 @@ the lock is kept. Where libzmq cannot be found in pyzmq's extension module, pyzm
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import zmq
@@ -45,7 +46,10 @@ def _library() -> Any:
 
 
 _zmq = _library()
-_MOST_FRAMES = 3
+_MOST_FRAMES, _MOST_READ = 3, 1 << 14
+"""Of one message: frames that are kept, for more make it one that nobody wants, and frames that one call reads."""
+_unread = weakref.WeakSet[Any]()
+"""Sockets whose present message is not read to its end."""
 _NOWAIT, _MORE, _EVENTS, _IN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
@@ -67,27 +71,51 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
 def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     """The frames of one message, three at most; None where none has come.
 
-    Only the thread that owns the socket may call.
+    Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
+    too. Only the thread that owns the socket may call.
     """
-    if _zmq is None or socket.closed:
+    frames: list[bytes] = []
+    read = _read if _zmq is None or socket.closed else _read_directly
+    more = read(socket, frames)
+    if more is None:
+        return None
+    rest = socket in _unread
+    if more:
+        _unread.add(socket)
+    elif rest:
+        _unread.discard(socket)
+    return [] if more or rest else frames
+
+
+def _read(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
+    """Whether a message goes on after what one call reads of it; None where none has come."""
+    for n in range(_MOST_READ):
         try:
-            return socket.recv_multipart(zmq.DONTWAIT)
+            frame = socket.recv(zmq.DONTWAIT)
         except zmq.Again:
             return None
-    frames: list[bytes] = []
-    message, more = _Message(), True
+        if n < _MOST_FRAMES:
+            frames.append(frame)
+        if not socket.rcvmore:
+            return False
+    return True
+
+
+def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
+    message = _Message()
     at = ctypes.addressof(message)
     _zmq.zmq_msg_init(at)
     try:
-        while more:
+        for n in range(_MOST_READ):
             if _zmq.zmq_msg_recv(at, socket.underlying, _NOWAIT) < 0:
                 return None
-            if len(frames) < _MOST_FRAMES:  # more make it a message that nobody wants: how many does not matter
+            if n < _MOST_FRAMES:
                 frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), _zmq.zmq_msg_size(at)))
-            more = bool(_zmq.zmq_msg_more(at))
+            if not _zmq.zmq_msg_more(at):
+                return False
     finally:
         _zmq.zmq_msg_close(at)
-    return frames
+    return True
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

@@ -126,8 +126,8 @@ class Listener:
         self._look = True
         for _ in range(_PER_TURN):
             frames = direct.receive(self._socket)
-            if frames is None:
-                self._look = False
+            if not frames:
+                self._look = frames is not None
                 return
             if len(frames) == 2:
                 yield frames[0], frames[1]
@@ -168,15 +168,15 @@ class Dialer:
         """What has come, key and frame, at most 256 a key; a message of several parts is ignored (KVP-NET-ONE)."""
         found: list[tuple[tuple[Any, ...], bytes]] = []
         for key, each in self._sockets.items():
+            self._look.add(key)
             for _ in range(_PER_TURN):
                 frames = direct.receive(each)
                 if frames is None:
                     self._look.discard(key)
+                if not frames:
                     break
                 if len(frames) == 1:
                     found.append((key, frames[0]))
-            else:
-                self._look.add(key)
         return found
 
     def send(self, key: tuple[Any, ...], frame: bytes) -> bool:

@@ -213,6 +213,30 @@ def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
         listener.close()
 
 
+@pytest.mark.parametrize("library", [True, False])
+def test_a_message_of_very_many_frames_is_read_in_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: bool
+) -> None:
+    """KVP-NET-ONE: it is ignored, no turn reads all of it, and the next frame is heard."""
+    if not library:
+        monkeypatch.setattr(direct, "_zmq", None)
+    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+    key = (0, listener.address)
+    assert dialer.send(key, b"first")
+    _all(listener, 1)
+    dialer._sockets[key].send_multipart([b"x"] * 40_000)
+    dialer.send(key, b"next")
+    found: list[bytes] = []
+    turns = 0
+    while not found:
+        assert listener.pending or readable([listener.fileno()])
+        if listener.pending:
+            turns, found = turns + 1, [frame for _, frame in listener.receive()]
+    assert (found, turns) == ([b"next"], 4)
+    dialer.close()
+    listener.close()
+
+
 def _all(end: Any, count: int) -> list[Any]:
     found: list[Any] = []
     while len(found) < count:
