@@ -19,7 +19,7 @@ from kvproto.wire.messages import Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["Computed", "Finished", "Request", "asked_tokens", "check_grant"]
+__all__ = ["Computed", "Finished", "Request", "asked_tokens", "check_ends"]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
@@ -98,8 +98,9 @@ class Request:
 
         Raises BAD_GRANT, STATE_POSITION.
         """
-        by_group, ends = {g.group: g for g in grants}, asked_tokens(pair, grants)
-        sinks, sources = windows(grants), {}
+        ends, sinks, sources = asked_tokens(pair, grants), windows(grants), {}
+        if self.finished is not None:
+            check_ends(pair, grants, self.finished.tokens)
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
@@ -107,7 +108,6 @@ class Request:
                     continue
                 items, tokens = self.items, self.tokens.get(group.model, 0)
                 if self.finished is not None:
-                    check_grant(by_group[route.group], self.finished.tokens)
                     items, tokens = self.finished.items, self.finished.tokens
                 elif whole:
                     _, tokens = ends[group.model]
@@ -137,10 +137,13 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     return found
 
 
-def check_grant(grant: Grants, tokens: int) -> None:
+def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int) -> None:
     """Raise BAD_GRANT or STATE_POSITION where a grant wants what a request of so many tokens does not have."""
-    if grant.valid > tokens:
-        raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{grant.group}].valid", str(tokens), str(grant.valid), _MORE)
-    if grant.state_after not in (None, tokens):
-        path = f"grants[{grant.group}].state_after"
-        raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))
+    for i, grant in enumerate(grants):
+        if not kind_of(pair.sink.group(grant.group)).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+            continue
+        if grant.valid > tokens:
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(tokens), str(grant.valid), _MORE)
+        if grant.state_after not in (None, tokens):
+            path = f"grants[{i}].state_after"
+            raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

@@ -9,7 +9,7 @@ from kvproto.copying.program import OP, CopyProgram
 from kvproto.errors import KvprotoError
 from kvproto.node.progress import Part, SendProgress
 from kvproto.node.registrar import PeerMapping
-from kvproto.node.request import Request, asked_tokens, check_grant
+from kvproto.node.request import Request, asked_tokens, check_ends
 from kvproto.session.events import TransferRequested
 from kvproto.transport.base import Layer, Stream
 from kvproto.wire.enums import Proof
@@ -112,8 +112,7 @@ class Scheduler:
         finished = request.finished
         if finished is not None:
             try:
-                for grant in attempt.asked.transfer.grants:
-                    check_grant(grant, finished.tokens)
+                check_ends(attempt.peer.pair, attempt.asked.transfer.grants, finished.tokens)
             except KvprotoError as error:
                 attempt.failure = error
                 return None

@@ -107,10 +107,6 @@ class SinkNode:
         """Raise LocalError(BUSY) where too many pages are in quarantine."""
         self._here.quarantine.check()
 
-    def links(self) -> Mapping[Replica, SourceLink]:
-        """The present link to each source replica."""
-        return self._links
-
     # turns
 
     def turn(self, ready: Collection[int] = ()) -> list[Any]:

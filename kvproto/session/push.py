@@ -101,8 +101,8 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
     """Raise where Done or Offer is not what the routes of the pair promise.
 
     WRONG_PEER for another writer or other groups (KVP-TRN-WRITER) and for other hand-off groups than the routed ones
-    (KVP-HND-GROUPS), OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES), MISSING_FIELD in a session with
-    VERIFY for no checksums.
+    (KVP-HND-GROUPS), OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES), VERIFY_FAILED in a session with
+    VERIFY for no checksums (KVP-VERIFY-SINK).
     """
     if message.writer != described.ranks[0]:
         raise RemoteError(
@@ -116,18 +116,15 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
     if groups != sorted(sizes):
         advice = "state each routed hand-off group once, in ascending order"
         raise RemoteError(ErrorCode.WRONG_PEER, "handoff", f"groups {sorted(sizes)}", f"groups {groups}", advice)
-    for handoff in message.handoff:
+    for i, handoff in enumerate(message.handoff):
         size, came = sizes[handoff.group], len(handoff.data)
         if came != size:
-            mine, advice = (
-                f"{size} bytes of group {handoff.group}",
-                "state the routed parts in ascending order, unpadded",
-            )
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "handoff.data", mine, f"{came} bytes", advice)
+            mine, advice = f"{size} bytes of group {handoff.group}", "state the routed parts in order, unpadded"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, f"handoff[{i}].data", mine, f"{came} bytes", advice)
     if Feature.VERIFY not in features:
         return
     if message.checksums is None:
-        raise RemoteError(ErrorCode.MISSING_FIELD, "checksums", "a session with VERIFY", "none", "state checksums")
+        raise RemoteError(ErrorCode.VERIFY_FAILED, "checksums", "a session with VERIFY", "none", "state checksums")
     routed, summed = set(described.groups) - sizes.keys(), [c.group for c in message.checksums]
     if not routed.issuperset(summed):
         raise RemoteError(ErrorCode.WRONG_PEER, "checksums", f"of groups {sorted(routed)}", f"of groups {summed}")

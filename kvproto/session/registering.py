@@ -6,6 +6,7 @@ The owner registers its memory; the holder maps it, and so may write it (push) o
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
@@ -40,11 +41,8 @@ def registered(session: Session, message: m.Registered, take: Callable[[], None]
     if not session.answered(message.request, "Register"):
         return
     session.step("Registered")
-    described = session.described
-    digest = described.plan.digest
     try:
-        if message.routes != described.refs or message.plan != digest:
-            raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", digest.hex(), bytes(message.plan).hex())
+        _check_routes(message, session.described)
         take()
     except RemoteError as error:
         session.give_up(error)
@@ -123,14 +121,7 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         raise RemoteError(
             ErrorCode.NO_TRANSPORT, "access", access.name, Access(message.access).name, "register the other access"
         )
-    for i, ref in enumerate(described.refs):
-        their = message.routes[i] if i < len(message.routes) else None
-        if their != ref:
-            got = f"group {their.group} {bytes(their.digest).hex()}" if their else "(absent)"
-            raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", f"group {ref.group} {ref.digest.hex()}", got)
-    digest = described.plan.digest
-    if len(message.routes) != len(described.refs) or message.plan != digest:
-        raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", digest.hex(), bytes(message.plan).hex())
+    _check_routes(message, described)
     regions = {r.id: r for r in message.regions}
     if len(regions) != len(message.regions):
         raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))
@@ -139,3 +130,19 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         owner, rank = described.source, described.ranks[0]
     check_columns(owner, rank, regions, message.columns)
     return Overlaps.of(owner, rank, {c.group: c for c in message.columns})
+
+
+def _check_routes(message: m.Register | m.Registered, described: Described) -> None:
+    """Raise ROUTE_MISMATCH at the first route that differs, or that one side lacks."""
+    names = {g.id: g.name for g in described.sink.groups}
+    for i, (ours, theirs) in enumerate(zip_longest(described.refs, message.routes)):
+        if ours != theirs:
+            mine, yours = (
+                f"group {ref.group} ({names.get(ref.group, 'unknown')}), digest {bytes(ref.digest).hex()}"
+                if ref is not None else "no further route"
+                for ref in (ours, theirs)
+            )  # fmt: skip
+            raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", mine, yours, "plan by spec/v1/planning.md")
+    if message.plan != described.plan.digest:
+        mine, yours = described.plan.digest.hex(), bytes(message.plan).hex()
+        raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", mine, yours, "plan by spec/v1/planning.md")

@@ -307,7 +307,11 @@ class SinkEndpoint(Endpoint):
             return
         self.plan, self.source = described.plan, described.source
         if rank in described.writers:
-            session.register(self._registration(rank), now)
+            try:
+                session.register(self._registration(rank), now)
+            except KvprotoError as error:  # no memory can be exposed to this source
+                session.give_up(error)
+                return
         for other in described.writers:
             if other not in session.endpoints:
                 yours = str(sorted(session.endpoints))

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 
 from kvproto import Ticket
 from kvproto.door import party_of
+from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
 from kvproto.node.sink import Replica
 from kvproto.node.told import Received, RequestOver, TransferLost, TransferProven
 from kvproto.planning.geometry import Geometry
 from kvproto.session.events import SessionRefused
+from kvproto.transport.base import Exposure, Transport
+from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode
 from tests.node.nodes import SINK, Nodes, ahead, begin, finished, put
 from tests.node.test_death import prefill
@@ -36,11 +39,11 @@ HELD = [0, 1, 2]
 class Fleet(Nodes):
     """A sink and the sources that a test opens; each source's memory holds a byte of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, transports: Sequence[Transport] = ()) -> None:
         folder.chmod(0o700)
         self.folder = folder
         self.pool = allocate(geometry(1), 0, ITEMS)
-        self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer())
+        self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=transports)
         super().__init__([], [self.sink])
 
     def address(self, replica: Replica) -> str:
@@ -115,11 +118,35 @@ def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(
         assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
         assert fleet.holds(P0, byte)
         fleet.end(source)
-        fleet.until(lambda: fleet.sink.links()[P0].over)
+        fleet.until(lambda: fleet.sink._links[P0].over)
         assert isinstance(fleet.ended(fleet.ask(Q0, stays)), Received)
     number = fleet.ask(P0)  # greets a listener that is no more
     ahead(monkeypatch, 31, *SINK)
     assert fleet.ended(number).error.code == ErrorCode.PEER_LOST
+
+
+class ForOne(ShmTransport):
+    """Has memory for one peer."""
+
+    exposed = 0
+
+    def expose(self, *given: Any) -> Exposure:
+        self.exposed += 1
+        if self.exposed > 1:
+            raise LocalError(ErrorCode.BUSY, "regions", "one peer", "another")
+        return super().expose(*given)
+
+
+def test_a_source_to_which_no_memory_can_be_exposed_costs_its_own_link_alone(tmp_path: Path) -> None:
+    with contextlib.closing(Fleet(tmp_path, [ForOne()])) as fleet:
+        first = fleet.source(P0, 1)
+        fleet.connect(P0)
+        assert isinstance(fleet.ended(fleet.ask(P0, first)), Received)
+        second = fleet.source(Q0, 2)
+        fleet.connect(Q0)
+        lost = fleet.ended(fleet.ask(Q0, second))
+        assert (lost.error.code, lost.error.path) == (ErrorCode.BUSY, "regions")
+        assert isinstance(fleet.ended(fleet.ask(P0, first)), Received)
 
 
 def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) -> None:
@@ -129,7 +156,7 @@ def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) ->
         source = fleet.source(P0, 1)
         assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
         fleet.end(source)
-        fleet.until(lambda: fleet.sink.links()[P0].over)
+        fleet.until(lambda: fleet.sink._links[P0].over)
         return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in Path("/proc/self/maps").open())
 
     for _ in range(3):

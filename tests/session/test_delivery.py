@@ -227,8 +227,8 @@ BAD_DONE: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "no hand-off": ({"handoff": ()}, ErrorCode.WRONG_PEER, "handoff"),  # KVP-HND-GROUPS
     "hand-off of an unknown group": ({"handoff": (HandOff(group=9, data=b"toke"),)}, ErrorCode.WRONG_PEER, "handoff"),
     "hand-off of a page group": ({"handoff": (HandOff(group=0, data=b"toke"),)}, ErrorCode.WRONG_PEER, "handoff"),
-    "short hand-off": ({"handoff": (HandOff(group=2, data=b"t"),)}, ErrorCode.OUT_OF_RANGE, "handoff.data"),
-    "no checksums": ({"checksums": None}, ErrorCode.MISSING_FIELD, "checksums"),  # KVP-VERIFY-SOURCE
+    "short hand-off": ({"handoff": (HandOff(group=2, data=b"t"),)}, ErrorCode.OUT_OF_RANGE, "handoff[0].data"),
+    "no checksums": ({"checksums": None}, ErrorCode.VERIFY_FAILED, "checksums"),  # KVP-VERIFY-SOURCE, KVP-VERIFY-SINK
     "checksums of others": ({"checksums": (Checksum(group=2, value=1),)}, ErrorCode.WRONG_PEER, "checksums"),
 }
 

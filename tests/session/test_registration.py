@@ -136,12 +136,16 @@ def test_a_register_that_names_another_description(field: str) -> None:
     assert not world.of(Registered)
 
 
-@pytest.mark.parametrize("changes", [{"plan": bytes(32)}, {"routes": ()}])
-def test_a_registered_that_states_other_routes_ends_the_session(changes: dict[str, Any]) -> None:
-    """KVP-REG-CHECK."""
+@pytest.mark.parametrize(
+    ("changes", "path", "mine"),
+    [({"plan": bytes(32)}, "plan", ""), ({"routes": ()}, "routes[0]", "group 0 (target), ")],
+)
+def test_a_registered_that_states_other_routes_ends_the_session(changes: dict[str, Any], path: str, mine: str) -> None:
+    """KVP-REG-CHECK: the error names the route that is missing."""
     world = met({Registered: changes})
     (event,) = world.events("d0", "SessionRefused")
-    assert event.error.code == ErrorCode.ROUTE_MISMATCH
+    assert (event.error.code, event.error.path) == (ErrorCode.ROUTE_MISMATCH, path)
+    assert event.error.mine.startswith(mine)
     assert not world.sinks["d0"].ready
 
 
