@@ -7,6 +7,9 @@ from typing import Any
 
 from kvproto.wire.enums import ErrorCode
 
+U32 = 0xFFFF_FFFF
+"""The greatest number that a field of 32 bits holds."""
+
 
 class KvprotoError(Exception):
     """A refusal: code, path in registry names, mine, yours and advice."""
@@ -60,7 +63,7 @@ def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: s
         raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(given), advice)
 
 
-def check_whole(path: str, given: Any, low: int, high: int, mine: str = "") -> int:
+def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = "") -> int:
     """`given` as an int within [low, high]; raises LocalError(OUT_OF_RANGE)."""
     try:
         number = operator.index(given)
@@ -68,7 +71,7 @@ def check_whole(path: str, given: Any, low: int, high: int, mine: str = "") -> i
         number = low - 1
     if isinstance(given, bool) or not low <= number <= high:
         what = given if isinstance(given, int | float) else type_name(given)
-        limit = f"{low} or more" if high >= 0xFFFF_FFFF else f"{low} to {high}"
+        limit = f"{low} or more" if high >= U32 else f"{low} to {high}"
         raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or limit, str(what))
     return number
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from kvproto.errors import LocalError
+from kvproto.node.offering import LEASE
+from kvproto.node.sink import QUARANTINE
+from kvproto.node.source import PART_BYTES
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -59,12 +62,12 @@ class Options:
     """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`.
     """
     part_bytes: int = attrs.field(
-        default=16 << 20, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
+        default=PART_BYTES, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
     )
     """Source: bytes of computed rows that are worth a copy of their own while prefill goes on."""
     first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
     """Source: copy the first part when it is so many times what is still to come; None: what suits the link."""
-    lease: float = attrs.field(default=10.0, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
+    lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
     """Source, with pull: seconds that a sink may read before it must ask for more."""
-    quarantine: float = attrs.field(default=0.5, validator=_within(0, 1, "a share, 0 to 1"))
+    quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))
     """Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY."""

@@ -13,14 +13,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import LocalError, check_type, check_whole, type_name
+from kvproto.errors import U32, LocalError, check_type, check_whole, type_name
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Content, Ticket
 
 __all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
 
-_MOST = 0xFFFF_FFFF
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
 """Bytes of an engine's name, as the registry has it."""
 
@@ -73,9 +72,9 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
         raise _bad("Prompt.tokens", "one token id at least, in one dimension", f"shape {given.shape}")
     if given.dtype.kind not in "iu":
         raise _bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
-    wrong = np.flatnonzero((given < 0) | (given > _MOST))
+    wrong = np.flatnonzero((given < 0) | (given > U32))
     if wrong.size:
-        raise _bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {_MOST}", str(given[wrong[0]]))
+        raise _bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(given[wrong[0]]))
     return given.astype(np.uint32)
 
 
@@ -89,9 +88,9 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
     check_type("engine", engine, str, "the source engine's name, a str")
     check_name("engine", engine)
     check_type("deadline", deadline, (int, float), "seconds")
-    replica = check_whole("replica", replica, 0, _MOST)
-    if not 0 < deadline <= _MOST / 1000:
-        raise _bad("deadline", f"seconds, above 0 and up to {_MOST // 1000}", str(deadline))
+    replica = check_whole("replica", replica, 0)
+    if not 0 < deadline <= U32 / 1000:
+        raise _bad("deadline", f"seconds, above 0 and up to {U32 // 1000}", str(deadline))
     milliseconds = max(int(deadline * 1000), 1)
     return Ticket(key=secrets.token_bytes(16), engine=engine, replica=replica, deadline=milliseconds)
 

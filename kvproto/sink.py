@@ -195,7 +195,7 @@ def _replica(given: Any) -> tuple[str, int]:
     """A source replica: engine name and number; a name alone is replica 0."""
     engine, replica = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
     check_type("engine", engine, str, "the source engine's name, a str")
-    return engine, check_whole("replica", replica, 0, 0xFFFF_FFFF)
+    return engine, check_whole("replica", replica, 0)
 
 
 def _check_address(path: str, address: Any, options: Options) -> None:

@@ -26,7 +26,6 @@ from kvproto.wire.enums import ErrorCode, Outcome
 
 __all__ = ["Request", "Source"]
 
-_MOST = 0xFFFF_FFFF
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
@@ -56,7 +55,7 @@ class Request(Handle[Over]):
         held up. `after` is the handle of a CUDA event after which the rows are there. Harmless once the request is
         over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
         """
-        tokens, model = self._checked(tokens), check_whole("model", model, 0, _MOST)
+        tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
         items = tables_of(self._source.pool.layout, pages, tokens)
         self._check_open("computed")
@@ -162,9 +161,6 @@ class Source(Door):
                 ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice
             )
         self._requests: dict[bytes, Request] = {}
-        self._used: dict[bytes, float] = {}
-        """Tickets that came, until their deadlines."""
-        self._used_most = 1024
         self._token_bytes = _token_bytes(pool)
         """Bytes of one token of every cache of this rank, on average."""
         party = party_of(name, pool)
@@ -204,16 +200,12 @@ class Source(Door):
         return made
 
     def _take(self, made: Request, ticket: Ticket) -> None:
-        """Keep a request, and its ticket until the deadline; raises TICKET_USED."""
+        """Keep a request; raises TICKET_USED, until the deadline of its first use."""
         key, now = bytes(ticket.key), time.monotonic()
         with self._handles_lock:
-            if now < self._used.get(key, now):
+            if key in self._requests or self._node.endpoint.used(key, now):
                 advice = "make a new ticket for each try of a request"
                 raise LocalError(ErrorCode.TICKET_USED, "ticket", "a new one", "one that was used here before", advice)
-            if len(self._used) >= self._used_most:
-                self._used = {k: deadline for k, deadline in self._used.items() if deadline > now}
-                self._used_most = max(2 * len(self._used), 1024)
-            self._used[key] = now + ticket.deadline / 1000
             self._requests[key] = made
 
     def _layers(self, model: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class Claims(Endpoint):
         super().__init__(me, geometry)
         self._claims: dict[bytes, _Claim] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Deadlines of tickets that were released (KVP-TKT-USED)."""
+        """Deadlines of tickets whose claims are over (KVP-TKT-USED)."""
         self._touched: set[bytes] = set()
 
     def expect(self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
@@ -111,6 +111,11 @@ class Claims(Endpoint):
         for user in claim.take_waiting():
             self._match(claim, user, now)
         self._after(now)
+
+    def used(self, key: bytes, now: float) -> bool:
+        """Whether a request came with this ticket, and its deadline has not passed; any thread may ask."""
+        claim = self._claims.get(key)
+        return now < self._used.get(key, now) or (claim is not None and claim.content is not None)
 
     def _claim(self, key: bytes, now: float) -> _Claim:
         if key not in self._claims:
@@ -224,7 +229,7 @@ class Claims(Endpoint):
     def _release(self, claim: _Claim, now: float) -> None:
         del self._claims[claim.key]
         claim.timer.cancel()
-        if claim.users and now < claim.deadline:
+        if (claim.users or claim.content is not None) and now < claim.deadline:
             self._used[claim.key] = claim.deadline
             if len(self._used) > MAX_USED_TICKETS:
                 self._used.popitem(last=False)
