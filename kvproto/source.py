@@ -166,7 +166,10 @@ class Source(Door):
         party = party_of(name, pool)
         for address in endpoints.values():
             check_type("listen", address, str, "addresses, each a str")
-        listener = Listener(endpoints[pool.rank], chosen.insecure)
+        try:
+            listener = Listener(endpoints[pool.rank], chosen.insecure)
+        except LocalError as error:
+            raise LocalError(error.code, "listen", error.mine, error.yours, error.advice) from error
         endpoints[pool.rank] = listener.address
         try:
             self._node = SourceNode(

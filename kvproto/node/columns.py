@@ -60,7 +60,7 @@ def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> t
             made.append(column)
     if len(items) > 1:
         (first, one), (other, two) = list(items.items())[:2]
-        raise _bad(two, f"{first} pages, as {one} has", f"{other} pages")
+        raise _bad(two, f"{first} pages, as {one} has", f"{other} pages", "give each tensor of a group as many pages")
     return next(iter(items), 0), made
 
 
@@ -121,7 +121,9 @@ def _column(
     width, step = axis.get("dim", (1, view.itemsize))
     if width * view.itemsize != sum(sizes):
         each = " + ".join(str(size) for size in sizes)
-        raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes")
+        apart = ", ".join(f'"{p.name}": [...]' for p in group.parts)
+        advice = f"where the parts are tensors apart, pass {{{apart}}}" if len(sizes) > 1 else _AXES
+        raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes", advice)
     _element(group, joint if len(sizes) > 1 else (part,), view, path)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
@@ -155,6 +157,8 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
         raise _bad(f'{path} axis "{word}"', str(wanted), f"{found}" if word in axis else "no such axis")
 
 
-def _bad(path: str, mine: str, yours: str) -> LocalError:
-    advice = 'say what each axis is by `axes`, such as "page token head dim"'
+_AXES = 'say what each axis is by `axes`, such as "page token head dim"'
+
+
+def _bad(path: str, mine: str, yours: str, advice: str = _AXES) -> LocalError:
     return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, advice)

@@ -94,7 +94,7 @@ def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict
             )  # fmt: skip
         need = 0 if tokens is None else items_needed(group, layout.owns(group.id).cp_rank, 0, tokens)
         if table.size < need:
-            raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}")
+            raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}", "name the pages from token 0 on")
         found[group.id] = table
     return found
 
@@ -166,7 +166,5 @@ def _table(pages: Any, path: str) -> IntArray:
     return given.astype(np.int64)
 
 
-def _bad(path: str, mine: str, yours: str) -> LocalError:
-    return LocalError(
-        ErrorCode.BAD_GRANT, path, mine, yours, "pass the page tables as the engine has them, from token 0 on"
-    )
+def _bad(path: str, mine: str, yours: str, advice: str = "") -> LocalError:
+    return LocalError(ErrorCode.BAD_GRANT, path, mine, yours, advice)

@@ -5,13 +5,14 @@ Parallel sizes end here: a Description states layers, lanes and token shares, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from kvproto.errors import LocalError, check_type
+from kvproto.errors import LocalError, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
@@ -50,6 +51,29 @@ class Block:
         return lo * self.unit, hi * self.unit
 
 
+Made = TypeVar("Made")
+Given = ParamSpec("Given")
+_LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
+"""Of numbers that may be less than 1."""
+
+
+def _checked(
+    make: Callable[Concatenate[type[Cache], Given], Made],
+) -> Callable[Concatenate[type[Cache], Given], Made]:
+    """Refuse numbers below 1 and element types that are none, by the names of their arguments."""
+
+    @wraps(make)
+    def checked(cls: type[Cache], /, *args: Given.args, **named: Given.kwargs) -> Made:
+        for name, given in named.items():
+            if name.endswith("dtype"):
+                check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
+            elif name not in ("name", "layers", "parts", "blocks", "part") and given is not None:
+                check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
+        return make(cls, *args, **named)
+
+    return checked
+
+
 @attrs.frozen
 class Cache:
     """One cache of some layers of one model, before it is known which rank owns what.
@@ -65,6 +89,7 @@ class Cache:
     """Of each part: blocks one after the other on its lane axis."""
 
     @classmethod
+    @_checked
     def gqa(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
         v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None, model: int = 0,
@@ -77,6 +102,7 @@ class Cache:
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
+    @_checked
     def mla(
         cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
         model: int = 0,
@@ -86,6 +112,7 @@ class Cache:
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
+    @_checked
     def indexer(
         cls, name: str, layers: int | Iterable[int], *, head_dim: int, page: int, dtype: DType = DType.F8E4M3,
         scale_block: int | None = 128, model: int = 0,
@@ -97,6 +124,7 @@ class Cache:
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
+    @_checked
     def page_scales(cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0) -> Cache:
         """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-WHOLE.
 
@@ -109,6 +137,7 @@ class Cache:
         return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page)
 
     @classmethod
+    @_checked
     def compressed(
         cls, name: str, layers: int | Iterable[int], *, dim: int, tokens_per_row: int, page_rows: int,
         dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
@@ -118,6 +147,7 @@ class Cache:
         return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
 
     @classmethod
+    @_checked
     def window(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, ring_rows: int,
         dtype: DType = DType.BF16, model: int = 0,
@@ -128,6 +158,7 @@ class Cache:
         return cls._of(name, layers, model, ItemKind.RING, ring_rows, parts)
 
     @classmethod
+    @_checked
     def paged(
         cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], page: int,
         model: int = 0,
@@ -136,6 +167,7 @@ class Cache:
         return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
 
     @classmethod
+    @_checked
     def state(
         cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1,
         scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
@@ -145,6 +177,7 @@ class Cache:
         return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, _parts(parts), blocks, **rows_)
 
     @classmethod
+    @_checked
     def mamba1(
         cls, name: str, layers: int | Iterable[int], *, channels: int, state: int, kernel: int,
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
@@ -158,6 +191,7 @@ class Cache:
         )
 
     @classmethod
+    @_checked
     def mamba2(
         cls, name: str, layers: int | Iterable[int], *, heads: int, head_dim: int, groups: int, state: int, kernel: int,
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
@@ -171,6 +205,7 @@ class Cache:
         )
 
     @classmethod
+    @_checked
     def gdn(
         cls, name: str, layers: int | Iterable[int], *, key_heads: int, key_dim: int, value_heads: int, value_dim: int,
         kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
@@ -185,8 +220,14 @@ class Cache:
         )
 
     @classmethod
+    @_checked
     def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> Cache:
         """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+        for part, (dtype, size) in parts.items():
+            path = f'Cache.parts["{part}"]'
+            check_type(path, dtype, DType, "a kvproto.DType")
+            if check_whole(path, size, 1) % BYTES.get(dtype, 1):
+                raise _bad(path, f"a multiple of {BYTES[dtype]} bytes, an element", size)
         group = g.handoff(0, name, parts)
         return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
 

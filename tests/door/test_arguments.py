@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto import (
+from kvproto import Cache, DType, (
     Cache,
     DType,
     Options,
@@ -74,6 +74,12 @@ MADE: dict[str, tuple[Callable[[str], Any], str]] = {
     "no options": (lambda at: Source("prefill", filled(), at, {"pull": True}), "options"),  # type: ignore[arg-type]
     "no name": (lambda at: Source(None, filled(), at), "name"),  # type: ignore[arg-type]
     "an address that is none": (lambda at: Source("prefill", filled(), 5), "listen"),  # type: ignore[arg-type]
+    "an address that may not be used": (lambda at: Source("prefill", filled(), "tcp://0.0.0.0:5"), "listen"),
+    "an address of a source that may not": (lambda at: Sink("d", filled(), {"p": "tcp://0.0.0.0:5"}), 'sources["p"]'),
+    "a page of no tokens": (lambda at: Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=0), "Cache.page"),
+    "no heads": (lambda at: Cache.gqa("kv", 2, kv_heads=0, head_dim=4, page=4), "Cache.kv_heads"),
+    "a dtype that is none": (lambda at: Cache.mla("kv", 2, latent=4, rope=0, page=4, dtype="bf16"), "Cache.dtype"),  # type: ignore[arg-type]
+    "half an element": (lambda at: Cache.handoff("first", {"token": (DType.F32, 6)}), 'Cache.parts["token"]'),
     "sources in a list": (lambda at: Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
     "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), 'sources["prefill"]'),
     "no geometry": (lambda at: Pool([1], {}), "geometry"),  # type: ignore[arg-type]

@@ -69,6 +69,8 @@ POOLS: dict[str, tuple[Callable[[], Any], str, ErrorCode, str, list[str]]] = {
         'tensors["kv"][0] axis "token"', ["expected 4, got 2"]),
     "another head dimension": (lambda: {"kv": [shared((2, PAGES, 4, 2, 8)) for _ in "ab"]}, "part page token head dim",
                                ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 bytes", "8 elements of 1 bytes"]),
+    "K without V": (lambda: {"kv": [shared(NHD)] * 2}, "page token head dim", ErrorCode.BAD_COLUMNS,
+                    'tensors["kv"][0] axis "dim"', ["4 + 4 bytes", '{"k": [...], "v": [...]}']),
     "another element type": (lambda: {"kv": [shared((2, *NHD), np.float32) for _ in "ab"]}, "part page token head dim",
                              ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 elements of 4 bytes"]),
     "gaps inside a head": (lambda: {"kv": [shared((2, *NHD[:-1], 8))[..., ::2] for _ in "ab"]}, "part page token head dim",

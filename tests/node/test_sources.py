@@ -22,7 +22,7 @@ from kvproto.session.events import SessionRefused
 from kvproto.transport.base import Exposure, Transport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SINK, Nodes, ahead, begin, finished, put
+from tests.node.nodes import SINK, Nodes, ahead, begin, finished, grants, put
 from tests.node.test_death import prefill
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.node.test_pull import SlowMover
@@ -252,6 +252,29 @@ def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.Monk
 def other_process(stack: contextlib.ExitStack, fleet: Fleet, replica: Replica, endless: bool) -> tuple[Ticket, Any]:
     made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
     return made, begin(stack, prefill, fleet.address(replica), made, endless, replica[0])[0]
+
+
+def test_a_process_that_has_connected_and_hangs_loses_a_fetch_at_its_deadline(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        made, process = other_process(stack, fleet, Q0, endless=False)
+        fleet.connect(Q0)
+        fleet.ready()
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = grants(fleet.pool, dict.fromkeys((0, 1), PAGES[Q0]), 0, TOKENS)
+        fleet.sink.fetch(7, Q0, bytes(made.key), CONTENT, asked, 5.0)
+        with monkeypatch.context() as patch:
+            ahead(patch, 6, *SINK)
+            fleet.turn(fleet.sink)
+        with monkeypatch.context() as patch:
+            ahead(patch, 60, *SINK)
+            lost = fleet.ended(7)
+        assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, False)
+        assert fleet.sink.quarantined == {0: 3, 1: 3}
+        os.kill(process.pid, signal.SIGKILL)
+        fleet.ends(TransferProven, 1)
+        assert fleet.sink.quarantined == {}
 
 
 def test_a_process_that_hangs_and_dies_holds_its_own_pages_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
