@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto import Cache, DType, (
+from kvproto import (
     Cache,
     DType,
     Options,
