@@ -16,19 +16,9 @@ from kvproto.planning.geometry import Geometry, Group, deal
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "MOST_PIECES",
-    "Cells",
-    "Claim",
-    "Claims",
-    "Layers",
-    "Places",
-    "alike",
-    "claims_of",
-    "elect",
-    "joined",
-    "places_of",
+    "MOST_PIECES", "Cells", "Claim", "Claims", "Layers", "Places", "alike", "claims_of", "elect", "joined", "places_of",
     "whole",
-]
+]  # fmt: skip
 
 
 _MOST_PAIRS = 1 << 16
@@ -150,15 +140,9 @@ def whole(
 
 
 def elect(
-    sources: tuple[Claim, ...],
-    sinks: tuple[Claim, ...],
-    layers: Layers,
-    places: Places,
-    ordinal: int,
-    part: str,
-    cells: Cells,
-    most: int,
-) -> int:
+    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, places: Places, ordinal: int, part: str,
+    cells: Cells, most: int,
+) -> int:  # fmt: skip
     """Choose a source for each cell of each sink and add it to `cells`; without `places` layers are not dealt.
 
     Returns how many pieces these were, times layers: `most` at most. Raises COVERAGE (KVP-PLAN-COVER), ROW_MISMATCH
@@ -169,8 +153,8 @@ def elect(
     at = {x: i for i, x in enumerate(cuts)}
     pieces = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
     pieces *= sum(hi - lo for lo, hi in layers)
+    where = f"groups[{sinks[0].group.name}].parts[{part}]"
     if pieces > most:
-        where = f"groups[{sinks[0].group.name}].parts[{part}]"
         mine, yours = f"at most {MOST_PIECES} pieces times layers", str(MOST_PIECES - most + pieces)
         raise incompatible(ErrorCode.TOO_LARGE, where, mine, yours, "cut lanes at fewer places")
     have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
@@ -180,14 +164,8 @@ def elect(
         for c, d in pairs:
             needy, candidates = want[i].get(d, ()), have[i].get(c, ())
             if needy and not candidates:
-                where = f"groups[{sinks[0].group.name}].parts[{part}]"
-                raise incompatible(
-                    ErrorCode.COVERAGE,
-                    where,
-                    f"no rank owns bytes {lo}..{hi} of cp rank {c}",
-                    f"rank {needy[0]} needs them",
-                    "state every rank in the Description",
-                )
+                mine, yours = f"no rank owns bytes {lo}..{hi} of cp rank {c}", f"rank {needy[0]} needs them"
+                raise incompatible(ErrorCode.COVERAGE, where, mine, yours, "state every rank in the Description")
             few, many = len(candidates), len(needy)
             for j, rank in enumerate(needy):
                 if many >= few or not places:

@@ -20,42 +20,18 @@ from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
-    "Fact",
-    "Geometry",
-    "Group",
-    "LaneSpan",
-    "Owns",
-    "Part",
-    "Rank",
-    "deal",
-    "decode_geometry",
-    "digest",
-    "encode_geometry",
-    "facts",
-    "gqa",
-    "handoff",
-    "local_row",
-    "mla",
-    "owned_before",
-    "owner",
-    "owns",
+    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "deal", "decode_geometry", "digest",
+    "encode_geometry", "facts", "gqa", "handoff", "local_row", "mla", "owned_before", "owner", "owns",
     "validate",
-]
+]  # fmt: skip
 
 IntArray = npt.NDArray[np.int64]
 
 
 def gqa(
-    id: int,
-    name: str,
-    model: int,
-    kv_heads: int,
-    head_bytes: int,
-    page_size: int,
-    dtype: DType = DType.F32,
-    v_head_bytes: int | None = None,
-    **more: Any,
-) -> Group:
+    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32,
+    v_head_bytes: int | None = None, **more: Any,
+) -> Group:  # fmt: skip
     """Paged K and V of multi-head or grouped-query attention; one lane a KV head, `head_bytes` long (V its own size).
 
     Joint or apart, NHD or HND, padded or not, is said by the strides of Register, not here.

@@ -57,9 +57,7 @@ _LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
 """Of numbers that may be less than 1."""
 
 
-def _checked(
-    make: Callable[Concatenate[type[Cache], Given], Made],
-) -> Callable[Concatenate[type[Cache], Given], Made]:
+def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[Concatenate[type[Cache], Given], Made]:
     """Refuse numbers below 1 and element types that are none, by the names of their arguments."""
 
     @wraps(make)

@@ -28,7 +28,7 @@ from kvproto.planning.election import (
     joined,
     places_of,
     whole,
-)
+)  # fmt: skip
 from kvproto.planning.geometry import Geometry
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
