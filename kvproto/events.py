@@ -36,19 +36,22 @@ __all__ = [
 
 @attrs.frozen
 class Arrived:
-    """Every byte of a request is in the pages that were named."""
+    """Every byte of a request is in the pages that were named.
+
+    Fields:
+        finished: Whether the first token ends the text, so that there is nothing to decode.
+        handoff: Bytes of each hand-off group, by group name and part name.
+        checksums: By source rank and group name: 64 bits, equal on both sides; empty without VERIFY.
+        bytes: Written by each source rank.
+        seconds: From `fetch` to the last byte.
+    """
 
     fetch: Fetch
     finished: bool
-    """Whether the first token ends the text, so that there is nothing to decode."""
     handoff: Mapping[str, Mapping[str, bytes]] = attrs.field(repr=False)
-    """Bytes of each hand-off group, by group name and part name."""
     checksums: Mapping[tuple[int, str], int]
-    """By source rank and group name: 64 bits, equal on both sides; empty without VERIFY."""
     bytes: Mapping[int, int]
-    """Written by each source rank."""
     seconds: float
-    """From `fetch` to the last byte."""
 
 
 @attrs.frozen
@@ -72,17 +75,20 @@ class PagesFree:
 
 @attrs.frozen
 class Sent:
-    """One sink rank has all of a request's bytes."""
+    """One sink rank has all of a request's bytes.
+
+    Fields:
+        sink: Its rank.
+        bytes: By the name of the sink's group.
+        seconds: For what was left to copy when prefill was over.
+        left: Bytes of that.
+    """
 
     request: Request
     sink: int
-    """Its rank."""
     bytes: Mapping[str, int]
-    """By the name of the sink's group."""
     seconds: float
-    """For what was left to copy when prefill was over."""
     left: int
-    """Bytes of that."""
 
 
 @attrs.frozen
@@ -97,25 +103,29 @@ class Unwanted:
 
 @attrs.frozen
 class Freed:
-    """No sink needs a request any more: its pages may be used again."""
+    """No sink needs a request any more: its pages may be used again.
+
+    Fields:
+        routed: Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all
+            are. Empty after `Request.fail` or `release`.
+    """
 
     request: Request
     routed: tuple[int, ...]
-    """Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all are.
-
-    Empty after `Request.fail` or `release`.
-    """
 
 
 @attrs.frozen
 class Undelivered:
-    """A request is over as Freed says, but some sink ranks have not acknowledged it: they refused it, or are gone."""
+    """A request is over as Freed says, but some sink ranks have not acknowledged it: they refused it, or are gone.
+
+    Fields:
+        routed: As in Freed.
+        lost: By sink rank: why it may not have the request.
+    """
 
     request: Request
     routed: tuple[int, ...]
-    """As in Freed."""
     lost: Mapping[int, KvprotoError]
-    """By sink rank: why it may not have the request."""
 
 
 @attrs.frozen
@@ -130,12 +140,15 @@ class Expired:
 
 @attrs.frozen
 class Connected:
-    """Both sides computed this plan from each other's geometry; at a Sink, all ranks of the source are ready too."""
+    """Both sides computed this plan from each other's geometry; at a Sink, all ranks of the source are ready too.
+
+    Fields:
+        warnings: Facts that differ and may: name, the source's value, the sink's.
+    """
 
     peer: str
     plan: Plan = attrs.field(repr=False)
     warnings: tuple[tuple[str, str, str], ...] = ()
-    """Facts that differ and may: name, the source's value, the sink's."""
 
 
 @attrs.frozen

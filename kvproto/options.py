@@ -34,16 +34,30 @@ def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """Choices of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome."""
+    """Choices of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome.
+
+    Fields:
+        transports: Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the
+            pool's memory.
+        verify: Whether to compare a checksum of every group after each transfer, if the peer does too (feature
+            VERIFY). "pages" finds faults: where a checksum differs, the error names the first layer and page that do,
+            if the peer says "pages" too. It costs both sides a pass over their memory for each page.
+        measured: What `kvproto probe` measured here; transports that are named choose by it how to move runs of each
+            length.
+        pull: Whether the sink reads instead of the source writing, if both sides say so (feature PULL).
+        insecure: Whether loopback TCP may be used without encryption.
+        thread: Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`.
+        callbacks: Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O
+            thread or `step`.
+        part_bytes: Source: bytes of computed rows that are worth a copy of their own while prefill goes on.
+        first_part_ratio: Source: copy the first part when it is so many times what is still to come; None: what suits
+            the link.
+        lease: Source, with pull: seconds that a sink may read before it must ask for more.
+        quarantine: Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY.
+    """
 
     transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)
-    """Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the pool's memory."""
     verify: bool | Literal["pages"] = attrs.field(default=True)
-    """Whether to compare a checksum of every group after each transfer, if the peer does too (feature VERIFY).
-
-    "pages" finds faults: where a checksum differs, the error names the first layer and page that do, if the peer says
-    "pages" too. It costs both sides a pass over their memory for each page.
-    """
 
     @verify.validator
     def _check_verify(self, field: attrs.Attribute[Any], value: Any) -> None:
@@ -51,23 +65,13 @@ class Options:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.verify", 'True, False or "pages"', repr(value))
 
     measured: Sequence[Measured] = ()
-    """What `kvproto probe` measured here; transports that are named choose by it how to move runs of each length."""
     pull: bool = False
-    """Whether the sink reads instead of the source writing, if both sides say so (feature PULL)."""
     insecure: bool = False
-    """Whether loopback TCP may be used without encryption."""
     thread: bool = True
-    """Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`."""
     callbacks: Callable[[Callable[[], object]], object] | None = None
-    """Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O thread or `step`.
-    """
     part_bytes: int = attrs.field(
         default=PART_BYTES, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
     )
-    """Source: bytes of computed rows that are worth a copy of their own while prefill goes on."""
     first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
-    """Source: copy the first part when it is so many times what is still to come; None: what suits the link."""
     lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
-    """Source, with pull: seconds that a sink may read before it must ask for more."""
     quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))
-    """Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY."""

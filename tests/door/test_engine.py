@@ -1,8 +1,11 @@
 """What an engine's own thread may rely on while it computes."""
 
 import gc
+import pydoc
+import re
 from pathlib import Path
 
+import attrs
 import pytest
 
 from kvproto import Options, Request
@@ -90,3 +93,10 @@ def test_goodbye_unmaps_the_memory_of_a_peer_whose_transfer_is_open(tmp_path: Pa
         request = begun_and_left(both)
         assert left_over()[3] == before
         assert not request.done
+
+
+@pytest.mark.parametrize("cls", [Options, told.Arrived, told.Sent, told.Undelivered])
+def test_help_says_what_each_field_is(cls: type) -> None:
+    said = pydoc.render_doc(cls, renderer=pydoc.plaintext)
+    known = {"fetch", "request", "sink"}  # their types say it
+    assert all(re.search(rf" {field.name}: [A-Z]", said) for field in attrs.fields(cls) if field.name not in known)
