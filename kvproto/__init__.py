@@ -15,6 +15,7 @@ _CATALOGUE = {
     "Cache": "planning.layout",
     "DType": "wire.enums",
     "Geometry": "planning.geometry",
+    "Group": "planning.geometry",
     "KvprotoError": "errors",
     "LocalError": "errors",
     "Options": "options",
@@ -30,7 +31,10 @@ _CATALOGUE = {
     "Ticket": "prompt",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
+    "local_row": "planning.geometry",
     "new_ticket": "prompt",
+    "owned_before": "planning.geometry",
+    "owner": "planning.geometry",
     "plan": "planning.plan",
     "read_ticket": "prompt",
     "write_ticket": "prompt",
@@ -39,7 +43,7 @@ _CATALOGUE = {
 if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
     from kvproto.options import Options
-    from kvproto.planning.geometry import Geometry
+    from kvproto.planning.geometry import Geometry, Group, local_row, owned_before, owner
     from kvproto.planning.layout import Block, Cache, Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
     from kvproto.pool import Pool
@@ -55,6 +59,7 @@ __all__ = [
     "DType",
     "Fetch",
     "Geometry",
+    "Group",
     "KvprotoError",
     "LocalError",
     "Options",
@@ -70,7 +75,10 @@ __all__ = [
     "__version__",
     "allocate",
     "lay_out",
+    "local_row",
     "new_ticket",
+    "owned_before",
+    "owner",
     "plan",
     "read_ticket",
     "write_ticket",

@@ -167,7 +167,7 @@ def _describe(args: argparse.Namespace) -> int:
         configs.append(own)
     configs += [_config(path) for path in args.draft]
     stages = tuple(args.pp_layers) if args.pp_layers else None
-    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages)
+    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages=stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))

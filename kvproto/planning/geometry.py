@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -103,11 +103,16 @@ def local_row(group: Group, rows: IntArray) -> IntArray:
     return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
 
 
-def owned_before(group: Group, cp_rank: int, row: int) -> int:
-    """Number of global rows below `row` that the cp rank owns."""
+Count = TypeVar("Count", int, IntArray)
+
+
+def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
+    """Number of global rows below `row` that the cp rank owns; for one row or an array of any shape."""
+    at_least, at_most = (max, min) if isinstance(row, int) else (np.maximum, np.minimum)
     run, origin = deal(group)
-    whole, rest = divmod(max(row - origin, 0), run * group.cp_size)
-    return whole * run + min(max(rest - cp_rank * run, 0), run)
+    whole, rest = divmod(at_least(row - origin, 0), run * group.cp_size)
+    found: Count = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
+    return found
 
 
 def deal(group: Group) -> tuple[int, int]:

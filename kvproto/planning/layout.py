@@ -85,6 +85,18 @@ class Cache:
     layers: tuple[int, ...]
     blocks: tuple[tuple[Block, ...], ...]
     """Of each part: blocks one after the other on its lane axis."""
+    dealt: bool | None = None
+    """Whether context-parallel ranks deal its tokens among them; None: as engines do, the target's pages alone."""
+
+    def replicated(self) -> Cache:
+        """The same cache, where each context-parallel rank stores every token, with the heads of its TP rank."""
+        return attrs.evolve(self, dealt=False)
+
+    def sharded(self) -> Cache:
+        """The same cache, where context-parallel ranks deal its tokens among them: pages of a draft, say."""
+        if not kind_of(self.group).paged:
+            raise _bad(f"{self.group.name!r}.sharded", "pages, as tokens are dealt by rows", "items of another kind")
+        return attrs.evolve(self, dealt=True)
 
     @classmethod
     @_checked
@@ -119,7 +131,7 @@ class Cache:
         parts = {"index": (dtype, 1, head_dim * BYTES[dtype])}
         if scale_block:
             parts["index_scale"] = (DType.F32, 1, -(-head_dim // scale_block) * 4)
-        return cls.paged(name, layers, parts=parts, page=page, model=model)
+        return cls.paged(name, layers, parts=parts, page=page, model=model).replicated()
 
     @classmethod
     @_checked
@@ -289,6 +301,8 @@ class Parallel:
     """Decode context parallel: tokens, over the TP ranks that would otherwise hold the same heads."""
     interleave: int = 1
     """Consecutive tokens that one cp or dcp rank takes."""
+    origin: int = 0
+    """First token that is dealt, to cp rank 0; requests begin there or later."""
     stages: tuple[int, ...] | None = None
     """Layers of each pipeline stage; by default equal, the first stages one more."""
 
@@ -297,6 +311,8 @@ class Parallel:
         for name in ("tp", "pp", "cp", "dcp", "interleave"):
             if getattr(self, name) < 1:
                 raise _bad(name, "at least 1", getattr(self, name))
+        if self.origin < 0:
+            raise _bad("origin", "at least 0", self.origin)
         if self.tp % self.dcp:
             raise _bad("dcp", f"a divisor of tp {self.tp}", self.dcp)
         if self.cp > 1 and self.dcp > 1:
@@ -334,8 +350,8 @@ def lay_out(
     for id, spec in enumerate(specs):
         _check(spec, id, depth)
         group = attrs.evolve(spec.group, id=id)
-        if dealt > 1 and kind_of(group).paged:
-            group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave)
+        if dealt > 1 and _dealt(spec):
+            group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave, origin=sizes.origin)
         made.append(attrs.evolve(spec, group=group))
     bounds = sizes.bounds(depth or max((max(s.layers) + 1 for s in specs if _deep(s)), default=sizes.pp))
     ranks: list[Rank] = []
@@ -366,13 +382,18 @@ def _deep(spec: Cache) -> bool:
     return spec.group.model == 0 and kind_of(spec.group).has_memory
 
 
+def _dealt(spec: Cache) -> bool:
+    """Whether context-parallel ranks deal out a cache's tokens."""
+    return (spec.group.model == 0 and kind_of(spec.group).paged) if spec.dealt is None else spec.dealt
+
+
 def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
     """What one rank owns of a group; None where its stage has none of the layers."""
     layers = [i for i in spec.layers if (stage[0] <= i < stage[1] if _deep(spec) else last)]
     if not layers:
         return None
-    paged = kind_of(spec.group).paged
-    ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if paged else (sizes.tp, tp)
+    dealt = _dealt(spec)
+    ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if dealt else (sizes.tp, tp)
     spans = []
     for p, blocks in enumerate(spec.blocks):
         start = 0
@@ -380,7 +401,7 @@ def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, si
             lo, hi = block.cut(rank, ranks)
             spans.append(LaneSpan(part=p, lo=start + lo, hi=start + hi))
             start += block.lanes
-    cp_rank = (cp if sizes.cp > 1 else tp % sizes.dcp) if paged else 0
+    cp_rank = (cp if sizes.cp > 1 else tp % sizes.dcp) if dealt else 0
     return attrs.evolve(g.owns(spec.group, layers), lanes=tuple(spans), cp_rank=cp_rank)
 
 

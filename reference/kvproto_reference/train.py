@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import checkpoint
 from .data import load_text, passages
-from .models import Decoder, DenseCache
+from .models import Decoder, Dense
 from .presets import PRESETS, Preset
 
 # Batches of [windows, tokens]: prompts in use run up to some 400 tokens, so some windows must be that long.
@@ -75,7 +75,7 @@ def train(name: str, preset: Preset, folder: Path) -> float:
     begun = time.monotonic()
     for step in range(preset.steps):
         batch = windows.batch()
-        logits = model.forward(batch[:, :-1], torch.arange(batch.shape[1] - 1), DenseCache())
+        logits = model.forward(batch[:, :-1], torch.arange(batch.shape[1] - 1), Dense(preset.config))
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         model.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)

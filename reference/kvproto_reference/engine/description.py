@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import attrs
+
 from kvproto import Cache, DType, Geometry, Parallel, Pool, lay_out
 
+from ..cache import KVPool, Shard
 from ..checkpoint import fingerprint
-from ..models import ModelConfig, kv_head_range
-from .pool import KVPool
+from ..models import ModelConfig, TensorParallel, kv_head_range
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
@@ -15,38 +17,71 @@ TARGET, DRAFT, FIRST = "target", "draft", "first token"
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 
+@attrs.frozen(kw_only=True)
+class Layout:
+    """How an engine divides its caches over its ranks."""
+
+    tp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    """Consecutive tokens that one DCP rank stores."""
+    draft_sharded: bool = False
+    """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
+    replicate_q: bool = False
+
+    def place(self, model: int, tp: TensorParallel) -> TensorParallel:
+        """The place of a rank for the target (0) or the draft (1)."""
+        if model and not self.draft_sharded:
+            return tp.whole
+        return attrs.evolve(tp, dcp=self.dcp, replicate_q=self.replicate_q)
+
+
 def geometry(
-    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, tp: int, page_size: int
+    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, layout: Layout, page_size: int
 ) -> Geometry:
     """What the ranks of one replica own: the caches of two models, and on every rank the first token.
 
-    `tokenizer` is the tokenizer's identity. Raises EngineError where `tp` ranks are too many for a model's heads.
+    `tokenizer` is the tokenizer's identity. Raises EngineError where the ranks are too many for a model's heads.
     """
-    caches = [_cache(model, config, tp, page_size) for model, config in enumerate(configs)]
+    caches = [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
     facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
-    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], Parallel(tp=tp), facts=facts)
+    parallel = Parallel(tp=layout.tp, dcp=layout.dcp, interleave=layout.interleave)
+    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], parallel, facts=facts)
 
 
-def _cache(model: int, config: ModelConfig, tp: int, page_size: int) -> Cache:
+def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:
+    """The cache of the target (0) or the draft (1)."""
     name, dtype = (TARGET, DRAFT)[model], _DTYPES[config.dtype]
+    ranks = [layout.place(model, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
+    shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
     if config.kind == "mla":
-        kv_head_range(config, 0, tp)  # raises for too many ranks
-        return Cache.mla(
+        made = Cache.mla(
             name, config.layers, latent=config.latent, rope=config.rope_dim, page=page_size, dtype=dtype, model=model
         )
-    cache = Cache.gqa(
-        name, config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=page_size, dtype=dtype,
-        model=model,
-    )  # fmt: skip
-    return cache.divided([kv_head_range(config, rank, tp) for rank in range(tp)])
+    else:
+        made = Cache.gqa(
+            name, config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=page_size, dtype=dtype,
+            model=model,
+        ).divided(shares)  # fmt: skip
+    return made.sharded() if model and layout.draft_sharded else made
+
+
+def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
+    """Which tokens a rank stores, by group name."""
+    groups = {group.id: group for group in geometry.groups}
+    owns = geometry.ranks[rank].owns
+    return {groups[share.group].name: Shard(groups[share.group], share.cp_rank) for share in owns}
 
 
 def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Pool:
-    """The pool of one rank, made of the tensors that the engine computes with, by group name."""
+    """The pool of one rank, made of the tensors that the engine computes with, by group name.
+
+    Their last page, which no sequence is given, is not part of it.
+    """
     return Pool(geometry, {name: _by_part(cache) for name, cache in caches.items()}, rank=rank)
 
 
 def _by_part(cache: KVPool) -> dict[str, list[object]]:
     """One tensor [pages, page_size, heads, row_dim] for each layer, by part name."""
     layers = range(cache.config.layers)
-    return {part: [cache.tensors[layer, part] for layer in layers] for part in cache.config.parts}
+    return {part: [cache.tensors[layer, part][: cache.pages] for layer in layers] for part in cache.config.parts}

@@ -1,67 +1,90 @@
-"""Prefill of a sequence into the target's and the draft's cache, up to the first token."""
+"""Prefill: prompts into the caches of target and draft, several at a time, up to the first token of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Protocol
 
 import attrs
-from torch import Tensor
 
-from .runner import ModelRunner, PrefillChunk
+from ..errors import EngineError
+from .runner import Chunk, Runner
 from .sampling import sample
 from .sequence import Sequence
 
 
-@attrs.frozen(kw_only=True)
-class PrefillStep:
-    """Rows [start, stop) are in both caches; `first` is the first token, after the last chunk only."""
-
-    start: int
-    stop: int
-    first: int | None
-
-
 class OnLayer(Protocol):
-    """Called when a layer of a model (0 the target, 1 the draft) has its rows of positions [0, stop)."""
+    """Called for each sequence of a step when a layer of a model (0 the target, 1 the draft) has its rows [0, stop)."""
 
-    def __call__(self, model: int, stop: int, layer: int) -> None:
+    def __call__(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
         """On a GPU the rows are there in stream order."""
 
 
-def _nobody(model: int, stop: int, layer: int) -> None:
+def _nobody(sequence: Sequence, model: int, stop: int, layer: int) -> None:
     pass
 
 
-def prefill_steps(
-    sequence: Sequence, target: ModelRunner, draft: ModelRunner | None, chunk: int, on_layer: OnLayer = _nobody
-) -> Iterator[PrefillStep]:
-    """Prefill a prompt chunk by chunk; before the last step is yielded the sequence gets its first token."""
-    pieces, drafts = (
-        runner.prefill_chunks(sequence.prompt, pages, chunk, computed=partial(on_layer, model)) if runner else None
-        for model, (runner, pages) in enumerate(((target, sequence.target_pages), (draft, sequence.draft_pages)))
-    )
-    assert pieces is not None
-    for piece in pieces:
-        if drafts is not None:
-            next(drafts)
-        yield _step(sequence, piece)
+@attrs.define(eq=False)
+class Prefiller:
+    """Computes prompts in the order in which they came, `budget` tokens a step; a step may hold pieces of several."""
 
+    target: Runner
+    draft: Runner | None
+    budget: int
+    on_layer: OnLayer = _nobody
+    _done: dict[Sequence, int] = attrs.field(factory=dict, init=False)
+    """Tokens computed, of each prompt under way, in order."""
 
-def first_token(sequence: Sequence, logits: Tensor) -> int:
-    """The token that follows the prompt, from the target's logits [vocab] of its last token."""
-    return sample(logits, sequence.sampling, len(sequence.prompt))
+    def __attrs_post_init__(self) -> None:
+        if self.budget < 1:
+            raise EngineError(f"the prefill chunk must be at least 1 token, not {self.budget}")
 
+    @property
+    def busy(self) -> bool:
+        """Whether a prompt is under way."""
+        return bool(self._done)
 
-def prefill(sequence: Sequence, target: ModelRunner, draft: ModelRunner | None, chunk: int) -> int:
-    """Prefill a whole prompt; the first token, which is also added to the sequence."""
-    for _ in prefill_steps(sequence, target, draft, chunk):
-        pass
-    return sequence.generated[0]
+    def add(self, sequence: Sequence) -> None:
+        """Take on a prompt that has its pages."""
+        self._done[sequence] = 0
 
+    def drop(self, sequence: Sequence) -> None:
+        """Compute no more of a prompt, if it is under way."""
+        self._done.pop(sequence, None)
 
-def _step(sequence: Sequence, piece: PrefillChunk) -> PrefillStep:
-    if piece.stop < len(sequence.prompt):
-        return PrefillStep(start=piece.start, stop=piece.stop, first=None)
-    first = first_token(sequence, piece.logits)
-    sequence.append([first])
-    return PrefillStep(start=piece.start, stop=piece.stop, first=first)
+    def step(self) -> list[Sequence]:
+        """One step of both models; the sequences whose prompts are over, each with its first token."""
+        some = list(self._pieces())
+        if not some:
+            return []
+        logits = None
+        for model, runner in enumerate((self.target, self.draft)):
+            if runner is not None:
+                found = runner.run(
+                    [Chunk(s.prompt[lo:hi], lo, s.pages(model)) for s, lo, hi in some],
+                    partial(self._tell, [(s, hi) for s, _, hi in some], model),
+                )
+                logits = logits or found
+        assert logits is not None
+        over, best = [], logits.best()
+        for i, (sequence, _, stop) in enumerate(some):
+            self._done[sequence] = stop
+            if stop == len(sequence.prompt):
+                del self._done[sequence]
+                greedy = sequence.sampling.greedy
+                first = int(best[i]) if greedy else sample(logits.row(i), sequence.sampling, stop)
+                sequence.append([first])
+                over.append(sequence)
+        return over
+
+    def _pieces(self) -> Iterable[tuple[Sequence, int, int]]:
+        """Positions [lo, hi) of the sequences of the next step."""
+        left = self.budget
+        for sequence, done in self._done.items():
+            if left:
+                count = min(left, len(sequence.prompt) - done)
+                left -= count
+                yield sequence, done, done + count
+
+    def _tell(self, some: Iterable[tuple[Sequence, int]], model: int, layer: int) -> None:
+        for sequence, stop in some:
+            self.on_layer(sequence, model, stop, layer)

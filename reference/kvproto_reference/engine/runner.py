@@ -1,68 +1,121 @@
-"""Runs one model over one paged pool."""
+"""Runs one model over one paged pool: a step is any number of spans of any sequences."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..attention.batch import Batch, Span, batch_of
+from ..attention.paged import PagedAttention
+from ..cache import Shard
 from ..errors import EngineError
 from ..models import Model
-from .pool import KVPool, PagedCache
 
-Computed = Callable[[int, int], None]
-"""Called with (stop, layer) when the layer's rows of positions [0, stop) are written, on a GPU in stream order."""
+Computed = Callable[[int], None]
+"""Called with each layer once its rows of a step are written, on a GPU in stream order."""
 
 
-@attrs.frozen(kw_only=True)
-class PrefillChunk:
-    """Rows of positions [start, stop) are in the pool; logits [vocab] are those of position stop - 1."""
+@attrs.frozen
+class Chunk:
+    """Tokens of one sequence from position `start` on, its page table, and whether all their logits are wanted.
 
+    Else those of the last alone are.
+    """
+
+    tokens: Sequence[int]
     start: int
-    stop: int
-    logits: Tensor
+    pages: Sequence[int]
+    every: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.tokens)
 
 
-class ModelRunner:
-    """A model bound to the pool that holds its KV rows."""
+class Logits(Protocol):
+    """Logits [n, vocab] of the tokens of a step that wanted them, wherever they are; all ranks have the same."""
 
-    def __init__(self, model: Model, pool: KVPool, page_size: int) -> None:
-        if pool.page_size != page_size:
-            raise EngineError(f"the pool has pages of {pool.page_size} slots, not {page_size}")
+    def best(self) -> npt.NDArray[np.int64]:
+        """The most likely token [n] of each."""
+        ...
+
+    def row(self, index: int) -> npt.NDArray[np.float64]:
+        """One token's [vocab]."""
+        ...
+
+
+class Runner(Protocol):
+    """A model and its pool on one rank, or on several ranks of one process; what the scheduler steps."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which tokens of a sequence the pool stores."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Tokens that logits are of."""
+        ...
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
+        """One step; its rows are written to the slots of the page tables."""
+        ...
+
+
+class TorchLogits(Logits):
+    """Logits in a tensor [n, vocab]."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def best(self) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = self._values.argmax(-1).cpu().numpy()
+        return found
+
+    def row(self, index: int) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = self._values[index].double().cpu().numpy()
+        return found
+
+
+class TorchRunner(Runner):
+    """A torch model on one rank."""
+
+    def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
+        pool = attention.pool
+        if pool.page_size != shard.group.rows:
+            raise EngineError(f"the pool has pages of {pool.page_size} rows, not {shard.group.rows}")
         if pool.config != model.config:
             raise EngineError("the pool was made for another model config")
-        self.model, self.pool, self.page_size = model, pool, page_size
+        self.model, self.attention, self._shard = model, attention, shard
 
-    def run(
-        self, tokens: Sequence[int], start: int, pages: Sequence[int], computed: Callable[[int], None] | None = None
-    ) -> Tensor:
-        """Logits [n, vocab] of n tokens from position `start` on; their rows are written to the page table's slots.
+    @property
+    def shard(self) -> Shard:
+        return self._shard
 
-        `computed` is called with each layer once its rows are written, on a GPU in stream order.
-        """
-        if not tokens:
-            raise EngineError("no tokens to run")
-        stop = start + len(tokens)
-        cache = PagedCache(self.pool, pages, start, stop)
+    @property
+    def vocab(self) -> int:
+        return self.model.config.vocab
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
+        batch, tokens, wanted = assemble(chunks, self._shard)
+        device = self.attention.pool.device
         with torch.no_grad():
-            ids = torch.tensor(tokens, dtype=torch.int64, device=self.pool.device)
-            return self.model.forward(ids, torch.arange(start, stop, device=self.pool.device), cache, computed)
+            self.attention.begin(batch)
+            ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
+            return TorchLogits(self.model.forward(ids, positions, self.attention, computed, rows))
 
-    def prefill_chunks(
-        self, tokens: Sequence[int], pages: Sequence[int], chunk: int, start: int = 0, computed: Computed | None = None
-    ) -> Iterator[PrefillChunk]:
-        """Run a prompt from position `start` (rows before it are valid), yielding after every `chunk` tokens."""
-        if chunk < 1:
-            raise EngineError(f"the prefill chunk must be at least 1 token, not {chunk}")
-        if not 0 <= start < len(tokens):
-            raise EngineError(f"prefill from position {start} of {len(tokens)} tokens leaves nothing to run")
-        for lo in range(start, len(tokens), chunk):
-            piece = tokens[lo : lo + chunk]
-            logits = self.run(piece, lo, pages, partial(computed, lo + len(piece)) if computed else None)
-            yield PrefillChunk(start=lo, stop=lo + len(piece), logits=logits[-1])
 
-    def prefill(self, tokens: Sequence[int], pages: Sequence[int], chunk: int) -> Tensor:
-        """Run a whole prompt; logits [vocab] of its last token."""
-        *_, last = self.prefill_chunks(tokens, pages, chunk)
-        return last.logits
+def assemble(chunks: Sequence[Chunk], shard: Shard) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The arrays of a step, its tokens [tokens], and which of them want logits [n]."""
+    batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard)
+    tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
+    wanted = [
+        np.arange(start if chunk.every else stop - 1, stop)
+        for chunk, start, stop in zip(chunks, batch.starts[:-1], batch.starts[1:], strict=True)
+    ]
+    return batch, tokens, np.concatenate(wanted).astype(np.int64)

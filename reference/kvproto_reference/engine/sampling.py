@@ -10,12 +10,13 @@ from typing import Literal
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..errors import EngineError
 
 Purpose = Literal["sample", "draft", "accept", "residual"]
 Probabilities = NDArray[np.float64]
+Scores = NDArray[np.float64]
+"""Logits [vocab] of one token."""
 
 
 @attrs.frozen(kw_only=True)
@@ -44,9 +45,8 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
     return float((bits >> 11) * 2.0**-53)
 
 
-def probabilities(logits: Tensor, params: SamplingParams) -> Probabilities:
+def probabilities(scores: Scores, params: SamplingParams) -> Probabilities:
     """Float64 distribution [vocab] of logits [vocab]; all mass on the argmax when greedy."""
-    scores: Probabilities = logits.double().cpu().numpy()
     if params.greedy:
         out = np.zeros_like(scores)
         out[int(scores.argmax())] = 1.0
@@ -64,8 +64,8 @@ def pick(probs: Probabilities, number: float) -> int:
     return min(token, int(np.flatnonzero(probs)[-1]))
 
 
-def sample(logits: Tensor, params: SamplingParams, position: int, purpose: Purpose = "sample") -> int:
+def sample(scores: Scores, params: SamplingParams, position: int, purpose: Purpose = "sample") -> int:
     """The token for `position`, drawn from logits [vocab] of the position before."""
     if params.greedy:
-        return int(logits.argmax())
-    return pick(probabilities(logits, params), uniform(params.seed, position, purpose))
+        return int(scores.argmax())
+    return pick(probabilities(scores, params), uniform(params.seed, position, purpose))

@@ -22,7 +22,7 @@ class SpeculationStats:
         return self.tokens / self.steps if self.steps else 0.0
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, eq=False)
 class Sequence:
     """A prompt, what was generated for it, and its page tables in the target's and the draft's pool.
 
@@ -44,6 +44,10 @@ class Sequence:
             raise EngineError("the prompt is empty")
         if self.max_new < 1:
             raise EngineError(f"max_new must be at least 1 token, not {self.max_new}")
+
+    def pages(self, model: int) -> list[int]:
+        """The page table in the pool of model 0, the target, or 1, the draft."""
+        return (self.target_pages, self.draft_pages)[model]
 
     @property
     def length(self) -> int:

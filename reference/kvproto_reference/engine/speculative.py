@@ -1,90 +1,130 @@
-"""Decode steps: a draft model proposes tokens, the target verifies them in one forward."""
+"""Decode steps of a batch: a draft model proposes tokens, the target verifies them in one forward."""
 
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import attrs
 import numpy as np
-from torch import Tensor
 
 from ..errors import EngineError
 from ..tokenizer import BYTES
-from .runner import ModelRunner
-from .sampling import Probabilities, SamplingParams, pick, probabilities, sample, uniform
+from .runner import Chunk, Runner
+from .sampling import Probabilities, SamplingParams, Scores, pick, probabilities, sample, uniform
 from .sequence import Sequence
+
+
+@attrs.define(eq=False)
+class _Proposal:
+    """What the draft proposes for one sequence."""
+
+    sequence: Sequence
+    start: int
+    """Position of the newest token, which has no row yet."""
+    most: int
+    tokens: list[int] = attrs.Factory(list)
+    beliefs: list[Probabilities] = attrs.Factory(list)
+    """The draft's distributions [vocab] of each token, where sampling needs them."""
+
+    @property
+    def newest(self) -> int:
+        """The last token, proposed or not."""
+        return self.tokens[-1] if self.tokens else self.sequence.newest
+
+    @property
+    def open(self) -> bool:
+        """Whether the draft may propose another token."""
+        return len(self.tokens) < self.most and self.newest not in self.sequence.eos
 
 
 class SpeculativeDecoder:
     """Decodes sequences whose rows [0, valid) are in both caches, and leaves them so after each step."""
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner | None = None, k: int = 4) -> None:
+    def __init__(self, target: Runner, draft: Runner | None = None, k: int = 4) -> None:
         if draft is not None and k < 1:
             raise EngineError(f"a draft must propose at least 1 token, not {k}")
-        if draft is not None and draft.model.config.vocab != target.model.config.vocab:
-            sizes = [
-                f"the {n} a vocabulary of {r.model.config.vocab}" for n, r in (("draft", draft), ("target", target))
-            ]
+        if draft is not None and draft.vocab != target.vocab:
+            sizes = [f"the {n} a vocabulary of {r.vocab}" for n, r in (("draft", draft), ("target", target))]
             raise EngineError(f"{' and '.join(sizes)}: they must be equal")
         self.target, self.draft, self.k = target, draft, k
 
-    def step(self, sequence: Sequence) -> list[int]:
-        """One target forward: the tokens it added to the sequence, none when it was finished already."""
-        if sequence.finished:
-            return []
-        if not sequence.generated:
+    def step(self, sequences: Many[Sequence]) -> list[list[int]]:
+        """One forward of the target over all of them: the tokens that each gained, none where it was finished."""
+        if not all(sequence.generated for sequence in sequences):
             raise EngineError("decode needs the first token, which prefill samples")
-        # The newest token has no row yet; its position is where this step starts.
-        start = sequence.valid
-        proposed, beliefs = self._propose(sequence, start)
-        logits = self.target.run([sequence.newest, *proposed], start, sequence.target_pages)
-        accepted, extra = verify(logits, proposed, beliefs, sequence.sampling, start + 1, sequence.eos)
-        if self.draft is not None and proposed and accepted == len(proposed) and extra is not None:
-            # The draft never ran its last proposal, whose row is valid now.
-            self.draft.run(proposed[-1:], start + accepted, sequence.draft_pages)
-        kept = sequence.append(proposed[:accepted] + ([] if extra is None else [extra]))
-        sequence.stats.steps += 1
-        sequence.stats.tokens += len(kept)
-        sequence.stats.proposed += len(proposed)
-        sequence.stats.accepted += accepted
+        gained: dict[Sequence, list[int]] = {}
+        some = self._propose([s for s in sequences if not s.finished])
+        if some:
+            logits = self.target.run(
+                [Chunk([p.sequence.newest, *p.tokens], p.start, p.sequence.target_pages, every=True) for p in some]
+            )
+            best, at, behind = logits.best(), 0, []
+            for p in some:
+                own = best[at : at + len(p.tokens) + 1].tolist()
+                row = lambda i, at=at: logits.row(at + i)  # noqa: E731
+                accepted, extra = verify(
+                    own, row, p.tokens, p.beliefs, p.sequence.sampling, p.start + 1, p.sequence.eos
+                )
+                at += len(own)
+                gained[p.sequence] = self._take(p, accepted, extra)
+                if p.tokens and accepted == len(p.tokens) and extra is not None:
+                    behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.draft_pages))
+            if self.draft is not None and behind:  # it never ran its last proposals, whose rows are valid now
+                self.draft.run(behind)
+        return [gained.get(sequence, []) for sequence in sequences]
+
+    def _take(self, p: _Proposal, accepted: int, extra: int | None) -> list[int]:
+        kept = p.sequence.append(p.tokens[:accepted] + ([] if extra is None else [extra]))
+        stats = p.sequence.stats
+        stats.steps += 1
+        stats.tokens += len(kept)
+        stats.proposed += len(p.tokens)
+        stats.accepted += accepted
         return kept
 
-    def _propose(self, sequence: Sequence, start: int) -> tuple[list[int], list[Probabilities]]:
-        proposed: list[int] = []
-        beliefs: list[Probabilities] = []
-        if self.draft is None:
-            return proposed, beliefs
-        token = sequence.newest
-        # The target adds one token of its own, so proposing all that remain would overshoot max_new and the pages.
-        count = min(self.k, sequence.remaining - 1)
-        if count <= 0:
-            # The row is still due: `valid` counts for both caches.
-            self.draft.run([token], start, sequence.draft_pages)
-        for i in range(count):
-            logits = self.draft.run([token], start + i, sequence.draft_pages)[-1]
-            token = sample(logits, sequence.sampling, start + i + 1, "draft")
-            proposed.append(token)
-            beliefs.append(probabilities(logits, sequence.sampling))
-            if token in sequence.eos:
-                break
-        return proposed, beliefs
+    def _propose(self, sequences: Many[Sequence]) -> list[_Proposal]:
+        # the target adds one token of its own, so proposing all that remain would overshoot max_new and the pages
+        most = self.k if self.draft is not None else 0
+        made = [_Proposal(s, s.valid, min(most, s.remaining - 1)) for s in sequences]
+        running = made if self.draft is not None else []  # all: the row of the newest token is due in both caches
+        while running and self.draft is not None:
+            logits = self.draft.run(
+                [Chunk([p.newest], p.start + len(p.tokens), p.sequence.draft_pages) for p in running]
+            )
+            best = logits.best()
+            for i, p in enumerate(running):
+                if not p.open:
+                    continue
+                sampling = p.sequence.sampling
+                if sampling.greedy:
+                    p.tokens.append(int(best[i]))
+                else:
+                    scores = logits.row(i)
+                    p.beliefs.append(probabilities(scores, sampling))
+                    p.tokens.append(sample(scores, sampling, p.start + len(p.tokens) + 1, "draft"))
+            running = [p for p in running if p.open]
+        return made
 
 
 def verify(
-    logits: Tensor,
-    proposed: list[int],
-    beliefs: list[Probabilities],
+    own: Many[int],
+    scores: Callable[[int], Scores],
+    proposed: Many[int],
+    beliefs: Many[Probabilities],
     params: SamplingParams,
     position: int,
     eos: frozenset[int] = BYTES.eos,
 ) -> tuple[int, int | None]:
     """Number of accepted proposals and the target's own next token, None after an accepted EOS.
 
-    Shapes: logits [len(proposed) + 1, vocab], beliefs the draft's distributions [vocab] of each proposal;
-    proposal i stands at `position + i`.
+    `own`: the target's most likely tokens [len(proposed) + 1]; `scores(i)` its logits [vocab] there, asked for where
+    sampling is not greedy; beliefs: the draft's distributions [vocab] of each proposal, which stands at `position + i`.
     """
     for i, token in enumerate(proposed):
-        own = sample(logits[i], params, position + i) if params.greedy else None
-        if own is not None:
-            if own != token:
-                return i, own
+        if params.greedy:
+            if own[i] != token:
+                return i, own[i]
         else:
-            wanted = probabilities(logits[i], params)
+            wanted = probabilities(scores(i), params)
             if uniform(params.seed, position + i, "accept") * beliefs[i][token] >= wanted[token]:
                 residual = np.maximum(wanted - beliefs[i], 0.0)
                 # Equal distributions leave no residual but rounding; the target's own is then right.
@@ -92,4 +132,5 @@ def verify(
                 return i, pick(residual, uniform(params.seed, position + i, "residual"))
         if token in eos:
             return i + 1, None
-    return len(proposed), sample(logits[-1], params, position + len(proposed))
+    last = len(proposed)
+    return last, own[last] if params.greedy else sample(scores(last), params, position + last)

@@ -6,12 +6,15 @@ from pathlib import Path
 import attrs
 import torch
 
+from kvproto import lay_out
+
 from .. import checkpoint
+from ..cache import KVPool, PageAllocator, Shard
 from ..tokenizer import BYTES, Tokenizer, check_agreement
-from .pages import PageAllocator, pages_for
-from .pool import KVPool
-from .prefill import prefill
-from .runner import ModelRunner
+from .build import torch_runner
+from .description import Layout, cache
+from .prefill import Prefiller
+from .runner import TorchRunner
 from .sampling import SamplingParams
 from .sequence import Sequence, SpeculationStats, rows_needed
 from .speculative import SpeculativeDecoder
@@ -47,17 +50,18 @@ class Undivided:
         dtype: str = "float32",
         device: torch.device | str = "cpu",
     ) -> None:
-        self._chunk, self._page_size = chunk, page_size
+        self._chunk = chunk
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
         if draft_dir is not None:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
 
-        def runner(folder: Path) -> ModelRunner:
-            model = checkpoint.load(folder, dtype=dtype, device=device)
-            return ModelRunner(model, KVPool.allocate(model.config, pages, page_size, device=device), page_size)
+        def runner(model: int, folder: Path) -> TorchRunner:
+            config = checkpoint.load_config(folder, dtype)
+            (group,) = lay_out([cache(model, config, Layout(), page_size)]).groups
+            return torch_runner(folder, KVPool.allocate(config, pages, page_size, device=device), Shard(group, 0))
 
-        self._target = runner(target_dir)
-        self._draft = runner(draft_dir) if draft_dir is not None else None
+        self._target = runner(0, target_dir)
+        self._draft = runner(1, draft_dir) if draft_dir is not None else None
         self._target_pages = PageAllocator(pages, seed)
         self._draft_pages = PageAllocator(pages, seed + 1)
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
@@ -68,14 +72,17 @@ class Undivided:
         """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy unless told otherwise."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else list(prompt)
         sequence = Sequence(prompt=ids, max_new=max_new, sampling=sampling or SamplingParams(), eos=self.tokenizer.eos)
-        count = pages_for(rows_needed(len(sequence.prompt), max_new), self._page_size)
+        count = self._target.shard.pages(rows_needed(len(sequence.prompt), max_new))
         try:
             sequence.target_pages = self._target_pages.allocate(count)
             if self._draft is not None:
                 sequence.draft_pages = self._draft_pages.allocate(count)
-            prefill(sequence, self._target, self._draft, self._chunk)
+            prefiller = Prefiller(self._target, self._draft, self._chunk)
+            prefiller.add(sequence)
+            while prefiller.busy:
+                prefiller.step()
             while not sequence.finished:
-                self._decoder.step(sequence)
+                self._decoder.step([sequence])
         finally:
             self._target_pages.free(sequence.target_pages)
             self._draft_pages.free(sequence.draft_pages)

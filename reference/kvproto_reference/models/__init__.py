@@ -1,19 +1,21 @@
-"""Model kinds, their sizes and their TP cut."""
+"""Model kinds, their sizes, and how TP and DCP ranks share them."""
 
-from .base import DenseCache, LayerCaches, Model
+from .base import Attention, Dense, Model, Rows
 from .config import ModelConfig, MoeConfig
 from .decoder import Decoder
-from .parallel import SOLO, TensorParallel, cut, kv_head_range
+from .parallel import SOLO, TensorParallel, cut, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
+    "Attention",
     "Decoder",
-    "DenseCache",
-    "LayerCaches",
+    "Dense",
     "Model",
     "ModelConfig",
     "MoeConfig",
+    "Rows",
     "TensorParallel",
     "cut",
+    "kv_head_of",
     "kv_head_range",
 ]

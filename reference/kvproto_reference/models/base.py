@@ -1,22 +1,27 @@
-"""What the engine asks of a model, and what a model asks of its cache."""
+"""What the engine asks of a model, and what a model's layers ask of whoever stores their rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from .common import attend
 from .config import ModelConfig
-from .parallel import TensorParallel
+from .parallel import SOLO, TensorParallel, kv_head_of
+
+Rows = Mapping[str, Tensor]
+"""New rows [tokens, KV heads, row_dim] by part: k and v, or latent."""
 
 
-class LayerCaches(Protocol):
-    """Cached rows of one sequence, seen by the forward of one chunk."""
+class Attention(Protocol):
+    """Attention of a model's layers, whatever the cache and however many ranks share it."""
 
-    def write(self, layer: int, part: str, rows: Tensor) -> None:
-        """Store the chunk's rows: [n, local KV heads, row_dim]."""
+    def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
+        """Store the new rows of a layer, and attend to all rows up to each token.
 
-    def read(self, layer: int, part: str) -> Tensor:
-        """Rows of positions 0..last of the chunk: [last + 1, local KV heads, row_dim]."""
+        q [tokens, heads, row_dim] of the heads that the rank projects -> [tokens, own heads, value_dim].
+        """
         ...
 
 
@@ -34,25 +39,26 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: LayerCaches, computed: Callable[[int], None] | None = None
-    ) -> Tensor:
-        """Float32 logits [n, vocab] of consecutive tokens [n] int64 at positions [n] int64.
+        self, tokens: Tensor, positions: Tensor, attention: Attention, computed: Callable[[int], None] | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Float32 logits [n, vocab] of tokens [n] int64 at positions [n] int64.
 
-        `computed` is called with each layer once its rows are written, on a GPU in stream order.
+        `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
+        tokens whose logits are; all by default.
         """
         ...
 
 
-class DenseCache:
-    """Cache of one forward that starts at position 0: reads give back what was written (batch dims allowed)."""
+class Dense(Attention):
+    """Attention of one forward from position 0 on that keeps no cache; leading batch dims allowed."""
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, str], Tensor] = {}
+    def __init__(self, config: ModelConfig, tp: TensorParallel = SOLO) -> None:
+        self._scale, self._width = config.score_scale, config.value_dim
+        self._kv_of = torch.tensor(kv_head_of(config, tp, tp.share(config.heads)))
 
-    def write(self, layer: int, part: str, rows: Tensor) -> None:
-        """Keep the rows: [..., n, local KV heads, row_dim]."""
-        self._rows[layer, part] = rows
-
-    def read(self, layer: int, part: str) -> Tensor:
-        """The rows of the last write."""
-        return self._rows[layer, part]
+    def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
+        k = rows["k"] if "k" in rows else rows["latent"]
+        v = rows.get("v", k)  # the whole row: the fused kernel wants equal widths
+        heads = self._kv_of.to(q.device)
+        return attend(q, k[..., heads, :], v[..., heads, :], self._scale)[..., : self._width]

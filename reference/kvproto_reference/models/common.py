@@ -39,20 +39,10 @@ def rope(x: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor
     return (torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Causal attention: q [..., n, heads, d], k and v [..., m, KV heads, d], positions [n] -> [..., n, heads, d]."""
-    n, heads = q.shape[-3:-1]
-    m, kv_heads = k.shape[-3:-1]
-    q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
-    if kv_heads != heads:
-        k = k.repeat_interleave(heads // kv_heads, dim=-3)
-        v = v.repeat_interleave(heads // kv_heads, dim=-3)
-    if n == m:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    else:
-        mask = torch.arange(m, device=positions.device) <= positions[:, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.transpose(-3, -2)
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of n tokens among themselves: q, k, v [..., n, heads, d] -> [..., n, heads, d]."""
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(-3, -2)
 
 
 class SwiGLU(nn.Module):

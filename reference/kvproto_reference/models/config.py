@@ -142,6 +142,11 @@ class ModelConfig:
         """Elements of one cached row of one KV head (gqa) or of the joint latent row (mla)."""
         return self.head_dim if self.kind == "gqa" else self.latent + self.rope_dim
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of one head's attention output: the head's width (gqa) or the latent's (mla)."""
+        return self.head_dim if self.kind == "gqa" else self.latent
+
     def to_json(self) -> str:
         """The config as JSON text."""
         return json.dumps(attrs.asdict(self), indent=2) + "\n"

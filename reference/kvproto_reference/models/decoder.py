@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import LayerCaches
+from .base import Attention
 from .common import SwiGLU, rms_norm, rope_table, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
@@ -32,9 +32,9 @@ class Block(nn.Module):
             else SwiGLU(config.hidden, config.ffn, tp)
         )
 
-    def forward(self, x: Tensor, positions: Tensor, table: tuple[Tensor, Tensor], cache: LayerCaches) -> Tensor:
-        """x [..., n, hidden] at positions [n] -> [..., n, hidden]."""
-        x = x + self.attn.forward(rms_norm(x, self.attn_norm, self.eps), positions, table, cache)
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """x [..., n, hidden] -> [..., n, hidden]."""
+        x = x + self.attn.forward(rms_norm(x, self.attn_norm, self.eps), table, attention)
         return x + self.tp.all_reduce(self.ffn.forward(rms_norm(x, self.ffn_norm, self.eps)))
 
 
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SOLO) -> None:
         super().__init__()
-        check_split(config, tp.size)
+        check_split(config, tp.size, tp.dcp)
         self.config, self.tp = config, tp
         self.embed = weight(config.vocab, config.hidden)
         self.blocks = [Block(config, tp, layer) for layer in range(config.layers)]
@@ -55,17 +55,20 @@ class Decoder(nn.Module):
         self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: LayerCaches, computed: Callable[[int], None] | None = None
-    ) -> Tensor:
-        """Float32 logits [..., n, vocab] of consecutive tokens [..., n] int64 at positions [n] int64.
+        self, tokens: Tensor, positions: Tensor, attention: Attention, computed: Callable[[int], None] | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Float32 logits [..., n, vocab] of tokens [..., n] int64 at positions [n] int64.
 
-        `computed` is called with each layer once its rows are written, on a GPU in stream order.
+        `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
+        tokens whose logits are; all by default.
         """
         table = rope_table(positions, self.rates, self.config.rope_gain)
         x = F.embedding(tokens, self.embed)
         for layer, block in enumerate(self.blocks):
-            x = block.forward(x, positions, table, cache)
+            x = block.forward(x, table, attention)
             if computed is not None:
                 computed(layer)
+        x = x if wanted is None else x[wanted]
         head = self.embed if self.head is None else self.head
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), head).float()

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import LayerCaches
-from .common import attend, rms_norm, rope, split_heads, weight
+from .base import Attention
+from .common import rms_norm, rope, split_heads, weight
 from .config import ModelConfig
 from .parallel import TensorParallel
 
@@ -22,7 +22,8 @@ class MlaAttention(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()
         self.config, self.tp, self.layer = config, tp, layer
-        self.heads = tp.width(config.heads)
+        queries = tp.queries(config.heads)
+        self.heads, own = queries.stop - queries.start, tp.width(config.heads)
         width, rank = self.heads * (config.nope_dim + config.rope_dim), config.q_rank
         self.q_a = weight(rank, config.hidden) if rank else None
         self.q_a_norm = nn.Parameter(torch.ones(rank)) if rank else None
@@ -30,24 +31,21 @@ class MlaAttention(nn.Module):
         self.kv_a = weight(config.latent + config.rope_dim, config.hidden)
         self.kv_norm = nn.Parameter(torch.ones(config.latent))
         self.k_up = weight(self.heads, config.nope_dim, config.latent)
-        self.v_up = weight(self.heads, config.v_dim, config.latent)
-        self.o = weight(config.hidden, self.heads * config.v_dim)
+        self.v_up = weight(own, config.v_dim, config.latent)
+        self.o = weight(config.hidden, own * config.v_dim)
 
-    def forward(self, x: Tensor, positions: Tensor, table: tuple[Tensor, Tensor], cache: LayerCaches) -> Tensor:
-        """x [..., n, hidden] at positions [n] -> [..., n, hidden], summed over ranks."""
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
         c = self.config
         q = split_heads(self._queries(x), self.heads)
         q_nope, q_rope = q[..., : c.nope_dim], q[..., c.nope_dim :]
         kv = F.linear(x, self.kv_a).unsqueeze(-2)
         latent, k_rope = kv[..., : c.latent], kv[..., c.latent :]
         row = torch.cat((rms_norm(latent, self.kv_norm, LATENT_EPS), rope(k_rope, table, c.rope_pairs)), dim=-1)
-        cache.write(self.layer, "latent", row)
-        rows = cache.read(self.layer, "latent")
         # W_uk goes into the query, so that scores are taken against the cached latents themselves.
         absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self.k_up)
         query = torch.cat((absorbed, rope(q_rope, table, c.rope_pairs)), dim=-1)
-        # The whole row serves as value (the fused kernel wants equal widths); its rope part is cut off after.
-        mixed = attend(query, rows, rows, positions, c.score_scale)[..., : c.latent]
+        mixed = attention.attend(self.layer, query, {"latent": row})
         out = torch.einsum("...hl,hvl->...hv", mixed, self.v_up)
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
 

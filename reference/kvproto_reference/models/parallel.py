@@ -1,4 +1,4 @@
-"""Tensor parallelism: which heads a rank holds, and how weights are cut at load."""
+"""Tensor parallelism and DCP: which heads a rank holds, and how weights are cut at load."""
 
 import attrs
 import torch.distributed as dist
@@ -10,15 +10,43 @@ from .config import ModelConfig
 
 @attrs.frozen
 class TensorParallel:
-    """Place of this process in a TP group; `group` None means the default process group."""
+    """Place of this process in a TP group; `group` None means the default process group.
+
+    With `dcp` N, every N consecutive ranks are a DCP group: they hold the same KV heads, and deal out the tokens.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    dcp: int = 1
+    dcp_group: dist.ProcessGroup | None = None
+    replicate_q: bool = False
+    """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
 
     def __attrs_post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise EngineError(f"TP rank {self.rank} is outside a group of {self.size}")
+        if self.dcp < 1 or self.size % self.dcp:
+            raise EngineError(f"DCP groups of {self.dcp} do not divide {self.size} TP ranks")
+
+    @property
+    def cp_rank(self) -> int:
+        """Place in the DCP group."""
+        return self.rank % self.dcp
+
+    @property
+    def whole(self) -> "TensorParallel":
+        """The same place for a model whose cache is not dealt out: each rank stores all tokens of its own heads."""
+        return attrs.evolve(self, dcp=1, dcp_group=None, replicate_q=False)
+
+    @property
+    def together(self) -> "TensorParallel":
+        """The place of this rank's DCP group among the groups, which share out KV heads as ranks would."""
+        return TensorParallel(self.rank // self.dcp, self.size // self.dcp)
+
+    def queries(self, count: int) -> slice:
+        """The query heads, of `count`, that this rank projects."""
+        return (self.together if self.replicate_q else self).share(count)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' `x` (any shape), bitwise equal on all ranks; identity when the size is 1."""
@@ -41,8 +69,13 @@ class TensorParallel:
 SOLO = TensorParallel()
 
 
-def check_split(config: ModelConfig, size: int) -> None:
-    """Raise EngineError where some of `size` TP ranks would have no query head, or nothing of the ffn."""
+def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
+    """Raise EngineError where some of `size` TP ranks would have no query head, or nothing of the ffn.
+
+    In DCP groups, also where ranks have unequal numbers of heads, as queries and outputs are exchanged in equal pieces.
+    """
+    if dcp > 1 and config.heads % size:
+        raise EngineError(f"DCP needs as many heads on every rank: {size} ranks do not divide {config.heads} heads")
     widths = {"heads": config.heads, "ffn": config.ffn}
     if config.moe is not None:
         widths["moe.ffn"] = config.moe.ffn
@@ -52,22 +85,30 @@ def check_split(config: ModelConfig, size: int) -> None:
             raise EngineError(f"{name} {count} are too few for TP {size}")
 
 
-def kv_head_range(config: ModelConfig, rank: int, size: int) -> tuple[int, int]:
-    """Global KV heads [lo, hi) that the query heads of one rank attend to; the MLA latent counts as one, on all ranks.
+def kv_head_range(config: ModelConfig, tp: TensorParallel) -> tuple[int, int]:
+    """Global KV heads [lo, hi) that a rank stores: those that the query heads of its DCP group attend to.
 
-    Where the ranks do not divide the heads, or are more than the KV heads, a KV head is in the cache of several ranks.
+    Without DCP the group is the rank. Where the groups do not divide the heads, or are more than the KV heads, a KV
+    head is in the cache of several of them. The MLA latent counts as one head, on all ranks.
     """
-    check_split(config, size)
-    if not 0 <= rank < size:
-        raise EngineError(f"TP rank {rank} is outside a group of {size}")
+    check_split(config, tp.size, tp.dcp)
     if config.kind == "mla":
         return 0, 1
-    mine, each = TensorParallel(rank, size).share(config.heads), config.heads // config.kv_heads
+    mine, each = tp.together.share(config.heads), config.heads // config.kv_heads
     return mine.start // each, -(-mine.stop // each)
 
 
+def kv_head_of(config: ModelConfig, tp: TensorParallel, heads: slice) -> list[int]:
+    """The KV head, of those that the rank stores, that each of these query heads attends to."""
+    if config.kind == "mla":
+        return [0] * (heads.stop - heads.start)
+    lo, _ = kv_head_range(config, tp)
+    return [head // (config.heads // config.kv_heads) - lo for head in range(heads.start, heads.stop)]
+
+
 CUTS = {
-    **dict.fromkeys(("q", "q_bias", "k_up", "v_up"), ("heads", 0)),
+    **dict.fromkeys(("q", "q_bias", "k_up"), ("queries", 0)),
+    "v_up": ("heads", 0),
     **dict.fromkeys(("k", "v", "k_bias", "v_bias"), ("kv_heads", 0)),
     "o": ("heads", -1),
     **dict.fromkeys(("gate", "up"), ("ffn", -2)),
@@ -81,8 +122,12 @@ def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ..
     slices = [slice(0, length) for length in shape]
     unit, dim = CUTS.get(name.rsplit(".", 1)[-1], ("", 0))
     if unit:
-        count = {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": shape[dim]}[unit]
-        mine = slice(*kv_head_range(config, tp.rank, tp.size)) if unit == "kv_heads" else tp.share(count)
+        count, mine = {
+            "queries": (config.heads, tp.queries(config.heads)),
+            "heads": (config.heads, tp.share(config.heads)),
+            "kv_heads": (config.kv_heads, slice(*kv_head_range(config, tp))),
+            "ffn": (shape[dim], tp.share(shape[dim])),
+        }[unit]
         each = shape[dim] // count
         slices[dim] = slice(mine.start * each, mine.stop * each)
     return tuple(slices)

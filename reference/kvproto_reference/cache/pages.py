@@ -45,8 +45,3 @@ class PageAllocator:
                 raise EngineError(f"page {page} is freed but not held")
         self._held.difference_update(pages)
         self._free.extend(pages)
-
-
-def pages_for(rows: int, page_size: int) -> int:
-    """Pages that hold `rows` rows of `page_size` slots each."""
-    return -(-rows // page_size)

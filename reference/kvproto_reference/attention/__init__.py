@@ -1,0 +1,1 @@
+"""Attention over paged pools, whole or dealt over decode-context-parallel ranks."""

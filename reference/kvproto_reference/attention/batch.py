@@ -1,0 +1,91 @@
+"""One step over several sequences: which tokens are computed, where their rows go, and what they attend to.
+
+Everything here is numpy on the host, and the same on all ranks but for slots, bounds and pages, which are the rank's
+own. Decisions that lead to a collective are taken from what is the same on all ranks (`Batch.prefix`, `Batch.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.sharding import Ints, Shard
+from ..errors import EngineError
+
+__all__ = ["Batch", "Span", "batch_of"]
+
+
+@attrs.frozen
+class Span:
+    """Tokens [start, start + count) of one sequence, and its page table."""
+
+    start: int
+    count: int
+    pages: Sequence[int]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """The spans of one step as arrays; a token is a row of the step, in the order of the spans."""
+
+    spans: tuple[Span, ...]
+    positions: Ints
+    """[tokens]"""
+    slots: Ints
+    """[tokens] slot of each new row in this rank's pool, -1 where another rank stores it."""
+    starts: npt.NDArray[np.int32]
+    """[spans + 1] first token of each span."""
+    bounds: npt.NDArray[np.int32]
+    """[spans] rows of this rank's pool that every token of a span attends to."""
+    token_bounds: npt.NDArray[np.int32]
+    """[tokens] rows of this rank's pool up to each token itself, once the new rows are stored."""
+    page_starts: npt.NDArray[np.int32]
+    """[spans + 1] first entry of each span in `pages`."""
+    pages: npt.NDArray[np.int32]
+    """Pages that hold the bounds' rows, span after span."""
+    prefix: bool
+    """Whether any rank attends to its pool at all."""
+    whole: bool
+    """Whether the pool's rows include the new ones: every span is one token. Else the new tokens are a pass of their
+    own, causal and not sharded, and the pool's pass is over what was committed before, for all tokens alike."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the step."""
+        return len(self.positions)
+
+
+def batch_of(spans: Sequence[Span], shard: Shard) -> Batch:
+    """The arrays of a step; raises EngineError for a span without tokens, or beyond its page table."""
+    if not spans:
+        raise EngineError("a step needs one span at least")
+    for span in spans:
+        if span.start < 0 or span.count < 1:
+            raise EngineError(f"positions [{span.start}, {span.start + span.count}) are no chunk")
+        if (need := shard.pages(span.start + span.count)) > len(span.pages):
+            raise EngineError(f"position {span.start + span.count - 1} needs {need} pages, not {len(span.pages)}")
+    size = shard.group.rows
+    positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int64) for s in spans])
+    slots = [shard.slots(np.asarray(s.pages, np.int64), np.arange(s.start, s.start + s.count)) for s in spans]
+    whole = all(span.count == 1 for span in spans)
+    bounds = shard.rows(np.array([s.start + s.count if whole else s.start for s in spans], np.int64))
+    held = -(-bounds // size)
+    return Batch(
+        spans=tuple(spans),
+        positions=positions,
+        slots=np.concatenate(slots),
+        starts=_sums([s.count for s in spans]),
+        bounds=bounds.astype(np.int32),
+        token_bounds=shard.rows(positions + 1).astype(np.int32),
+        page_starts=_sums(held),
+        pages=np.concatenate([np.asarray(s.pages[:n], np.int32) for s, n in zip(spans, held, strict=True)]),
+        prefix=whole or any(span.start > 0 for span in spans),
+        whole=whole,
+    )
+
+
+def _sums(counts: Sequence[int] | Ints) -> npt.NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

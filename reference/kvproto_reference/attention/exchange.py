@@ -1,0 +1,91 @@
+"""How the ranks of a DCP group exchange queries and merge attention: over torch.distributed.
+
+Each rank attends over its own tokens with the query heads of all; then each gets its own heads over all tokens.
+A layer takes an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
+one all-to-all of both packed. With q projected on every rank (`replicated`), nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import Exchange
+from .lse import Partial, merge
+
+__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone"]
+
+
+class Alone(Exchange):
+    """A group of one rank."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q
+
+    def own(self, q: Tensor) -> Tensor:
+        return q
+
+    def merge(self, part: Partial) -> Partial:
+        return part
+
+
+@attrs.frozen
+class _Group(Exchange):
+    size: int
+    group: dist.ProcessGroup
+    replicated: bool = False
+    """Whether every rank projects the queries of the whole group, so that none have to be gathered."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q if self.replicated else self._gather(q).movedim(0, 1).flatten(1, 2)
+
+    def own(self, q: Tensor) -> Tensor:
+        return q.unflatten(1, (self.size, -1))[:, dist.get_rank(self.group)] if self.replicated else q
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """[...] of each rank -> [ranks, ...]."""
+        near = self._near(mine)
+        found = near.new_empty((self.size, *near.shape))
+        dist.all_gather_into_tensor(found, near, group=self.group)
+        return found.to(mine.device)
+
+    def _near(self, mine: Tensor) -> Tensor:
+        """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
+        on_host = dist.get_backend(self.group) == "gloo"
+        return (mine.cpu() if on_host else mine).contiguous()
+
+
+class AllGather(_Group):
+    """All-gather of the log-sum-exps, then reduce-scatter of the weighted outputs in float32."""
+
+    def merge(self, part: Partial) -> Partial:
+        lse = self._gather(part.lse)
+        total = torch.logsumexp(lse, 0)
+        weight = torch.where(torch.isneginf(part.lse), 0, torch.exp(part.lse - total))[..., None]
+        out = torch.where(weight > 0, part.out.float() * weight, 0)
+        heads = out.shape[1] // self.size
+        summands = self._near(out.unflatten(1, (self.size, heads)).movedim(1, 0))
+        mine = summands.new_empty(summands.shape[1:])
+        dist.reduce_scatter_tensor(mine, summands, group=self.group)
+        own = total.unflatten(1, (self.size, heads))[:, dist.get_rank(self.group)]
+        return Partial(mine.to(out.device).to(part.out.dtype), own)
+
+
+class AllToAll(_Group):
+    """One all-to-all of outputs and log-sum-exps, packed as bytes; the merge is local."""
+
+    def merge(self, part: Partial) -> Partial:
+        packed = torch.cat((part.out.contiguous().view(torch.uint8), part.lse[..., None].view(torch.uint8)), -1)
+        sent = self._near(packed.unflatten(1, (self.size, -1)).movedim(1, 0))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        received = received.to(packed.device)
+        out = received[..., :-4].contiguous().view(part.out.dtype)
+        lse = received[..., -4:].contiguous().view(torch.float32)[..., 0]
+        return merge([Partial(*each) for each in zip(out, lse, strict=True)])
+
+
+EXCHANGES = {"ag_rs": AllGather, "a2a": AllToAll}
+"""By the names that engines give them."""

@@ -1,0 +1,72 @@
+"""Attention over some of the tokens, and how several of these become attention over all of them.
+
+With scores s_j, a set S of tokens gives L = ln sum_S exp(s_j) and o = sum_S exp(s_j - L) v_j. Disjoint sets merge by
+weights exp(L_r - L), L = ln sum_r exp(L_r); no set, or one without tokens, is (o, L) = (0, -inf). The same sum merges
+shards of ranks, and a prefix with new tokens (spec/v1/dcp.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import EngineError
+
+__all__ = ["Base2", "Partial", "merge"]
+
+
+@attrs.frozen(eq=False)
+class Partial:
+    """Normalised attention `out` [tokens, heads, width] over some tokens, and their `lse` [tokens, heads].
+
+    The log-sum-exp is natural and float32. A row without tokens has out 0 and lse -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        if self.lse.dtype != torch.float32 or self.lse.shape != self.out.shape[:-1]:
+            found = f"{self.lse.dtype} {list(self.lse.shape)} beside {list(self.out.shape)}"
+            raise EngineError(f"a log-sum-exp must be float32 [tokens, heads], not {found}")
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, some: Tensor) -> Partial:
+        """What a kernel gave, with the neutral element selected where it had no token: `some` bool [tokens].
+
+        Kernels leave anything there, NaN and stale memory included, so nothing may be multiplied.
+        """
+        some = some[..., None]
+        return cls(torch.where(some[..., None], out, 0), torch.where(some, lse, -math.inf))
+
+    def __getitem__(self, index: Any) -> Partial:
+        """The rows that an index of the leading dims names."""
+        return Partial(self.out[index], self.lse[index])
+
+
+@attrs.frozen(eq=False)
+class Base2:
+    """The same, with the log-sum-exp in base 2, as FlashInfer gives it; nothing but `natural` takes one."""
+
+    out: Tensor
+    log2: Tensor
+
+    def natural(self, some: Tensor) -> Partial:
+        """In natural logarithms, with the neutral element where `some` [tokens] is false."""
+        return Partial.of(self.out, self.log2 * math.log(2), some)
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    """Attention over the union of disjoint sets of tokens; `out` has the element type of the first."""
+    lse = torch.stack([part.lse for part in parts])
+    total = torch.logsumexp(lse, dim=0)
+    weights = torch.where(torch.isneginf(lse), 0, torch.exp(lse - torch.where(torch.isneginf(total), 0, total)))
+    out = torch.zeros(parts[0].out.shape, dtype=torch.float32, device=lse.device)
+    for part, weight in zip(parts, weights, strict=True):
+        out += torch.where(weight[..., None] > 0, part.out.float() * weight[..., None], 0)
+    return Partial(out.to(parts[0].out.dtype), total)

@@ -1,0 +1,39 @@
+"""Attention of a model over its paged pool, whole or dealt over a DCP group."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..cache.pool import KVPool
+from ..models import Attention, Rows
+from .base import Exchange, Kernel
+from .batch import Batch
+from .lse import merge
+
+__all__ = ["PagedAttention"]
+
+
+class PagedAttention(Attention):
+    """Stores new rows in the pool, attends over the pool and over the new tokens, and merges over ranks."""
+
+    def __init__(self, pool: KVPool, kernel: Kernel, exchange: Exchange, by_token: bool = False) -> None:
+        """`by_token`: read the pool once a token, with bounds of its own; see `Kernel.pool_by_token`."""
+        self.pool, self._kernel, self._exchange, self._by_token = pool, kernel, exchange, by_token
+
+    def begin(self, batch: Batch) -> None:
+        """Make a step's arrays those that the next layers use; raises EngineError for pages outside the pool."""
+        self._batch = batch
+        self.pool.check(batch.pages)
+        self._slots = self.pool.places(batch.slots)
+        self._kernel.plan(batch)
+
+    def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
+        batch = self._batch
+        self.pool.write(layer, self._slots, rows)
+        parts = []
+        if batch.prefix or self._by_token:
+            over_pool = self._kernel.pool_by_token if self._by_token else self._kernel.pool
+            parts.append(self._exchange.merge(over_pool(layer, self._exchange.queries(q))))
+        if not (batch.whole or self._by_token):
+            parts.append(self._kernel.new(self._exchange.own(q), rows))
+        return (merge(parts) if len(parts) > 1 else parts[0]).out

@@ -1,0 +1,91 @@
+"""Back end `torch`: plain tensor operations in float32, on any device. It is what the others are checked against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.pool import KVPool
+from ..models import Rows
+from .base import Kernel
+from .batch import Batch
+from .lse import Partial
+
+__all__ = ["TorchKernel"]
+
+
+class TorchKernel(Kernel):
+    """Attention by page table over one rank's pool; pages of a span are collected, then masked by its bound."""
+
+    def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int]) -> None:
+        """The KV head, of the pool's, that each query head reads: of the DCP group's heads, and of this rank's own."""
+        self._pool, self._scale = pool, pool.config.score_scale
+        self._values = pool.config.value_dim
+        self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
+
+    def plan(self, batch: Batch) -> None:
+        self._batch = batch
+        counts = np.diff(batch.starts)
+        self._by_span = self._reads(batch, range(len(counts)), batch.bounds)
+        self._by_token = self._reads(batch, np.repeat(np.arange(len(counts)), counts), batch.token_bounds)
+        # token `at[span, i]` of the step is the span's i-th; spans are padded to the longest with their last token
+        nth = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        self._at = self._device(batch.starts[:-1, None] + nth)
+        span = np.repeat(np.arange(len(counts)), counts)
+        self._where = self._device(span), self._device(np.arange(batch.tokens) - batch.starts[span])
+        seen = (span[:, None] == span) & (batch.positions[:, None] >= batch.positions)
+        self._seen = self._device(seen)
+
+    def pool(self, layer: int, q: Tensor) -> Partial:
+        return self._attend(layer, q[self._at], *self._by_span)[self._where]
+
+    def pool_by_token(self, layer: int, q: Tensor) -> Partial:
+        return self._attend(layer, q[:, None], *self._by_token)[:, 0]
+
+    def new(self, q: Tensor, rows: Rows) -> Partial:
+        k, v = self._keys_values(rows, self._own_heads)
+        return _attend(q[None], k[None], v[None], self._seen[None], self._scale)[0]
+
+    def _attend(self, layer: int, q: Tensor, table: Tensor, bounds: Tensor) -> Partial:
+        """q [spans, n, heads, d], table [spans, pages], bounds [spans]."""
+        rows = {part: self._pool.tensors[layer, part][table].flatten(1, 2) for part in self._pool.config.parts}
+        k, v = self._keys_values(rows, self._group_heads)
+        there = torch.arange(k.shape[1], device=q.device) < bounds[:, None]
+        return _attend(q, k, v, there[:, None], self._scale)
+
+    def _keys_values(self, rows: Rows, heads: Tensor) -> tuple[Tensor, Tensor]:
+        k = rows["k"] if "k" in rows else rows["latent"]
+        v = rows.get("v", k)
+        return k[..., heads, :], v[..., heads, : self._values]
+
+    def _reads(self, batch: Batch, spans: Sequence[int], bounds: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Page tables [n, pages], padded with page 0, of these spans, and how many rows of them are read [n]."""
+        size = self._pool.page_size
+        most = max(-(-int(bounds.max()) // size), 1)
+        table = np.zeros((len(spans), most), np.int64)
+        for i, span in enumerate(spans):
+            some = batch.spans[span].pages[:most]
+            table[i, : len(some)] = some
+        return self._device(table), self._device(bounds)
+
+    def _device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Partial:
+    """q [b, n, heads, d], k [b, m, heads, d], v [b, m, heads, width], seen bool [b, n or 1, m].
+
+    What nobody sees may be NaN.
+    """
+    ever = seen.any(1)[..., None, None]
+    k, v = (torch.where(ever, rows, 0).float() for rows in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bnhm", q.float(), k) * scale
+    scores = torch.where(seen[:, :, None], scores, -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    some = seen.any(-1).expand(q.shape[:2])
+    weights = torch.exp(scores - torch.where(some[..., None], lse, 0)[..., None])
+    return Partial.of(torch.einsum("bnhm,bmhw->bnhw", weights, v).to(q.dtype), lse, some)

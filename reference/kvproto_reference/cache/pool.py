@@ -1,0 +1,88 @@
+"""Paged KV pool of one model on one TP rank."""
+
+import math
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import EngineError
+from ..models import SOLO, ModelConfig, Rows, TensorParallel, kv_head_range
+from .memory import Allocate, private
+
+Key = tuple[int, str]
+
+
+@attrs.frozen
+class KVPool:
+    """Tensors [pages + 1, page_size, local KV heads, row_dim] of the config's dtype, keyed by (layer, part).
+
+    No sequence is given the last page: it takes rows that are not this rank's, so that a step writes all it has.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[Key, Tensor]
+    pages: int
+    page_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the tensors."""
+        return next(iter(self.tensors.values())).device
+
+    @classmethod
+    def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor]) -> "KVPool":
+        """Use tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
+        keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
+        if set(tensors) != set(keys):
+            raise EngineError(
+                f"a {config.kind} pool of {config.layers} layers needs tensors {keys}, not {list(tensors)}"
+            )
+        shape = tensors[keys[0]].shape
+        if len(shape) != 4 or shape[3] != config.row_dim:
+            raise EngineError(
+                f"pool tensors must be [pages + 1, page_size, KV heads, {config.row_dim}], not {list(shape)}"
+            )
+        dtype = getattr(torch, config.dtype)
+        for key in keys:
+            tensor = tensors[key]
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise EngineError(f"pool tensor {key} must be contiguous {config.dtype} {list(shape)}")
+        if shape[0] < 2:
+            raise EngineError("pool tensors need one page at least, and the page that no sequence is given")
+        return cls(config, dict(tensors), shape[0] - 1, shape[1])
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        tp: TensorParallel = SOLO,
+        device: torch.device | str = "cpu",
+        memory: Allocate = private,
+    ) -> "KVPool":
+        """A zeroed pool of one rank, one allocation: a tensor for each layer and part, of `pages` pages to give."""
+        lo, hi = kv_head_range(config, tp)
+        keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
+        shape, dtype = (len(keys), pages + 1, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
+        whole = memory(math.prod(shape) * dtype.itemsize, torch.device(device)).view(dtype).view(shape)
+        return cls.wrap(config, dict(zip(keys, whole, strict=True)))
+
+    def check(self, pages: npt.NDArray[np.int32]) -> None:
+        """Raise EngineError for pages that no sequence is given."""
+        beyond = pages[(pages < 0) | (pages >= self.pages)]
+        if beyond.size:
+            raise EngineError(f"page {beyond[0]} is outside a pool of {self.pages} pages")
+
+    def places(self, slots: npt.NDArray[np.int64]) -> Tensor:
+        """Where rows of these slots [tokens] are written; -1 stands for rows of other ranks."""
+        return torch.from_numpy(np.where(slots < 0, self.pages * self.page_size, slots)).to(self.device)
+
+    def write(self, layer: int, places: Tensor, rows: Rows) -> None:
+        """Store new rows, [tokens, local KV heads, row_dim] of each part."""
+        for part, new in rows.items():
+            self.tensors[layer, part].flatten(0, 1)[places] = new

@@ -1,0 +1,48 @@
+"""Which tokens of a sequence a rank stores, and where: kvproto's owner function, for the engine's own bookkeeping.
+
+Allocator, slot mapping, lengths and masks all ask a `Shard`; the plan asks the same functions of the same group, so
+what is attended to is what was handed over.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto import Group, local_row, owned_before, owner
+
+__all__ = ["Shard"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@attrs.frozen
+class Shard:
+    """The tokens of one cache group that one rank of `group.cp_size` stores, in pages of `group.rows` rows."""
+
+    group: Group
+    cp_rank: int
+
+    @property
+    def count(self) -> int:
+        """Ranks that a sequence is dealt over."""
+        return self.group.cp_size
+
+    def rows(self, tokens: int | Ints) -> Ints:
+        """Rows that this rank has of the first `tokens` tokens (any shape)."""
+        return np.asarray(owned_before(self.group, self.cp_rank, tokens))
+
+    def pages(self, tokens: int) -> int:
+        """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
+        longest = max(int(owned_before(self.group, rank, tokens)) for rank in range(self.count))
+        return -(-longest // self.group.rows)
+
+    def slots(self, table: Ints, positions: Ints) -> Ints:
+        """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""
+        if self.count == 1:
+            mine, rows = np.full(len(positions), True), positions
+        else:
+            mine, rows = owner(self.group, positions) == self.cp_rank, local_row(self.group, positions)
+        page = np.minimum(rows // self.group.rows, max(len(table) - 1, 0))  # of others' rows: not used
+        return np.where(mine, table[page] * self.group.rows + rows % self.group.rows, -1)
