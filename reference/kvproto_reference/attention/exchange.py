@@ -42,14 +42,18 @@ class _Group(Exchange):
         return q if self.replicated else self._gather(q).movedim(0, 1).flatten(1, 2)
 
     def own(self, q: Tensor) -> Tensor:
-        return q.unflatten(1, (self.size, -1))[:, dist.get_rank(self.group)] if self.replicated else q
+        return self._heads(q)[:, dist.get_rank(self.group)] if self.replicated else q
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[tokens, heads of the group, ...] -> [tokens, ranks, heads of a rank, ...]."""
+        return x.reshape(x.shape[0], self.size, -1, *x.shape[2:])
 
     def _gather(self, mine: Tensor) -> Tensor:
         """[...] of each rank -> [ranks, ...]."""
         near = self._near(mine)
-        found = near.new_empty((self.size, *near.shape))
+        found = near.new_empty((self.size * near.shape[0], *near.shape[1:]))  # as gloo wants it
         dist.all_gather_into_tensor(found, near, group=self.group)
-        return found.to(mine.device)
+        return found.view(self.size, *near.shape).to(mine.device)
 
     def _near(self, mine: Tensor) -> Tensor:
         """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
@@ -65,11 +69,10 @@ class AllGather(_Group):
         total = torch.logsumexp(lse, 0)
         weight = torch.where(torch.isneginf(part.lse), 0, torch.exp(part.lse - total))[..., None]
         out = torch.where(weight > 0, part.out.float() * weight, 0)
-        heads = out.shape[1] // self.size
-        summands = self._near(out.unflatten(1, (self.size, heads)).movedim(1, 0))
+        summands = self._near(self._heads(out).movedim(1, 0))
         mine = summands.new_empty(summands.shape[1:])
-        dist.reduce_scatter_tensor(mine, summands, group=self.group)
-        own = total.unflatten(1, (self.size, heads))[:, dist.get_rank(self.group)]
+        dist.reduce_scatter_tensor(mine, summands.flatten(0, 1), group=self.group)
+        own = self._heads(total)[:, dist.get_rank(self.group)]
         return Partial(mine.to(out.device).to(part.out.dtype), own)
 
 
@@ -78,7 +81,7 @@ class AllToAll(_Group):
 
     def merge(self, part: Partial) -> Partial:
         packed = torch.cat((part.out.contiguous().view(torch.uint8), part.lse[..., None].view(torch.uint8)), -1)
-        sent = self._near(packed.unflatten(1, (self.size, -1)).movedim(1, 0))
+        sent = self._near(self._heads(packed).movedim(1, 0))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         received = received.to(packed.device)
@@ -87,5 +90,5 @@ class AllToAll(_Group):
         return merge([Partial(*each) for each in zip(out, lse, strict=True)])
 
 
-EXCHANGES = {"ag_rs": AllGather, "a2a": AllToAll}
+EXCHANGES: dict[str, type[AllGather] | type[AllToAll]] = {"ag_rs": AllGather, "a2a": AllToAll}
 """By the names that engines give them."""

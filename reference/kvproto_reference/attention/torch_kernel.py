@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..cache.pool import KVPool
+from ..cache.sharding import Ints
 from ..models import Rows
 from .base import Kernel
 from .batch import Batch
@@ -30,7 +33,7 @@ class TorchKernel(Kernel):
     def plan(self, batch: Batch) -> None:
         self._batch = batch
         counts = np.diff(batch.starts)
-        self._by_span = self._reads(batch, range(len(counts)), batch.bounds)
+        self._by_span = self._reads(batch, np.arange(len(counts)), batch.bounds)
         self._by_token = self._reads(batch, np.repeat(np.arange(len(counts)), counts), batch.token_bounds)
         # token `at[span, i]` of the step is the span's i-th; spans are padded to the longest with their last token
         nth = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
@@ -62,7 +65,7 @@ class TorchKernel(Kernel):
         v = rows.get("v", k)
         return k[..., heads, :], v[..., heads, : self._values]
 
-    def _reads(self, batch: Batch, spans: Sequence[int], bounds: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _reads(self, batch: Batch, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Page tables [n, pages], padded with page 0, of these spans, and how many rows of them are read [n]."""
         size = self._pool.page_size
         most = max(-(-int(bounds.max()) // size), 1)
@@ -72,7 +75,7 @@ class TorchKernel(Kernel):
             table[i, : len(some)] = some
         return self._device(table), self._device(bounds)
 
-    def _device(self, array: np.ndarray) -> Tensor:
+    def _device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device)
 
 

@@ -29,13 +29,13 @@ class Shard:
         """Ranks that a sequence is dealt over."""
         return self.group.cp_size
 
-    def rows(self, tokens: int | Ints) -> Ints:
+    def rows(self, tokens: Ints) -> Ints:
         """Rows that this rank has of the first `tokens` tokens (any shape)."""
-        return np.asarray(owned_before(self.group, self.cp_rank, tokens))
+        return owned_before(self.group, self.cp_rank, tokens)
 
     def pages(self, tokens: int) -> int:
         """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
-        longest = max(int(owned_before(self.group, rank, tokens)) for rank in range(self.count))
+        longest = max(owned_before(self.group, rank, tokens) for rank in range(self.count))
         return -(-longest // self.group.rows)
 
     def slots(self, table: Ints, positions: Ints) -> Ints:

@@ -18,14 +18,14 @@ from rich.table import Table
 
 from kvproto.errors import KvprotoError
 
-from ..engine.memory import device_of
+from ..cache.memory import device_of
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import SpeculationStats
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
-from .options import POOLS, TRANSPORT_HELP, add_models, checkpoint_folder, numbers, shared_tokenizer
+from .options import POOLS, TRANSPORT_HELP, add_dcp, add_models, checkpoint_folder, numbers, shared_tokenizer
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
 from .router import LOAD, START, Engines, Request, Router
@@ -37,6 +37,13 @@ class DemoOptions:
 
     prefill_tp: int = 2
     decode_tp: int = 1
+    prefill_dp: int = 1
+    decode_dp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    draft_sharded: bool = False
+    exchange: str = "a2a"
+    replicate_q: bool = False
     target: str = "mla"
     draft: str = "gqa"
     dtype: str = "float32"
@@ -64,6 +71,9 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add = parser.add_argument
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
+    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    add_dcp(parser)
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
@@ -85,8 +95,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
 
 def run(options: DemoOptions, console: Console) -> int:
     """Run the whole demo; returns the exit status."""
-    if options.max_new < 1 or options.page_size < 1:
-        raise EngineError("--max-new and --page-size must be at least 1")
+    if min(options.max_new, options.page_size, options.prefill_dp, options.decode_dp) < 1:
+        raise EngineError("--max-new, --page-size, --prefill-dp and --decode-dp must be at least 1")
     torch.set_num_threads(1)
     tokenizer = shared_tokenizer(*_checkpoints(options))
     prompts = (
@@ -99,7 +109,7 @@ def run(options: DemoOptions, console: Console) -> int:
         engines = stack.enter_context(Engines(fork=options.transport != "cuda"))
         if options.attach is None:
             _start(engines, options, folder)
-        router = Router(folder, "prefill", engines)
+        router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
             router.wait_ready(LOAD if options.attach is None else START)
@@ -141,8 +151,17 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
-    engines.start("prefill", prefill.main, [*shared, *here, "--tp", str(options.prefill_tp)])
-    engines.start("decode", decode.main, [*shared, *there, "--tp", str(options.decode_tp)])
+    here += ["--tp", str(options.prefill_tp)]
+    there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
+    there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
+    there += ["--draft-sharded"] if options.draft_sharded else []
+    there += ["--replicate-q"] if options.replicate_q else []
+    for role, main, own, replicas in (
+        ("prefill", prefill.main, here, options.prefill_dp),
+        ("decode", decode.main, there, options.decode_dp),
+    ):
+        for replica in range(replicas):
+            engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)])
 
 
 def _devices(options: DemoOptions) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from ..engine.speculative import SpeculativeDecoder
 from ..errors import EngineError
 from ..models import TensorParallel
 from .options import EngineOptions, parse, rank_address
-from .rank import EngineRank
+from .rank import EngineProcess
 
 
 @attrs.define(eq=False)
@@ -30,8 +30,8 @@ class Job:
     ticket: Ticket
     prompt: Prompt
     sequence: Sequence
-    fetch: Fetch | None = None
-    """What this rank fetches of it; None before, or where kvproto refused at once."""
+    fetches: dict[int, Fetch] = attrs.Factory(dict)
+    """What each rank of this process fetches of it, once it does, and unless kvproto refused at once."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
     """What each rank said of its fetch: "arrived" or "lost"."""
     pages_free: set[int] = attrs.Factory(set)
@@ -43,34 +43,38 @@ class Job:
         return rows_needed(len(self.prompt), self.sequence.max_new)
 
 
-class DecodeRank(EngineRank):
-    """One tensor-parallel rank of a decode engine."""
+class DecodeProcess(EngineProcess):
+    """One process of a decode engine."""
 
     def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
         super().__init__(options, tp)
-        sources = {options.source: rank_address(options.address, 0)}
-        self.door = self.sink = Sink(options.name, self.pool, sources, options.kvproto())
+        sources = {
+            (options.source, replica): rank_address(options.address, replica, 0) for replica in range(options.sources)
+        }
+        self.doors = self.sinks = {
+            rank: Sink(options.name, pool, sources, options.kvproto()) for rank, pool in self.pools.items()
+        }
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
-        self._connected: set[int] = set()
-        """Ranks that can fetch."""
+        self._connected: set[tuple[int, str]] = set()
+        """Ranks that can fetch, and from which replica."""
         self._plan: dict[str, Any] = {}
         self._asked = False
         self._queue: deque[Job] = deque()
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
-        self._running: deque[Job] = deque()
+        self._running: dict[Sequence, Job] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a request is being decoded."""
         return bool(self._running)
 
-    def words(self, event: Event) -> Said:
+    def words(self, rank: int, event: Event) -> Said:
         """The source, and what has become of each fetch."""
         match event:
             case Connected():
                 self._plan = self._shown(event.plan)
-                return [{"op": "connected"}]
+                return [{"op": "connected", "replica": event.peer}]
             case Arrived(fetch):
                 token = event.handoff.get(FIRST, {}).get("token")
                 return [{
@@ -89,11 +93,11 @@ class DecodeRank(EngineRank):
                 return [{"op": "gone", "error": f"{names[0]} refused {names[1]}: {event.error.between(*names)}"}]
             case Disconnected():
                 return [{"op": "gone", "error": f"{event.peer} closed the session: {event.reason}"}]
-        return super().words(event)
+        return super().words(rank, event)
 
     def _shown(self, plan: Plan) -> dict[str, Any]:
         """The plan as the report shows it, with groups by name."""
-        names = {group.id: group.name for group in self.sink.geometry.groups}
+        names = {group.id: group.name for group in self.geometry.groups}
         return {
             "groups": list(names.values()), "plan": plan.digest.hex(),
             "routes": [{"source": route.source, "sink": route.sink, "group": names[route.group],
@@ -102,9 +106,9 @@ class DecodeRank(EngineRank):
         }  # fmt: skip
 
     def advance(self) -> None:
-        """Fetch what there are pages for, and decode one step."""
+        """Fetch what there are pages for, and decode one step of all that has arrived."""
         self._fetch()
-        self._decode_one()
+        self._decode()
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
         """The router asks whether we are ready."""
@@ -113,18 +117,26 @@ class DecodeRank(EngineRank):
 
     def on_connected(self, rank: int, word: dict[str, Any]) -> None:
         """A rank can fetch."""
-        self._connected.add(rank)
+        self._connected.add((rank, word["replica"]))
         self._greet()
 
     def _greet(self) -> None:
-        if self._asked and len(self._connected) == self.tp.size:
+        if self._asked and self._ready:
             self.tell("ready", **self._plan)
 
+    @property
+    def _ready(self) -> bool:
+        """Whether every rank can fetch from every replica of prefill."""
+        return len(self._connected) == self.tp.size * self.options.sources
+
     def on_gone(self, rank: int, word: dict[str, Any]) -> None:
-        """The prefill engine refused us, or left."""
+        """A prefill replica refused us, or left; with others left, its requests alone fail."""
+        if self.options.sources > 1:
+            self.warn(rank, word["error"])
+            return
         if self.status is None:
             self.tell("fatal", error=word["error"])
-            if self.tp.rank == 0:
+            if 0 in self.pools:
                 print(f"error: {word['error']}", file=sys.stderr, flush=True)
         self.status = 1
 
@@ -147,16 +159,18 @@ class DecodeRank(EngineRank):
 
     def _fetch(self) -> None:
         """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
-        while self._queue and len(self._connected) == self.tp.size:
+        while self._queue and self._ready:
             job = self._queue[0]
             if not self.take_pages(job.sequence, job.rows):
                 return
             self._fetching[job.id] = self._queue.popleft()
-            try:
-                job.fetch = self.sink.fetch(job.ticket, job.prompt, self.tables(job.sequence))
-                self._ids[job.fetch] = job.id
-            except KvprotoError as error:
-                self.said.append({"op": "lost", "id": job.id, "error": str(error), "pages_free": True})
+            for rank, sink in self.sinks.items():
+                try:
+                    fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, self.tables(job.sequence))
+                    self._ids[fetch] = job.id
+                except KvprotoError as error:
+                    word = {"op": "lost", "rank": rank, "id": job.id, "error": str(error), "pages_free": True}
+                    self.said.append(word)
 
     def on_arrived(self, rank: int, word: dict[str, Any]) -> None:
         """Everything for one rank of a request is here."""
@@ -165,8 +179,9 @@ class DecodeRank(EngineRank):
     def on_lost(self, rank: int, word: dict[str, Any]) -> None:
         """A rank's fetch failed: nothing of the request is wanted any more."""
         job = self._fetching[word["id"]]
-        if job.fetch is not None and rank != self.tp.rank:
-            job.fetch.abort("lost by another rank")
+        for other, fetch in job.fetches.items():
+            if other != rank:
+                fetch.abort("lost by another rank")
         self._verdict(rank, word)
 
     def _verdict(self, rank: int, word: dict[str, Any]) -> None:
@@ -188,7 +203,7 @@ class DecodeRank(EngineRank):
         job.sequence.append([first])
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
         self.tell("arrived", id=job.id, ranks=fields, tokens=[first])
-        self._running.append(job)
+        self._running[job.sequence] = job
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
         """Nothing can write the pages that a lost request has on one rank any more."""
@@ -205,28 +220,27 @@ class DecodeRank(EngineRank):
     def _forget(self, job: Job) -> None:
         """No word of its fetch comes any more."""
         del self._fetching[job.id]
-        if job.fetch is not None:
-            del self._ids[job.fetch]
+        for fetch in job.fetches.values():
+            del self._ids[fetch]
 
-    def _decode_one(self) -> None:
-        """One speculative step of the first running request; then it is the next one's turn."""
-        if not self._running:
+    def _decode(self) -> None:
+        """One speculative step of all running requests together."""
+        running = list(self._running.values())
+        if not running:
             return
-        job = self._running.popleft()
-        tokens = self._decoder.step(job.sequence)
-        if tokens:
-            self.tell("tokens", id=job.id, tokens=tokens)
-        if not job.sequence.finished:
-            self._running.append(job)
-            return
-        self.free_pages(job.sequence)
-        stats = job.sequence.stats
-        self.tell("finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
-                  accepted=stats.accepted, proposed=stats.proposed, available=self.available)  # fmt: skip
+        for job, tokens in zip(running, self._decoder.step([job.sequence for job in running]), strict=True):
+            if tokens:
+                self.tell("tokens", id=job.id, tokens=tokens)
+            if job.sequence.finished:
+                del self._running[job.sequence]
+                self.free_pages(job.sequence)
+                stats = job.sequence.stats
+                self.tell("finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
+                          accepted=stats.accepted, proposed=stats.proposed, available=self.available)  # fmt: skip
 
 
 def _run(options: EngineOptions, tp: TensorParallel) -> int:
-    return DecodeRank(options, tp).serve("decode")
+    return DecodeProcess(options, tp).serve("decode")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,14 +8,19 @@ import attrs
 from kvproto import Options
 from kvproto.calibration.results import Probe, load
 
+from ..attention.exchange import EXCHANGES
+from ..cache.memory import Allocate, of_jax, shareable
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
-from ..engine.memory import Allocate, of_jax, shareable
+from ..engine.description import Layout
 from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
 POOLS = {"own": shareable, "jax": of_jax}
 """What allocates the pools."""
+PORTS = 256
+"""TCP ports from one prefill replica to the next."""
+REPLICAS = 64
 TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
 
 
@@ -34,11 +39,15 @@ class EngineOptions:
     folder: Path
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
-    """Address of the prefill engine: rank r listens there with `-r` appended, or r added to a TCP port."""
+    """Address of the prefill engine; see `rank_address`."""
     target: Path
     draft: Path
     dtype: str
-    tp: int
+    layout: Layout
+    replica: int
+    """Which data-parallel replica this is."""
+    sources: int
+    """Replicas of the prefill engine."""
     pages: int
     page_size: int
     chunk: int
@@ -57,6 +66,11 @@ class EngineOptions:
     """A key of POOLS."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks."""
+        return self.layout.tp
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -99,6 +113,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         help="private directory that both engines and the router use; made if missing",
     )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
+    add_dcp(parser)
     add_models(parser)
     add(
         "--prefill",
@@ -123,10 +139,11 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
+        add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
-    for name in ("tp", "pages", "page_size", "chunk", "speculate"):
+    for name in ("tp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.pools == "jax" and args.transport != "cuda":
@@ -135,9 +152,16 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
     if args.devices and args.transport == "shm":
         raise EngineError("--devices needs --transport cuda or nixl: shm moves memory of the host")
+    if args.replica < 0 or args.replica >= REPLICAS:
+        raise EngineError(f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}")
+    layout = Layout(
+        tp=args.tp, dcp=args.dcp, interleave=args.interleave, draft_sharded=args.draft_sharded,
+        replicate_q=args.replicate_q, exchange=args.exchange,
+    )  # fmt: skip
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
-        name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), tp=args.tp,
+        name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), layout=layout,
+        replica=args.replica, sources=vars(args).get("sources", 1),
         pages=args.pages, page_size=args.page_size,
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
@@ -145,6 +169,16 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def add_dcp(parser: argparse.ArgumentParser) -> None:
+    """Add the options of decode context parallelism; the demo has the same as its decode engine."""
+    add = parser.add_argument
+    add("--dcp", type=int, default=1, help="TP ranks that deal the target's tokens among them (default 1)")
+    add("--interleave", type=int, default=1, help="consecutive tokens that one DCP rank stores (default 1)")
+    add("--draft-sharded", action="store_true", help="deal the draft's tokens too; else each rank stores all")
+    add("--exchange", choices=EXCHANGES, default="a2a", help="how DCP ranks merge attention (default a2a)")
+    add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank, and gather none")
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -184,11 +218,11 @@ def private_folder(folder: Path) -> Path:
     return folder.absolute()
 
 
-def rank_address(address: str, rank: int) -> str:
-    """Where a rank of the prefill engine listens."""
+def rank_address(address: str, replica: int, rank: int) -> str:
+    """Where a rank of a prefill replica listens: both are appended to an ipc address, and move a TCP port."""
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
-        if not port.isdigit() or not 0 < int(port) + rank < 65536:
+        if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:
             raise EngineError(f"--prefill must be an ipc address or tcp://HOST:PORT, not {address}")
-        return f"{host}:{int(port) + rank}"
-    return f"{address}-{rank}"
+        return f"{host}:{moved}"
+    return f"{address}-{replica}-{rank}"

@@ -2,8 +2,6 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import attrs
@@ -16,13 +14,13 @@ from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 from ..engine.description import FIRST
 from ..engine.launch import launch
 from ..engine.lockstep import Said
-from ..engine.prefill import PrefillStep, prefill_steps
+from ..engine.prefill import Prefiller
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence
 from ..errors import EngineError
 from ..models import TensorParallel
 from .options import EngineOptions, parse, rank_address
-from .rank import EngineRank
+from .rank import EngineProcess
 
 
 @attrs.define(eq=False)
@@ -30,10 +28,9 @@ class Job:
     """One prompt inside the engine."""
 
     id: str
-    request: Request
-    """What this rank tells kvproto of it."""
+    requests: dict[int, Request]
+    """What each rank of this process tells kvproto of it."""
     sequence: Sequence
-    steps: Iterator[PrefillStep] | None = None
     over: set[int] = attrs.Factory(set)
     """Ranks whose pages kvproto reads no more."""
     needed: set[int] = attrs.Factory(set)
@@ -42,23 +39,28 @@ class Job:
     """After each layer, on a GPU; kept while a copy may wait for them."""
 
 
-class PrefillRank(EngineRank):
-    """One tensor-parallel rank of a prefill engine."""
+class PrefillProcess(EngineProcess):
+    """One process of a prefill engine."""
 
     def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
         super().__init__(options, tp)
-        listen = {rank: rank_address(options.address, rank) for rank in range(tp.size)}
-        self.door = self.source = Source(options.name, self.pool, listen, options.kvproto())
+        listen = {rank: rank_address(options.address, options.replica, rank) for rank in range(tp.size)}
+        self.doors = self.sources = {
+            rank: Source(options.name, pool, listen, options.kvproto()) for rank, pool in self.pools.items()
+        }
+        self._prefiller = Prefiller(self.target, self.draft, options.chunk, self._on_layer)
         self._queue: deque[Job] = deque()
+        """Prompts that wait for pages."""
         self._jobs: dict[str, Job] = {}
         self._ids: dict[Request, str] = {}
+        self._of: dict[Sequence, Job] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a prompt is being computed."""
-        return any(job.steps is not None for job in self._queue)
+        return self._prefiller.busy
 
-    def words(self, event: Event) -> Said:
+    def words(self, rank: int, event: Event) -> Said:
         """Copies, and requests that are over."""
         match event:
             case Sent(request) if request in self._ids:
@@ -70,8 +72,9 @@ class PrefillRank(EngineRank):
                 needed = list(range(self.tp.size))
                 return [{"op": "over", "id": self._ids[request], "needed": needed, "expired": True}]
             case Refused():
-                self.warn(f"refused {event.peer}: {event.error.between(self.name, event.peer)}")
-        return super().words(event)
+                name = f"{self.options.name} rank {rank}"
+                self.warn(rank, f"refused {event.peer}: {event.error.between(name, event.peer)}")
+        return super().words(rank, event)
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
         """The router asks whether we are ready."""
@@ -83,50 +86,43 @@ class PrefillRank(EngineRank):
 
     def on_prefill(self, rank: int, word: dict[str, Any]) -> None:
         """A request of the router."""
+        requests: dict[int, Request] = {}
         try:
-            prompt = Prompt(word["prompt"])
-            request = self.source.request(read_ticket(word["ticket"]), prompt)
-        except KvprotoError as error:
-            self.tell("refused", id=word["id"], error=str(error))
-            return
-        try:
+            prompt, ticket = Prompt(word["prompt"]), read_ticket(word["ticket"])
+            requests |= {r: source.request(ticket, prompt) for r, source in self.sources.items()}
             self.check_room(len(prompt))
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
             sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
-        except EngineError as error:
-            request.fail(str(error))
+        except (KvprotoError, EngineError) as error:
+            for request in requests.values():
+                request.fail(str(error))
             self.tell("refused", id=word["id"], error=str(error))
             return
-        job = self._jobs[word["id"]] = Job(word["id"], request, sequence)
-        self._ids[request] = job.id
+        job = self._jobs[word["id"]] = Job(word["id"], requests, sequence)
+        self._ids |= dict.fromkeys(requests.values(), job.id)
+        self._of[sequence] = job
         self._queue.append(job)
 
     def advance(self) -> None:
-        """Compute one chunk of the first prompt; prompts wait their turn for pages."""
-        if not self._queue:
-            return
-        job = self._queue[0]
-        if job.steps is None:
-            if not self.take_pages(job.sequence, len(job.sequence.prompt)):
-                return
-            job.steps = prefill_steps(
-                job.sequence, self.target, self.draft, self.options.chunk, partial(self._on_layer, job)
-            )
-        step = next(job.steps)
-        if step.first is None:
-            return
-        self._queue.popleft()
-        job.request.finish(
-            self.tables(job.sequence), handoff={FIRST: {"token": step.first.to_bytes(4, "little")}},
-            finished=step.first in self.eos, after=self._event(job),
-        )  # fmt: skip
-        self.tell("prefilled", id=job.id)
+        """Take on the prompts that there are pages for, and compute one step of those under way."""
+        while self._queue and self.take_pages(self._queue[0].sequence, len(self._queue[0].sequence.prompt)):
+            self._prefiller.add(self._queue.popleft().sequence)
+        for sequence in self._prefiller.step():
+            job, first = self._of[sequence], sequence.generated[0]
+            for request in job.requests.values():
+                request.finish(
+                    self.tables(sequence), handoff={FIRST: {"token": first.to_bytes(4, "little")}},
+                    finished=first in self.eos, after=self._event(job),
+                )  # fmt: skip
+            self.tell("prefilled", id=job.id)
 
-    def _on_layer(self, job: Job, model: int, stop: int, layer: int) -> None:
+    def _on_layer(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
         """Hand over what is there, while the next layer computes."""
-        job.request.computed(
-            self.tables(job.sequence), stop, layers=(layer, layer + 1), model=model, after=self._event(job)
-        )
+        job = self._of[sequence]
+        for request in job.requests.values():
+            request.computed(
+                self.tables(sequence), stop, layers=(layer, layer + 1), model=model, after=self._event(job)
+            )
 
     def _event(self, job: Job) -> int | None:
         """The handle of an event after all that was launched until now; None on the host, where nothing is pending."""
@@ -139,7 +135,7 @@ class PrefillRank(EngineRank):
 
     def on_sent(self, rank: int, word: dict[str, Any]) -> None:
         """A rank has copied its share to one rank of decode."""
-        self.tell("sent", source=rank, **{k: v for k, v in word.items() if k != "op"})
+        self.tell("sent", source=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
 
     def on_over(self, rank: int, word: dict[str, Any]) -> None:
         """No sink needs a rank's pages any more; ranks without a route hear nothing, and follow those that do."""
@@ -150,9 +146,12 @@ class PrefillRank(EngineRank):
         job.needed = set(word["needed"]) & job.needed if job.needed else set(word["needed"])
         if not job.over >= job.needed:
             return
-        del self._jobs[job.id], self._ids[job.request]
+        del self._jobs[job.id], self._of[job.sequence]
+        for request in job.requests.values():
+            del self._ids[request]
         if job in self._queue:
             self._queue.remove(job)
+        self._prefiller.drop(job.sequence)
         self.free_pages(job.sequence)
         if word["expired"]:
             self.tell("refused", id=job.id, error="nobody fetched the request before its deadline")
@@ -160,7 +159,7 @@ class PrefillRank(EngineRank):
 
 
 def _run(options: EngineOptions, tp: TensorParallel) -> int:
-    return PrefillRank(options, tp).serve("prefill")
+    return PrefillProcess(options, tp).serve("prefill")
 
 
 def main(argv: list[str] | None = None) -> int:

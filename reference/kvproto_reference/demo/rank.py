@@ -1,20 +1,19 @@
-"""One tensor-parallel rank of an engine: models, pools and pages, and the loop that keeps all ranks in one state."""
+"""One process of an engine: its ranks' models, pools and pages, and the loop that keeps all ranks in one state."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from kvproto import Sink, Source
+from kvproto import Pool, Sink, Source
 from kvproto.events import Event, ProtocolError
 
-from .. import checkpoint
-from ..engine.description import DRAFT, TARGET, geometry, hand_over
+from ..cache import PageAllocator
+from ..cache.memory import device_of
+from ..engine.build import Hosted, torch_hosted
+from ..engine.description import DRAFT, TARGET, geometry
 from ..engine.lockstep import Lockstep, Said
-from ..engine.memory import device_of
-from ..engine.pages import PageAllocator, pages_for
-from ..engine.pool import KVPool
-from ..engine.runner import ModelRunner
 from ..engine.sequence import Sequence
 from ..errors import EngineError
 from ..models import TensorParallel
@@ -22,66 +21,69 @@ from .control import Control
 from .options import EngineOptions
 
 IDLE = 0.005
-"""Seconds that rank 0 waits for the router when there is nothing to compute."""
+"""Seconds that the process of rank 0 waits for the router when there is nothing to compute."""
 
 
-class EngineRank:
+class EngineProcess:
     """What prefill and decode have in common.
 
-    A word is a JSON object with an "op"; each word that the router or a rank says is heard by all ranks, in one order,
-    and handled by the method `on_OP(rank, word)`.
+    A word is a JSON object with an "op"; each word that the router or a rank says is heard by all processes, in one
+    order, and handled by the method `on_OP(rank, word)`.
     """
 
-    door: Source | Sink
-    """The rank's side of kvproto; subclasses open it."""
+    doors: Mapping[int, Source] | Mapping[int, Sink]
+    """Each hosted rank's side of kvproto; subclasses open them."""
 
     def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
         self.options, self.tp = options, tp
-        configs, tokenizer = options.configs, options.tokenizer
+        configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
         self.eos = tokenizer.eos
         self.device = device_of(options.device(tp.rank))
-        caches = {
-            name: KVPool.allocate(config, options.pages, options.page_size, tp, self.device, options.memory)
-            for name, config in zip((TARGET, DRAFT), configs, strict=True)
-        }
-        stated = geometry(options.target, options.draft, configs, tokenizer.identity, tp.size, options.page_size)
-        self.pool = hand_over(stated, caches, tp.rank)
-        self.target, self.draft = (
-            ModelRunner(
-                checkpoint.load(folder, tp, dtype=cache.config.dtype, device=self.device), cache, options.page_size
-            )
-            for folder, cache in zip((options.target, options.draft), caches.values(), strict=True)
-        )
-        self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(caches)}
+        folders = options.target, options.draft
+        self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
+        hosted = self._host(options, tp)
+        self.pools: Mapping[int, Pool] = hosted.pools
+        self.target, self.draft = hosted.target, hosted.draft
+        self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate((TARGET, DRAFT))}
         self.status: int | None = None
-        """Exit status, once this rank is to end."""
+        """Exit status, once the engine is to end."""
         self.said: Said = []
-        """What this rank has to tell the others beside events of kvproto."""
-        self._lockstep = Lockstep(tp.size, tp.group)
+        """What this process has to tell the others beside events of kvproto."""
+        self._lockstep = Lockstep(tp.size if len(self.pools) < tp.size else 1, tp.group)
         self._control: Control | None = None
+
+    def _host(self, options: EngineOptions, tp: TensorParallel) -> Hosted:
+        return torch_hosted(
+            (options.target, options.draft), options.configs, self.geometry, options.layout, tp, options.pages,
+            self.device, options.memory,
+        )  # fmt: skip
 
     # the loop
 
     def serve(self, role: str) -> int:
         """Until told to stop, or until nothing can be served any more; the exit status."""
-        self._control = Control(self.options.folder, role) if self.tp.rank == 0 else None
-        with self.door:
+        if 0 in self.pools:
+            self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
+        try:
             while self.status is None:
-                for rank, said in enumerate(self._lockstep.exchange(self._hear())):
+                for said in self._lockstep.exchange(self._hear()):
                     for word in said:
-                        getattr(self, "on_" + word["op"])(rank, word)
+                        getattr(self, "on_" + word["op"])(word.get("rank", 0), word)
                 self.advance()
-            self.door.close("stopped" if self.status == 0 else "ended by an error")
+        finally:
+            for door in self.doors.values():
+                door.close("stopped" if self.status == 0 else "ended by an error")
         if self._control is not None:
             self._control.close()
         return self.status
 
     def _hear(self) -> Said:
-        """What has happened at this rank, and what the router said to rank 0."""
+        """What has happened at these ranks, and what the router said to rank 0."""
         if self._control is not None:
             self._control.wait(0 if self.busy else IDLE)
         said, self.said = self.said, []
-        said += [word for event in self.door.events() for word in self.words(event)]
+        for rank, door in self.doors.items():
+            said += [{**word, "rank": rank} for event in door.events() for word in self.words(rank, event)]
         return said + (self._control.receive() if self._control is not None else [])
 
     @property
@@ -93,42 +95,43 @@ class EngineRank:
         """Compute one step of something, if there is anything."""
         raise NotImplementedError
 
-    def words(self, event: Event) -> Said:
+    def words(self, rank: int, event: Event) -> Said:
         """What the other ranks have to know of an event of kvproto."""
         if isinstance(event, ProtocolError):
-            self.warn(f"from {event.peer}: {event.error}")
+            self.warn(rank, f"from {event.peer}: {event.error}")
         return []
 
     # to people and to the router
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.options.name} rank {self.tp.rank}"
-
-    def warn(self, sentence: str) -> None:
+    def warn(self, rank: int, sentence: str) -> None:
         """Say something on stderr."""
-        print(f"{self.name} {sentence}", file=sys.stderr, flush=True)
+        print(f"{self.options.name} rank {rank} {sentence}", file=sys.stderr, flush=True)
 
     def tell(self, op: str, **fields: Any) -> None:
-        """Tell the router; rank 0 speaks for all."""
+        """Tell the router; the process of rank 0 speaks for all."""
         if self._control is not None:
             self._control.send(op, **fields)
 
     # pages
 
+    def _need(self, tokens: int) -> tuple[int, int]:
+        """Pages of the target's and of the draft's pool that so many tokens take on every rank."""
+        return self.target.shard.pages(tokens), self.draft.shard.pages(tokens)
+
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
-        need, room = pages_for(tokens, self.options.page_size), self.options.pages
+        need, room = max(self._need(tokens)), self.options.pages
         if need > room:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
 
     def take_pages(self, sequence: Sequence, tokens: int) -> bool:
         """Give a sequence pages for `tokens` tokens in both pools; False, taking none, while too few are free."""
-        need = pages_for(tokens, self.options.page_size)
-        if any(pages.available < need for pages in self.pages.values()):
+        need = self._need(tokens)
+        if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
             return False
-        sequence.target_pages, sequence.draft_pages = (pages.allocate(need) for pages in self.pages.values())
+        sequence.target_pages, sequence.draft_pages = (
+            pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)
+        )
         return True
 
     def free_pages(self, sequence: Sequence) -> None:

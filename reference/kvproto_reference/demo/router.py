@@ -94,10 +94,12 @@ def _engine(main: Main, options: list[str], parent: int) -> None:
 
 
 class Router:
-    """Sends prompts to one prefill and one decode engine."""
+    """Sends each prompt to one replica of prefill and one of decode, in turn."""
 
-    def __init__(self, folder: Path, prefill_name: str, engines: Engines) -> None:
-        self._lines = {name: Line(folder, name) for name in ("prefill", "decode")}
+    def __init__(self, folder: Path, prefill_name: str, engines: Engines, prefill: int = 1, decode: int = 1) -> None:
+        self._replicas = {"prefill": prefill, "decode": decode}
+        names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
+        self._lines = {name: Line(folder, name) for name in names}
         self._poller = zmq.Poller()
         for line in self._lines.values():
             self._poller.register(line.socket, zmq.POLLIN)
@@ -117,7 +119,7 @@ class Router:
             for name, word in self._listen():
                 if word["op"] == "ready":
                     missing.discard(name)
-                    if name == "decode":
+                    if name.startswith("decode"):
                         self.plan = {k: v for k, v in word.items() if k != "op"}
                 elif word["op"] == "fatal":
                     raise EngineError(word["error"])
@@ -127,14 +129,15 @@ class Router:
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
         """Make a ticket for each prompt and send both to both engines."""
-        for prompt in prompts:
-            ticket = new_ticket(self._prefill_name, deadline=DEADLINE)
+        for number, prompt in enumerate(prompts, len(self.requests)):
+            here, there = (number % count for count in self._replicas.values())
+            ticket = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE)
             request = Request(secrets.token_hex(8), prompt)
             self.requests[request.id] = request
             body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens, "max_new": max_new,
                     "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
-            self._lines["prefill"].send("prefill", **body)
-            self._lines["decode"].send("decode", **body)
+            self._lines[f"prefill-{here}"].send("prefill", **body)
+            self._lines[f"decode-{there}"].send("decode", **body)
 
     def collect(self, on_news: Callable[[Request], None]) -> None:
         """Wait until every request is over and prefill has freed its pages."""
@@ -174,12 +177,16 @@ class Router:
         return [(name, word) for name, line in self._lines.items() for word in line.receive()]
 
     def stop(self) -> None:
-        """Stop both engines: decode first, or it would take prefill's Goodbye for a failure."""
-        self._lines["decode"].send("stop")
+        """Stop all engines: decode first, or it would take prefill's Goodbye for a failure."""
+        running = {name for name in self._lines if name.startswith("decode")}
+        for name in running:
+            self._lines[name].send("stop")
         until = time.monotonic() + 5
-        while time.monotonic() < until and not any(word["op"] == "stopped" for _, word in self._listen()):
-            pass
-        self._lines["prefill"].send("stop")
+        while running and time.monotonic() < until:
+            running -= {name for name, word in self._listen() if word["op"] == "stopped"}
+        for name, line in self._lines.items():
+            if name.startswith("prefill"):
+                line.send("stop")
 
     def close(self) -> None:
         """Close the lines."""

@@ -1,14 +1,57 @@
-"""Puts a torch model, its pool and its attention together on one rank."""
+"""Puts models, pools and attention together: what one process of an engine hosts."""
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from kvproto import Geometry, Pool
 
 from .. import checkpoint
 from ..attention.exchange import EXCHANGES, Alone
 from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
-from ..models import SOLO, TensorParallel, kv_head_of
-from .runner import TorchRunner
+from ..cache.memory import Allocate
+from ..models import SOLO, ModelConfig, TensorParallel, kv_head_of
+from .description import DRAFT, TARGET, Layout, hand_over, shards
+from .runner import Runner, TorchRunner
+
+
+@attrs.frozen(kw_only=True)
+class Hosted:
+    """The ranks of an engine that one process has, and the models that step all of them."""
+
+    pools: Mapping[int, Pool]
+    """What kvproto is told of, by rank."""
+    target: Runner
+    draft: Runner
+
+
+def torch_hosted(
+    folders: tuple[Path, Path], configs: tuple[ModelConfig, ModelConfig], geometry: Geometry, layout: Layout,
+    tp: TensorParallel, pages: int, device: torch.device, memory: Allocate,
+) -> Hosted:  # fmt: skip
+    """One rank of an engine in torch."""
+    mine = shards(geometry, tp.rank)
+    among = dcp_group(tp, layout.dcp)
+    caches, runners = {}, []
+    for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT), folders, configs, strict=True)):
+        place = layout.place(model, tp)
+        cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
+        runners.append(torch_runner(folder, cache, mine[name], place, among, layout.exchange))
+    return Hosted(pools={tp.rank: hand_over(geometry, caches, tp.rank)}, target=runners[0], draft=runners[1])
+
+
+def dcp_group(tp: TensorParallel, dcp: int) -> dist.ProcessGroup | None:
+    """The process group of a rank's DCP group; all ranks of the TP group call this together."""
+    if dcp == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + dcp))) for first in range(0, tp.size, dcp)]
+    mine: dist.ProcessGroup = groups[tp.rank // dcp]
+    return mine
 
 
 def torch_runner(
@@ -16,18 +59,17 @@ def torch_runner(
     pool: KVPool,
     shard: Shard,
     place: TensorParallel = SOLO,
+    among: dist.ProcessGroup | None = None,
     exchange: str = "a2a",
     by_token: bool = False,
 ) -> TorchRunner:
-    """A runner of the model in a checkpoint folder; `exchange` is how DCP ranks merge, see EXCHANGES.
+    """A runner of the model in a checkpoint folder; DCP ranks merge over the group `among`, by a key of EXCHANGES.
 
-    The process group of the DCP ranks is `place.dcp_group`. `by_token`: see `PagedAttention`.
+    `by_token`: see `PagedAttention`.
     """
     config, heads = pool.config, pool.config.heads
     model = checkpoint.load(folder, place, dtype=config.dtype, device=pool.device)
-    among = place.together if place.dcp > 1 else place
-    kernel = TorchKernel(
-        pool, kv_head_of(config, place, among.share(heads)), kv_head_of(config, place, place.share(heads))
-    )
-    merging = Alone() if place.dcp == 1 else EXCHANGES[exchange](place.dcp, place.dcp_group, place.replicate_q)
+    group = place.together.share(heads)
+    kernel = TorchKernel(pool, kv_head_of(config, place, group), kv_head_of(config, place, place.share(heads)))
+    merging = Alone() if among is None or place.dcp == 1 else EXCHANGES[exchange](place.dcp, among, place.replicate_q)
     return TorchRunner(model, PagedAttention(pool, kernel, merging, by_token), shard)

@@ -28,6 +28,9 @@ class Layout:
     draft_sharded: bool = False
     """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
     replicate_q: bool = False
+    """Whether each rank projects the queries of its whole DCP group, so that none have to be gathered."""
+    exchange: str = "a2a"
+    """How DCP ranks merge: a key of `attention.exchange.EXCHANGES`."""
 
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""
@@ -37,8 +40,9 @@ class Layout:
 
 
 def geometry(
-    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, layout: Layout, page_size: int
-) -> Geometry:
+    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, layout: Layout, page_size: int,
+    replica: int = 0,
+) -> Geometry:  # fmt: skip
     """What the ranks of one replica own: the caches of two models, and on every rank the first token.
 
     `tokenizer` is the tokenizer's identity. Raises EngineError where the ranks are too many for a model's heads.
@@ -46,7 +50,7 @@ def geometry(
     caches = [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
     facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
     parallel = Parallel(tp=layout.tp, dcp=layout.dcp, interleave=layout.interleave)
-    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], parallel, facts=facts)
+    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], parallel, replica, facts)
 
 
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:

@@ -19,7 +19,6 @@ class TensorParallel:
     size: int = 1
     group: dist.ProcessGroup | None = None
     dcp: int = 1
-    dcp_group: dist.ProcessGroup | None = None
     replicate_q: bool = False
     """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
 
@@ -37,7 +36,7 @@ class TensorParallel:
     @property
     def whole(self) -> "TensorParallel":
         """The same place for a model whose cache is not dealt out: each rank stores all tokens of its own heads."""
-        return attrs.evolve(self, dcp=1, dcp_group=None, replicate_q=False)
+        return attrs.evolve(self, dcp=1, replicate_q=False)
 
     @property
     def together(self) -> "TensorParallel":
