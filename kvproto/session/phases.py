@@ -38,7 +38,8 @@ class Party:
     incarnation: int
 
     def __str__(self) -> str:
-        return f"{self.engine} rank {self.rank}"
+        which = f" replica {self.replica}" if self.replica else ""
+        return f"{self.engine}{which} rank {self.rank}"
 
     @property
     def place(self) -> tuple[str, int, int]:
