@@ -12,15 +12,17 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvproto import DType
 from kvproto_reference import checkpoint
+from kvproto_reference.cache import KVPool
+from kvproto_reference.cache.memory import shareable
 from kvproto_reference.data import load_text
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse as parse_engine
 from kvproto_reference.demo.options import shared_tokenizer
-from kvproto_reference.engine import KVPool, ModelRunner, Undivided
-from kvproto_reference.engine.description import DRAFT, TARGET, geometry, hand_over
-from kvproto_reference.engine.memory import shareable
+from kvproto_reference.engine.description import DRAFT, TARGET, Layout, geometry, hand_over
+from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
 from tests.processes import Command, imported
+from tests.reference.engines import Alone
 from tests.reference.hf_tiny import write
 
 imported("kvproto_reference.demo.__main__")
@@ -75,13 +77,13 @@ def test_two_prefill_ranks_to_one_decode_rank(folders: dict[str, Path], target: 
 def test_cache_in_bfloat16_is_stated_and_handed_over(folders: dict[str, Path], name: str) -> None:
     folder, draft = folders[name], folders["qwen3"]
     configs = checkpoint.load_config(folder, "bfloat16"), checkpoint.load_config(draft, "bfloat16")
-    stated = geometry(folder, draft, configs, "tokens", 1, 8)
+    stated = geometry(folder, draft, configs, "tokens", Layout(), 8)
     assert {part.dtype for group in stated.groups[:2] for part in group.parts} == {DType.BF16}
     caches = [KVPool.allocate(config, 6, 8, memory=shareable) for config in configs]
     pool = hand_over(stated, dict(zip((TARGET, DRAFT), caches, strict=True)), 0)
     model = checkpoint.load(folder, dtype="bfloat16")
     ours, alone = caches[0], KVPool.allocate(model.config, 6, 8)
-    logits = [ModelRunner(model, one, 8).run([3, 1, 4, 1, 5, 9, 2, 6, 5], 0, [4, 2]) for one in (ours, alone)]
+    logits = [Alone.of(model, 6, 8, one).run([3, 1, 4, 1, 5, 9, 2, 6, 5], 0, [4, 2]) for one in (ours, alone)]
     assert torch.equal(*logits)
     part = model.config.parts[0]
     kept = pool.array(TARGET, 0, part)[4].tobytes()

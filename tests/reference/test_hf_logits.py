@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from kvproto_reference import checkpoint
-from kvproto_reference.engine import KVPool, ModelRunner
 from kvproto_reference.models import SOLO, Decoder, ModelConfig, TensorParallel
 from tests.processes import all_end_well, imported
+from tests.reference.engines import Alone
 from tests.reference.hf_tiny import CASES, TOKENS, write
 
 imported(__name__)
@@ -28,8 +28,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return {name: (root / name, write(name, root / name)) for name in CASES}
 
 
-def runner(model: Decoder) -> ModelRunner:
-    return ModelRunner(model, KVPool.allocate(model.config, 6, 8, model.tp), 8)
+def runner(model: Decoder, device: str = "cpu") -> Alone:
+    return Alone.of(model, 6, 8, device=device)
 
 
 def whole(model: Decoder) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_nothing_is_bound_to_the_cpu(tmp_path: Path, case: str) -> None:
     dense = {"first_k_dense_replace": 3} if case == "deepseek-v2" else {}
     write(case, tmp_path, **dense)
     model = checkpoint.load(tmp_path, device="meta")
-    engine = ModelRunner(model, KVPool.allocate(model.config, 6, 8, device="meta"), 8)
+    engine = runner(model, "meta")
     engine.run(TOKENS[:9], 0, PAGES)
     assert engine.run(TOKENS[9:], 9, PAGES).device.type == "meta"
 

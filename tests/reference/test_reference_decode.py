@@ -7,24 +7,18 @@ import pytest
 import torch
 
 from kvproto_reference import checkpoint
+from kvproto_reference.cache import PageAllocator
 from kvproto_reference.data import documents, load_text, paragraphs
-from kvproto_reference.engine import (
-    KVPool,
-    ModelRunner,
-    PageAllocator,
-    SamplingParams,
-    SpeculativeDecoder,
-    Undivided,
-    prefill_steps,
-    sample,
-)
-from kvproto_reference.engine import Sequence as Request
-from kvproto_reference.engine.pool import PagedCache
-from kvproto_reference.engine.sampling import pick, probabilities, uniform
-from kvproto_reference.engine.speculative import verify
+from kvproto_reference.engine.prefill import Prefiller
+from kvproto_reference.engine.sampling import SamplingParams, pick, probabilities, sample, uniform
+from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.speculative import SpeculativeDecoder, verify
+from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import Decoder, DenseCache
+from kvproto_reference.models import Decoder, Dense
 from kvproto_reference.tokenizer import EOS
+
+from .engines import Alone
 
 MIXES = [(t, d) for t in ("target-gqa", "target-mla") for d in ("draft-gqa", "draft-mla", "target-gqa")]
 PROMPT = b"So she was considering in her own mind"
@@ -34,7 +28,7 @@ def plain_greedy(model: Decoder, prompt: bytes, count: int) -> list[int]:
     """Greedy continuation by whole forwards, without any cache."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(model.forward(torch.tensor(ids), torch.arange(len(ids)), DenseCache())[-1].argmax()))
+        ids.append(int(model.forward(torch.tensor(ids), torch.arange(len(ids)), Dense(model.config))[-1].argmax()))
         if ids[-1] == EOS:
             break
     return ids[len(prompt) :]
@@ -52,12 +46,11 @@ def test_greedy_speculation_changes_nothing(folders: dict[str, Path], target: st
         assert result.stats.accepted == result.stats.proposed
 
 
-def runner(folder: Path) -> ModelRunner:
-    model = checkpoint.load(folder)
-    return ModelRunner(model, KVPool.allocate(model.config, 16, 8), 8)
+def alone(folder: Path) -> Alone:
+    return Alone.of(checkpoint.load(folder), 16, 8)
 
 
-def started(target: ModelRunner, draft: ModelRunner, sampling: SamplingParams, max_new: int = 24) -> Request:
+def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int = 24) -> Request:
     pages = PageAllocator(16, seed=1)
     sequence = Request(
         prompt=list(PROMPT),
@@ -66,26 +59,29 @@ def started(target: ModelRunner, draft: ModelRunner, sampling: SamplingParams, m
         target_pages=pages.allocate(8),
         draft_pages=pages.allocate(8),
     )
-    steps = list(prefill_steps(sequence, target, draft, 16))
-    assert [(step.start, step.stop) for step in steps] == [(0, 16), (16, 32), (32, len(PROMPT))]
-    assert [step.first for step in steps] == [None, None, sequence.generated[0]]
+    prefiller = Prefiller(target.runner, draft.runner, 16)
+    prefiller.add(sequence)
+    assert [prefiller.step() for _ in range(4)] == [[], [], [sequence], []]
+    assert len(sequence.generated) == 1
     return sequence
 
 
 def test_rows_are_final_when_their_layer_is_told(folders: dict[str, Path]) -> None:
-    models = runner(folders["target-mla"]), runner(folders["draft-gqa"])
+    models = alone(folders["target-mla"]), alone(folders["draft-gqa"])
     pages = [5, 1, 3, 0, 7]
     request = Request(prompt=list(PROMPT), max_new=1, target_pages=pages, draft_pages=pages)
     told = []
 
     def rows(model: int, stop: int, layer: int) -> list[torch.Tensor]:
-        pool = models[model].pool
-        return [PagedCache(pool, pages, 0, stop).read(layer, part).clone() for part in pool.config.parts]
+        return [models[model].rows(layer, p, pages, stop).clone() for p in models[model].pool.config.parts]
 
-    def on_layer(model: int, stop: int, layer: int) -> None:
+    def on_layer(sequence: Request, model: int, stop: int, layer: int) -> None:
+        assert sequence is request
         told.append(((model, stop, layer), rows(model, stop, layer)))
 
-    assert len(list(prefill_steps(request, *models, 20, on_layer))) == 2
+    prefiller = Prefiller(models[0].runner, models[1].runner, 20, on_layer)
+    prefiller.add(request)
+    assert [prefiller.step(), prefiller.step()] == [[], [request]]
     layers = [m.model.config.layers for m in models]
     wanted = [(m, stop, layer) for stop in (20, len(PROMPT)) for m in (0, 1) for layer in range(layers[m])]
     assert [place for place, _ in told] == wanted
@@ -96,23 +92,22 @@ def test_rows_are_final_when_their_layer_is_told(folders: dict[str, Path]) -> No
 @pytest.mark.parametrize("draft_name", ["target-gqa", "draft-gqa", "draft-mla"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_valid_rows_after_every_step(folders: dict[str, Path], draft_name: str, temperature: float) -> None:
-    target, draft = runner(folders["target-gqa"]), runner(folders[draft_name])
+    target, draft = alone(folders["target-gqa"]), alone(folders[draft_name])
     sequence = started(target, draft, SamplingParams(temperature=temperature, seed=5))
-    decoder = SpeculativeDecoder(target, draft, k=3)
+    decoder = SpeculativeDecoder(target.runner, draft.runner, k=3)
     while not sequence.finished:
-        decoder.step(sequence)
+        decoder.step([sequence])
         if sequence.generated[-1] == EOS:
             break
         ids = (sequence.prompt + sequence.generated)[: sequence.valid]
         for one, pages in ((target, sequence.target_pages), (draft, sequence.draft_pages)):
-            fresh = KVPool.allocate(one.pool.config, 16, 8)
-            ModelRunner(one.model, fresh, 8).prefill(ids, pages, 64)
-            for key, tensor in fresh.tensors.items():
-                rows = tensor[pages].flatten(0, 1)[: len(ids)]
-                held = one.pool.tensors[key][pages].flatten(0, 1)[: len(ids)]
+            fresh = Alone.of(one.model, 16, 8)
+            fresh.prefill(ids, pages, 64)
+            for layer, part in fresh.pool.tensors:
+                rows, held = (each.rows(layer, part, pages, len(ids)) for each in (fresh, one))
                 torch.testing.assert_close(held, rows, atol=1e-4, rtol=0)
     assert len(sequence.generated) <= 24
-    assert decoder.step(sequence) == []
+    assert decoder.step([sequence]) == [[]]
 
 
 def test_sampling_is_fixed_by_seed_and_position(folders: dict[str, Path]) -> None:
@@ -135,32 +130,33 @@ def test_uniform_numbers() -> None:
 
 
 def test_rejection_sampling_keeps_the_target_distribution() -> None:
-    target, draft = torch.tensor([0.5, 2.0, 1.0, -1.0]), torch.tensor([2.0, 0.5, 1.0, 0.0])
+    target, draft = np.array([0.5, 2.0, 1.0, -1.0]), np.array([2.0, 0.5, 1.0, 0.0])
     counts = np.zeros(4)
     for seed in range(6000):
         params = SamplingParams(temperature=1.0, seed=seed)
         token = sample(draft, params, 9, "draft")
         belief = probabilities(draft, params)
-        accepted, extra = verify(torch.stack((target, target)), [token], [belief], params, 9)
+        accepted, extra = verify([1, 1], lambda _: target, [token], [belief], params, 9)
         counts[token if accepted else extra] += 1
     wanted = probabilities(target, SamplingParams(temperature=1.0))
     np.testing.assert_allclose(counts / 6000, wanted, atol=0.025)
 
 
 def test_verify_stops_at_an_accepted_eos() -> None:
-    logits = torch.zeros(4, 257)
-    logits[0, 65] = logits[1, EOS] = logits[2, 66] = logits[3, 67] = 9.0
-    assert verify(logits, [65, EOS, 66], [], SamplingParams(), 5) == (2, None)
-    assert verify(logits, [65, 66, 66], [], SamplingParams(), 5) == (1, EOS)
-    assert verify(logits[:2], [70], [], SamplingParams(), 5) == (0, 65)
+    def greedy(own: list[int], proposed: list[int]) -> tuple[int, int | None]:
+        return verify(own, lambda _: np.zeros(0), proposed, [], SamplingParams(), 5)
+
+    assert greedy([65, EOS, 66, 67], [65, EOS, 66]) == (2, None)
+    assert greedy([65, EOS, 66, 67], [65, 66, 66]) == (1, EOS)
+    assert greedy([65, EOS], [70]) == (0, 65)
 
 
 def test_nothing_follows_eos(folders: dict[str, Path]) -> None:
-    target, draft = runner(folders["target-gqa"]), runner(folders["draft-gqa"])
+    target, draft = alone(folders["target-gqa"]), alone(folders["draft-gqa"])
     sequence = started(target, draft, SamplingParams())
     assert sequence.append([65, EOS, 66]) == [65, EOS]
     assert sequence.finished
-    assert SpeculativeDecoder(target, draft).step(sequence) == []
+    assert SpeculativeDecoder(target.runner, draft.runner).step([sequence]) == [[]]
 
 
 def test_refused_input(folders: dict[str, Path]) -> None:

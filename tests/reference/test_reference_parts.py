@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvproto_reference import checkpoint
+from kvproto_reference.cache import PageAllocator
 from kvproto_reference.data import documents, load_text, passages
-from kvproto_reference.engine import PageAllocator, pages_for, rows_needed
 from kvproto_reference.errors import EngineError, OutOfPages
 from kvproto_reference.models import Decoder, ModelConfig
 from kvproto_reference.presets import PRESETS
@@ -42,11 +42,6 @@ def test_double_free_is_refused_and_frees_nothing() -> None:
     with pytest.raises(EngineError, match="twice"):
         allocator.free([second, second])
     assert allocator.available == 3
-
-
-def test_rows_and_pages() -> None:
-    assert [pages_for(rows, 8) for rows in (0, 1, 8, 9)] == [0, 1, 1, 2]
-    assert rows_needed(10, 1) == 10
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -80,6 +80,7 @@ class KVPool:
 
     def places(self, slots: npt.NDArray[np.int64]) -> Tensor:
         """Where rows of these slots [tokens] are written; -1 stands for rows of other ranks."""
+        self.check((slots[slots >= 0] // self.page_size).astype(np.int32))
         return torch.from_numpy(np.where(slots < 0, self.pages * self.page_size, slots)).to(self.device)
 
     def write(self, layer: int, places: Tensor, rows: Rows) -> None:

@@ -15,7 +15,7 @@ from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
-from ..models import SOLO, ModelConfig, TensorParallel, kv_head_of
+from ..models import Model, ModelConfig, TensorParallel, kv_head_of
 from .description import DRAFT, TARGET, Layout, hand_over, shards
 from .runner import Runner, TorchRunner
 
@@ -41,7 +41,8 @@ def torch_hosted(
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT), folders, configs, strict=True)):
         place = layout.place(model, tp)
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
-        runners.append(torch_runner(folder, cache, mine[name], place, among, layout.exchange))
+        loaded = checkpoint.load(folder, place, dtype=config.dtype, device=device)
+        runners.append(torch_runner(loaded, cache, mine[name], among, layout.exchange))
     return Hosted(pools={tp.rank: hand_over(geometry, caches, tp.rank)}, target=runners[0], draft=runners[1])
 
 
@@ -55,21 +56,15 @@ def dcp_group(tp: TensorParallel, dcp: int) -> dist.ProcessGroup | None:
 
 
 def torch_runner(
-    folder: Path,
-    pool: KVPool,
-    shard: Shard,
-    place: TensorParallel = SOLO,
-    among: dist.ProcessGroup | None = None,
-    exchange: str = "a2a",
+    model: Model, pool: KVPool, shard: Shard, among: dist.ProcessGroup | None = None, exchange: str = "a2a",
     by_token: bool = False,
-) -> TorchRunner:
-    """A runner of the model in a checkpoint folder; DCP ranks merge over the group `among`, by a key of EXCHANGES.
+) -> TorchRunner:  # fmt: skip
+    """A model over its pool on one rank; DCP ranks merge over the group `among`, by a key of EXCHANGES.
 
     `by_token`: see `PagedAttention`.
     """
-    config, heads = pool.config, pool.config.heads
-    model = checkpoint.load(folder, place, dtype=config.dtype, device=pool.device)
-    group = place.together.share(heads)
-    kernel = TorchKernel(pool, kv_head_of(config, place, group), kv_head_of(config, place, place.share(heads)))
+    config, place = model.config, model.tp
+    group, own = (where.share(config.heads) for where in (place.together, place))
+    kernel = TorchKernel(pool, kv_head_of(config, place, group), kv_head_of(config, place, own))
     merging = Alone() if among is None or place.dcp == 1 else EXCHANGES[exchange](place.dcp, among, place.replicate_q)
     return TorchRunner(model, PagedAttention(pool, kernel, merging, by_token), shard)

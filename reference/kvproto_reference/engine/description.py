@@ -32,6 +32,11 @@ class Layout:
     exchange: str = "a2a"
     """How DCP ranks merge: a key of `attention.exchange.EXCHANGES`."""
 
+    @property
+    def parallel(self) -> Parallel:
+        """The same to kvproto."""
+        return Parallel(tp=self.tp, dcp=self.dcp, interleave=self.interleave)
+
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""
         if model and not self.draft_sharded:
@@ -49,8 +54,7 @@ def geometry(
     """
     caches = [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
     facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
-    parallel = Parallel(tp=layout.tp, dcp=layout.dcp, interleave=layout.interleave)
-    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], parallel, replica, facts)
+    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], layout.parallel, replica, facts)
 
 
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:

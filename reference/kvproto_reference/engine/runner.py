@@ -71,14 +71,14 @@ class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values = values
+        self.values = values
 
     def best(self) -> npt.NDArray[np.int64]:
-        found: npt.NDArray[np.int64] = self._values.argmax(-1).cpu().numpy()
+        found: npt.NDArray[np.int64] = self.values.argmax(-1).cpu().numpy()
         return found
 
     def row(self, index: int) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = self._values[index].double().cpu().numpy()
+        found: npt.NDArray[np.float64] = self.values[index].double().cpu().numpy()
         return found
 
 

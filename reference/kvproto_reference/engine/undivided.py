@@ -56,9 +56,10 @@ class Undivided:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
 
         def runner(model: int, folder: Path) -> TorchRunner:
-            config = checkpoint.load_config(folder, dtype)
-            (group,) = lay_out([cache(model, config, Layout(), page_size)]).groups
-            return torch_runner(folder, KVPool.allocate(config, pages, page_size, device=device), Shard(group, 0))
+            loaded = checkpoint.load(folder, dtype=dtype, device=device)
+            (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
+            pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
+            return torch_runner(loaded, pool, Shard(group, 0))
 
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
