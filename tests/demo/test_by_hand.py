@@ -61,7 +61,7 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
 ) -> None:
     address = ["--prefill", f"tcp://127.0.0.1:{free_port()}", "--insecure"] if over == "tcp" else []
     source = start("prefill", "--dir", folder, *address)
-    wait_ready(folder, "prefill")
+    wait_ready(folder, "prefill-0")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)
     status, _, said = misfit.wait()
     assert status == 1
@@ -80,7 +80,7 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
 
 def test_address_in_use(start: Start, folder: Path) -> None:
     start("prefill", "--dir", folder)
-    wait_ready(folder, "prefill")
+    wait_ready(folder, "prefill-0")
     status, _, said = start("prefill", "--dir", folder).wait()
     assert status == 1
     assert "in use" in said
@@ -115,9 +115,9 @@ def test_directory_that_others_may_enter(folder: Path) -> None:
 
 def test_decode_that_is_killed_costs_prefill_nothing(start: Start, folder: Path, tmp_path: Path) -> None:
     start("prefill", "--dir", folder)
-    wait_ready(folder, "prefill")
+    wait_ready(folder, "prefill-0")
     first = start("decode", "--dir", folder)
-    wait_ready(folder, "decode")
+    wait_ready(folder, "decode-0")
     first.process.kill()
     first.wait()
     start("decode", "--dir", folder)
