@@ -13,12 +13,13 @@ from kvproto_reference import checkpoint
 from kvproto_reference.attention.exchange import AllGather, AllToAll
 from kvproto_reference.attention.lse import Partial, merge
 from kvproto_reference.cache import KVPool, PageAllocator
-from kvproto_reference.engine.build import dcp_group, torch_runner
+from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import Layout, cache, shards
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk, TorchRunner
 from kvproto_reference.engine.sequence import Sequence as Request
 from kvproto_reference.engine.speculative import SpeculativeDecoder
+from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, ModelConfig, TensorParallel, kv_head_range
 from tests.processes import all_end_well, imported
@@ -118,7 +119,7 @@ def work(rank: int, folders: dict[str, Path], out: Path) -> None:
         if rank < size:
             exchanged(rank, size, group)
     for name, layout in LAYOUTS.items():
-        among = dcp_group(TensorParallel(rank, 4), layout.dcp)  # which all ranks of the world make together
+        among = World(rank, 4, dist.group.WORLD).among([range(4)[i : i + layout.dcp] for i in range(0, 4, layout.dcp)])
         if rank < layout.tp:
             found = results(folders, layout, TensorParallel(rank, layout.tp, groups[layout.tp]), among)
             torch.save(found, out / f"{name}-{rank}.pt")

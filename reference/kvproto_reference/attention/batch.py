@@ -58,8 +58,11 @@ class Batch:
         return len(self.positions)
 
 
-def batch_of(spans: Sequence[Span], shard: Shard) -> Batch:
-    """The arrays of a step; raises EngineError for a span without tokens, or beyond its page table."""
+def batch_of(spans: Sequence[Span], shard: Shard, whole: bool = True) -> Batch:
+    """The arrays of a step; raises EngineError for a span without tokens, or beyond its page table.
+
+    Without `whole` the new tokens are a pass of their own, even where each span is one.
+    """
     if not spans:
         raise EngineError("a step needs one span at least")
     for span in spans:
@@ -70,7 +73,7 @@ def batch_of(spans: Sequence[Span], shard: Shard) -> Batch:
     size = shard.group.rows
     positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int64) for s in spans])
     slots = [shard.slots(np.asarray(s.pages, np.int64), np.arange(s.start, s.start + s.count)) for s in spans]
-    whole = all(span.count == 1 for span in spans)
+    whole = whole and all(span.count == 1 for span in spans)
     bounds = shard.rows(np.array([s.start + s.count if whole else s.start for s in spans], np.int64))
     held = -(-bounds // size)
     return Batch(

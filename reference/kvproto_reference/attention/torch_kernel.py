@@ -49,9 +49,11 @@ class TorchKernel(Kernel):
     def pool_by_token(self, layer: int, q: Tensor) -> Partial:
         return self._attend(layer, q[:, None], *self._by_token)[:, 0]
 
-    def new(self, q: Tensor, rows: Rows) -> Partial:
+    def new(self, q: Tensor, rows: Rows, which: Tensor | None = None) -> Partial:
+        """As `Kernel.new`; `which` [n] says which tokens of the step the queries are of, where not of all."""
         k, v = self._keys_values(rows, self._own_heads)
-        return _attend(q[None], k[None], v[None], self._seen[None], self._scale)[0]
+        seen = self._seen if which is None else self._seen[which]
+        return _attend(q[None], k[None], v[None], seen[None], self._scale)[0]
 
     def _attend(self, layer: int, q: Tensor, table: Tensor, bounds: Tensor) -> Partial:
         """q [spans, n, heads, d], table [spans, pages], bounds [spans]."""

@@ -33,6 +33,10 @@ class Shard:
         """Rows that this rank has of the first `tokens` tokens (any shape)."""
         return owned_before(self.group, self.cp_rank, tokens)
 
+    def owners(self, positions: Ints) -> Ints:
+        """The rank that stores each position."""
+        return owner(self.group, positions)
+
     def pages(self, tokens: int) -> int:
         """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
         longest = max(owned_before(self.group, rank, tokens) for rank in range(self.count))

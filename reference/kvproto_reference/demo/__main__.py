@@ -37,6 +37,8 @@ class DemoOptions:
 
     prefill_tp: int = 2
     decode_tp: int = 1
+    prefill_cp: int = 1
+    prefill_interleave: int = 16
     prefill_dp: int = 1
     decode_dp: int = 1
     dcp: int = 1
@@ -71,6 +73,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add = parser.add_argument
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
+    add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
     add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
     add_dcp(parser)
@@ -151,7 +155,8 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
-    here += ["--tp", str(options.prefill_tp)]
+    here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
+    here += ["--interleave", str(options.prefill_interleave)]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
     there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
     there += ["--draft-sharded"] if options.draft_sharded else []

@@ -16,8 +16,8 @@ from ..engine.lockstep import Said
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
+from ..engine.world import World
 from ..errors import EngineError
-from ..models import TensorParallel
 from .options import EngineOptions, parse, rank_address
 from .rank import EngineProcess
 
@@ -46,8 +46,8 @@ class Job:
 class DecodeProcess(EngineProcess):
     """One process of a decode engine."""
 
-    def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
-        super().__init__(options, tp)
+    def __init__(self, options: EngineOptions, world: World) -> None:
+        super().__init__(options, world)
         sources = {
             (options.source, replica): rank_address(options.address, replica, 0) for replica in range(options.sources)
         }
@@ -102,7 +102,7 @@ class DecodeProcess(EngineProcess):
             "groups": list(names.values()), "plan": plan.digest.hex(),
             "routes": [{"source": route.source, "sink": route.sink, "group": names[route.group],
                         "digest": route.digest.hex()} for route in plan.routes],
-            "required": {str(rank): list(plan.required(rank)) for rank in range(self.tp.size)},
+            "required": {str(rank): list(plan.required(rank)) for rank in range(self.ranks)},
         }  # fmt: skip
 
     def advance(self) -> None:
@@ -127,7 +127,7 @@ class DecodeProcess(EngineProcess):
     @property
     def _ready(self) -> bool:
         """Whether every rank can fetch from every replica of prefill."""
-        return len(self._connected) == self.tp.size * self.options.sources
+        return len(self._connected) == self.ranks * self.options.sources
 
     def on_gone(self, rank: int, word: dict[str, Any]) -> None:
         """A prefill replica refused us, or left; with others left, its requests alone fail."""
@@ -190,9 +190,9 @@ class DecodeProcess(EngineProcess):
         job.verdicts[rank] = word
         if word.get("pages_free", True):
             job.pages_free.add(rank)
-        if len(job.verdicts) < self.tp.size:
+        if len(job.verdicts) < self.ranks:
             return
-        words = [job.verdicts[r] for r in range(self.tp.size)]
+        words = [job.verdicts[r] for r in range(self.ranks)]
         lost = next((w for w in words if w["op"] == "lost"), None)
         if lost is not None:
             self.tell("failed", id=job.id, error=lost["error"])
@@ -209,11 +209,11 @@ class DecodeProcess(EngineProcess):
         """Nothing can write the pages that a lost request has on one rank any more."""
         job = self._fetching[word["id"]]
         job.pages_free.add(rank)
-        if len(job.verdicts) == self.tp.size:
+        if len(job.verdicts) == self.ranks:
             self._free_lost(job)
 
     def _free_lost(self, job: Job) -> None:
-        if len(job.pages_free) == self.tp.size:
+        if len(job.pages_free) == self.ranks:
             self._forget(job)
             self.free_pages(job.sequence)
 
@@ -239,15 +239,15 @@ class DecodeProcess(EngineProcess):
                           accepted=stats.accepted, proposed=stats.proposed, available=self.available)  # fmt: skip
 
 
-def _run(options: EngineOptions, tp: TensorParallel) -> int:
-    return DecodeProcess(options, tp).serve("decode")
+def _run(options: EngineOptions, world: World) -> int:
+    return DecodeProcess(options, world).serve("decode")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("decode", argv)
-        return launch(_run, options, options.tp, options.folder)
+        return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -68,9 +68,9 @@ class EngineOptions:
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
     @property
-    def tp(self) -> int:
-        """Ranks."""
-        return self.layout.tp
+    def processes(self) -> int:
+        """Processes of the engine: one for each rank."""
+        return self.layout.ranks
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -113,6 +113,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         help="private directory that both engines and the router use; made if missing",
     )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
     add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
     add_dcp(parser)
     add_models(parser)
@@ -143,7 +144,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
-    for name in ("tp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate"):
+    for name in ("tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate"):
         if getattr(args, name) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.pools == "jax" and args.transport != "cuda":
@@ -154,8 +155,10 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         raise EngineError("--devices needs --transport cuda or nixl: shm moves memory of the host")
     if args.replica < 0 or args.replica >= REPLICAS:
         raise EngineError(f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}")
+    if role == "decode" and args.cp > 1:
+        raise EngineError("--cp is prefill's; ranks of decode deal tokens by --dcp")
     layout = Layout(
-        tp=args.tp, dcp=args.dcp, interleave=args.interleave, draft_sharded=args.draft_sharded,
+        tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, draft_sharded=args.draft_sharded,
         replicate_q=args.replicate_q, exchange=args.exchange,
     )  # fmt: skip
     devices = args.devices or ((0,) if args.transport == "cuda" else ())

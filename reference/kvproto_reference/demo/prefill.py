@@ -17,8 +17,8 @@ from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence
+from ..engine.world import World
 from ..errors import EngineError
-from ..models import TensorParallel
 from .options import EngineOptions, parse, rank_address
 from .rank import EngineProcess
 
@@ -42,9 +42,9 @@ class Job:
 class PrefillProcess(EngineProcess):
     """One process of a prefill engine."""
 
-    def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
-        super().__init__(options, tp)
-        listen = {rank: rank_address(options.address, options.replica, rank) for rank in range(tp.size)}
+    def __init__(self, options: EngineOptions, world: World) -> None:
+        super().__init__(options, world)
+        listen = {rank: rank_address(options.address, options.replica, rank) for rank in range(self.ranks)}
         self.doors = self.sources = {
             rank: Source(options.name, pool, listen, options.kvproto()) for rank, pool in self.pools.items()
         }
@@ -69,7 +69,7 @@ class PrefillProcess(EngineProcess):
             case Freed(request) | Undelivered(request) if request in self._ids:
                 return [{"op": "over", "id": self._ids[request], "needed": list(event.routed), "expired": False}]
             case Expired(request) if request in self._ids:
-                needed = list(range(self.tp.size))
+                needed = list(range(self.ranks))
                 return [{"op": "over", "id": self._ids[request], "needed": needed, "expired": True}]
             case Refused():
                 name = f"{self.options.name} rank {rank}"
@@ -158,15 +158,15 @@ class PrefillProcess(EngineProcess):
         self.tell("freed", id=job.id, available=self.available)
 
 
-def _run(options: EngineOptions, tp: TensorParallel) -> int:
-    return PrefillProcess(options, tp).serve("prefill")
+def _run(options: EngineOptions, world: World) -> int:
+    return PrefillProcess(options, world).serve("prefill")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("prefill", argv)
-        return launch(_run, options, options.tp, options.folder)
+        return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

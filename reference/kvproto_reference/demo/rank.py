@@ -15,8 +15,8 @@ from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, geometry
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sequence import Sequence
+from ..engine.world import World
 from ..errors import EngineError
-from ..models import TensorParallel
 from .control import Control
 from .options import EngineOptions
 
@@ -34,14 +34,14 @@ class EngineProcess:
     doors: Mapping[int, Source] | Mapping[int, Sink]
     """Each hosted rank's side of kvproto; subclasses open them."""
 
-    def __init__(self, options: EngineOptions, tp: TensorParallel) -> None:
-        self.options, self.tp = options, tp
+    def __init__(self, options: EngineOptions, world: World) -> None:
+        self.options, self.ranks = options, options.layout.ranks
         configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
         self.eos = tokenizer.eos
-        self.device = device_of(options.device(tp.rank))
+        self.device = device_of(options.device(world.rank))
         folders = options.target, options.draft
         self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
-        hosted = self._host(options, tp)
+        hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft = hosted.target, hosted.draft
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate((TARGET, DRAFT))}
@@ -49,12 +49,12 @@ class EngineProcess:
         """Exit status, once the engine is to end."""
         self.said: Said = []
         """What this process has to tell the others beside events of kvproto."""
-        self._lockstep = Lockstep(tp.size if len(self.pools) < tp.size else 1, tp.group)
+        self._lockstep = Lockstep(world.size, world.group)
         self._control: Control | None = None
 
-    def _host(self, options: EngineOptions, tp: TensorParallel) -> Hosted:
+    def _host(self, options: EngineOptions, world: World) -> Hosted:
         return torch_hosted(
-            (options.target, options.draft), options.configs, self.geometry, options.layout, tp, options.pages,
+            (options.target, options.draft), options.configs, self.geometry, options.layout, world, options.pages,
             self.device, options.memory,
         )  # fmt: skip
 

@@ -16,8 +16,10 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..models import Model, ModelConfig, TensorParallel, kv_head_of
+from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
 from .runner import Runner, TorchRunner
+from .world import World
 
 
 @attrs.frozen(kw_only=True)
@@ -32,39 +34,36 @@ class Hosted:
 
 def torch_hosted(
     folders: tuple[Path, Path], configs: tuple[ModelConfig, ModelConfig], geometry: Geometry, layout: Layout,
-    tp: TensorParallel, pages: int, device: torch.device, memory: Allocate,
+    world: World, pages: int, device: torch.device, memory: Allocate,
 ) -> Hosted:  # fmt: skip
-    """One rank of an engine in torch."""
-    mine = shards(geometry, tp.rank)
-    among = dcp_group(tp, layout.dcp)
+    """One rank of an engine in torch, one process for each."""
+    mine, n = shards(geometry, world.rank), layout.tp
+    ranks = range(layout.ranks)
+    tp = TensorParallel(world.rank % n, n, world.among([ranks[first : first + n] for first in ranks[::n]]))
+    along = world.among([ranks[first::n] for first in range(n)]) if layout.cp > 1 else None
+    among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches, runners = {}, []
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT), folders, configs, strict=True)):
         place = layout.place(model, tp)
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
         loaded = checkpoint.load(folder, place, dtype=config.dtype, device=device)
-        runners.append(torch_runner(loaded, cache, mine[name], among, layout.exchange))
-    return Hosted(pools={tp.rank: hand_over(geometry, caches, tp.rank)}, target=runners[0], draft=runners[1])
-
-
-def dcp_group(tp: TensorParallel, dcp: int) -> dist.ProcessGroup | None:
-    """The process group of a rank's DCP group; all ranks of the TP group call this together."""
-    if dcp == 1:
-        return None
-    groups = [dist.new_group(list(range(first, first + dcp))) for first in range(0, tp.size, dcp)]
-    mine: dist.ProcessGroup = groups[tp.rank // dcp]
-    return mine
+        context = along if mine[name].count > 1 else None
+        runners.append(torch_runner(loaded, cache, mine[name], among, layout.exchange, context))
+    return Hosted(pools={world.rank: hand_over(geometry, caches, world.rank)}, target=runners[0], draft=runners[1])
 
 
 def torch_runner(
     model: Model, pool: KVPool, shard: Shard, among: dist.ProcessGroup | None = None, exchange: str = "a2a",
-    by_token: bool = False,
-) -> TorchRunner:  # fmt: skip
+    context: dist.ProcessGroup | None = None, by_token: bool = False,
+) -> Runner:  # fmt: skip
     """A model over its pool on one rank; DCP ranks merge over the group `among`, by a key of EXCHANGES.
 
-    `by_token`: see `PagedAttention`.
+    `context`: the CP group of prefill ranks. `by_token`: see `PagedAttention`.
     """
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     kernel = TorchKernel(pool, kv_head_of(config, place, group), kv_head_of(config, place, own))
+    if context is not None:
+        return ContextRunner(model, pool, kernel, shard, context)
     merging = Alone() if among is None or place.dcp == 1 else EXCHANGES[exchange](place.dcp, among, place.replicate_q)
     return TorchRunner(model, PagedAttention(pool, kernel, merging, by_token), shard)

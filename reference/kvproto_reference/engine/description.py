@@ -22,9 +22,11 @@ class Layout:
     """How an engine divides its caches over its ranks."""
 
     tp: int = 1
+    cp: int = 1
+    """Context-parallel ranks of prefill, for each TP rank: they deal the target's tokens, computed and stored."""
     dcp: int = 1
     interleave: int = 1
-    """Consecutive tokens that one DCP rank stores."""
+    """Consecutive tokens that one CP or DCP rank stores."""
     draft_sharded: bool = False
     """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
     replicate_q: bool = False
@@ -35,7 +37,12 @@ class Layout:
     @property
     def parallel(self) -> Parallel:
         """The same to kvproto."""
-        return Parallel(tp=self.tp, dcp=self.dcp, interleave=self.interleave)
+        return Parallel(tp=self.tp, cp=self.cp, dcp=self.dcp, interleave=self.interleave)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all; rank = cp rank * tp + TP rank."""
+        return self.tp * self.cp
 
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""

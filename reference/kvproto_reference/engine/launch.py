@@ -16,15 +16,15 @@ import torch.distributed as dist
 from kvproto.errors import DeviceFault, KvprotoError
 
 from ..errors import EngineError
-from ..models import SOLO, TensorParallel
+from .world import World
 
-Run = Callable[[Any, TensorParallel], int]
+Run = Callable[[Any, World], int]
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def launch(run: Run, options: Any, size: int, folder: Path) -> int:
-    """Run `run(options, tp)` on every rank; the exit status of rank 0."""
+    """Run `run(options, world)` in so many processes; the exit status of the first."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     meeting = folder / f"gloo-{secrets.token_hex(8)}"
     context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once
@@ -64,11 +64,11 @@ def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path) -> int:
     torch.set_num_threads(1)
     try:
         if size == 1:
-            return run(options, SOLO)
+            return run(options, World())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         try:
-            return run(options, TensorParallel(rank, size, dist.group.WORLD))
+            return run(options, World(rank, size, dist.group.WORLD))
         finally:
             dist.destroy_process_group()
     except (EngineError, KvprotoError, DeviceFault) as error:

@@ -110,9 +110,11 @@ class TorchRunner(Runner):
             return TorchLogits(self.model.forward(ids, positions, self.attention, computed, rows))
 
 
-def assemble(chunks: Sequence[Chunk], shard: Shard) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The arrays of a step, its tokens [tokens], and which of them want logits [n]."""
-    batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard)
+def assemble(
+    chunks: Sequence[Chunk], shard: Shard, whole: bool = True
+) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The arrays of a step, its tokens [tokens], and which of them want logits [n]; `whole`: see `batch_of`."""
+    batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
     wanted = [
         np.arange(start if chunk.every else stop - 1, stop)

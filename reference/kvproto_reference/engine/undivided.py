@@ -14,7 +14,7 @@ from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
 from .description import Layout, cache
 from .prefill import Prefiller
-from .runner import TorchRunner
+from .runner import Runner
 from .sampling import SamplingParams
 from .sequence import Sequence, SpeculationStats, rows_needed
 from .speculative import SpeculativeDecoder
@@ -55,7 +55,7 @@ class Undivided:
         if draft_dir is not None:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
 
-        def runner(model: int, folder: Path) -> TorchRunner:
+        def runner(model: int, folder: Path) -> Runner:
             loaded = checkpoint.load(folder, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)

@@ -1,0 +1,98 @@
+"""Prefill with context parallelism: the ranks of a CP group compute, and store, the tokens that they own.
+
+Keys and values of a step's tokens are gathered, so that each rank attends with its own queries to all of them; to what
+was committed before, each rank attends with everybody's queries over its own rows, and the parts are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention.batch import Batch
+from ..attention.lse import Partial, merge
+from ..attention.torch_kernel import TorchKernel
+from ..cache import KVPool, Shard
+from ..cache.sharding import Ints
+from ..models import Attention, Model, Rows
+from .runner import Chunk, Computed, Runner, TorchLogits, assemble
+
+__all__ = ["ContextRunner"]
+
+
+class _Context(Attention):
+    """Attention of one rank's tokens of a step."""
+
+    def __init__(
+        self, pool: KVPool, kernel: TorchKernel, everywhere: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor, Ints], Tensor],
+    ) -> None:  # fmt: skip
+        """Collectives: `everywhere`, [...] of a rank -> [ranks, ...]; `gather`, see `ContextRunner`."""
+        self.pool, self._kernel, self._everywhere, self._gather = pool, kernel, everywhere, gather
+
+    def begin(self, batch: Batch, own: Tensor, owners: Ints) -> None:
+        """`own` [n]: which tokens of the step are this rank's; `owners` [tokens]: the rank of each."""
+        self._batch, self._own, self._owners = batch, own, owners
+        self.pool.check(batch.pages)
+        self._places = self.pool.places(batch.slots[own.cpu().numpy()])
+        self._kernel.plan(batch)
+
+    def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
+        self.pool.write(layer, self._places, rows)
+        among = {part: self._gather(new, self._owners) for part, new in rows.items()}
+        parts = [self._kernel.new(q, among, self._own)]
+        if self._batch.prefix:  # the same on all ranks
+            over_own_rows = self._kernel.pool(layer, self._gather(q, self._owners))
+            out, lse = self._everywhere(over_own_rows.out), self._everywhere(over_own_rows.lse)
+            parts += [Partial(o[self._own], s[self._own]) for o, s in zip(out, lse, strict=True)]
+        return merge(parts).out
+
+
+class ContextRunner(Runner):
+    """A torch model on one rank of a CP group."""
+
+    def __init__(self, model: Model, pool: KVPool, kernel: TorchKernel, shard: Shard, group: dist.ProcessGroup) -> None:
+        self.model, self._shard, self._group = model, shard, group
+        self._attention = _Context(pool, kernel, self._everywhere, self._gather)
+
+    @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def vocab(self) -> int:
+        return self.model.config.vocab
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
+        batch, tokens, wanted = assemble(chunks, self._shard, whole=False)
+        device = self._attention.pool.device
+        owners = self._shard.owners(batch.positions)
+        own = np.flatnonzero(owners == self._shard.cp_rank)
+        rows = np.flatnonzero(np.isin(own, wanted))  # of this rank's tokens, those that want logits
+        with torch.no_grad():
+            ids, positions, mine, said = (
+                torch.from_numpy(a).to(device) for a in (tokens[own], batch.positions[own], own, rows)
+            )
+            self._attention.begin(batch, mine, owners)
+            logits = self.model.forward(ids, positions, self._attention, computed, said)
+            return TorchLogits(self._gather(logits, owners[wanted]))
+
+    def _gather(self, mine: Tensor, owners: Ints) -> Tensor:
+        """[own tokens, ...] -> [tokens, ...], in the order of `owners` [tokens]."""
+        counts = np.bincount(owners, minlength=self._shard.count)
+        padded = mine.new_zeros((int(counts.max()), *mine.shape[1:]))
+        padded[: mine.shape[0]] = mine
+        order = np.zeros(len(owners), np.int64)
+        for rank in range(self._shard.count):
+            order[owners == rank] = rank * len(padded) + np.arange(counts[rank])
+        return self._everywhere(padded).flatten(0, 1)[torch.from_numpy(order).to(mine.device)]
+
+    def _everywhere(self, mine: Tensor) -> Tensor:
+        near = (mine.cpu() if dist.get_backend(self._group) == "gloo" else mine).contiguous()
+        found = near.new_empty((self._shard.count * near.shape[0], *near.shape[1:]))
+        dist.all_gather_into_tensor(found, near, group=self._group)
+        return found.view(self._shard.count, *near.shape).to(mine.device)

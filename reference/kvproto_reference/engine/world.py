@@ -1,0 +1,24 @@
+"""The processes of one engine, and the groups in which their ranks exchange."""
+
+from collections.abc import Sequence
+
+import attrs
+import torch.distributed as dist
+
+
+@attrs.frozen
+class World:
+    """Place of this process among those of its engine; `group` None means the default process group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The group of these that this process is in, None where it would be alone; all processes call it together."""
+        mine = None
+        for ranks in groups:
+            if len(ranks) > 1:
+                made = self.group if len(ranks) == self.size else dist.new_group(list(ranks))
+                mine = made if self.rank in ranks else mine
+        return mine
