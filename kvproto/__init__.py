@@ -16,6 +16,7 @@ _CATALOGUE = {
     "DType": "wire.enums",
     "Geometry": "planning.geometry",
     "Group": "planning.geometry",
+    "ItemKind": "wire.enums",
     "KvprotoError": "errors",
     "LocalError": "errors",
     "Options": "options",
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
     from kvproto.transport.memory import allocate
-    from kvproto.wire.enums import DType
+    from kvproto.wire.enums import DType, ItemKind
 
 __all__ = [
     "Block",
@@ -60,6 +61,7 @@ __all__ = [
     "Fetch",
     "Geometry",
     "Group",
+    "ItemKind",
     "KvprotoError",
     "LocalError",
     "Options",

@@ -10,7 +10,7 @@ from kvproto import Fetch, Plan, Prompt, Sink, Ticket, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Refused
 
-from ..engine.description import FIRST
+from ..engine.description import FIRST, bytes_a_token, geometry
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.sampling import SamplingParams
@@ -98,7 +98,13 @@ class DecodeProcess(EngineProcess):
     def _shown(self, plan: Plan) -> dict[str, Any]:
         """The plan as the report shows it, with groups by name."""
         names = {group.id: group.name for group in self.geometry.groups}
+        undealt = attrs.evolve(self.options.layout, dcp=1)
+        whole = geometry(
+            self.options.target, self.options.draft, self.options.configs, "", undealt, self.options.page_size
+        )
+        stored, without = bytes_a_token(self.geometry), bytes_a_token(whole)
         return {
+            "stored": {name: [stored[name], without[name]] for name in stored},
             "groups": list(names.values()), "plan": plan.digest.hex(),
             "routes": [{"source": route.source, "sink": route.sink, "group": names[route.group],
                         "digest": route.digest.hex()} for route in plan.routes],

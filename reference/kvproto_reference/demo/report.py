@@ -86,6 +86,11 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items()
     )
     console.print(f"required responses: {required}", highlight=False)
+    stored = ", ".join(
+        f"{name} {dealt:,.0f}" + (f" ({whole:,.0f} without DCP)" if dealt != whole else "")
+        for name, (dealt, whole) in router.plan["stored"].items()
+    )
+    console.print(f"KV bytes of a token on a decode rank: {stored}", highlight=False)
     copies = [s["seconds"] for s in router.sent]
     total = sum(sum(s["bytes"].values()) for s in router.sent)
     if copies:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import attrs
 
-from kvproto import Cache, DType, Geometry, Parallel, Pool, lay_out
+from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
 from ..cache import KVPool, Shard
 from ..checkpoint import fingerprint
@@ -86,6 +86,20 @@ def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
     groups = {group.id: group for group in geometry.groups}
     owns = geometry.ranks[rank].owns
     return {groups[share.group].name: Shard(groups[share.group], share.cp_rank) for share in owns}
+
+
+def bytes_a_token(geometry: Geometry) -> dict[str, float]:
+    """KV bytes that a rank stores for each token of a sequence, on average over its deal, by group; the most of any."""
+    groups = {group.id: group for group in geometry.groups}
+    most: dict[str, float] = {}
+    for rank in geometry.ranks:
+        for share in rank.owns:
+            group = groups[share.group]
+            if group.kind == ItemKind.PAGE:
+                held = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
+                stored = held * len(share.layers) / group.cp_size
+                most[group.name] = max(most.get(group.name, 0), stored)
+    return most
 
 
 def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Pool:
