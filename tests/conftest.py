@@ -1,6 +1,7 @@
 """What the inner loop leaves out, and which tests run on one worker."""
 
 import gc
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A name in the tables that no longer exists is an error."""
+    get_temp_dir()  # of the sockets of `tests.processes`, now: a test may have a TMPDIR of its own
     gone = [name for name in (*SLOW, *ONE_WORKER) if not (HERE / name.split("::")[0]).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py names what is not there: {', '.join(sorted(gone))}")
