@@ -276,7 +276,7 @@ def test_interrupted_demo_leaves_nothing(stop: signal.Signals, tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    folder = when(lambda: next(iter(folder_of_all.glob("kvproto-*/kv-1")), None), process)
+    folder = when(lambda: next(iter(folder_of_all.glob("kvproto-*/kv-0-1")), None), process)
     engines = psutil.Process(process.pid).children(recursive=True)
     assert len(engines) >= 3
     if stop == signal.SIGINT:
