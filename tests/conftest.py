@@ -38,8 +38,10 @@ ONE_WORKER = {
     "calibration/test_probe.py": "probe",
     "transport/test_cuda_kernel.py": "kernel",
     "transport/test_cuda_stream.py": "kernel",
+    "reference/test_jax_attention.py": "jax",
+    "reference/test_jax_engine.py": "jax",
 }
-"""Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel."""
+"""Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel, XLA."""
 
 HERE = Path(__file__).parent
 

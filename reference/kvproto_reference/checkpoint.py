@@ -60,22 +60,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def load(
     folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Decoder:
-    """This TP rank's part of the model in a checkpoint folder, ready for inference; nothing else of it is read."""
+    """This TP rank's part of the model in a checkpoint folder, ready for inference."""
+    config = load_config(folder, dtype)
+    with torch.device("meta"):
+        model = Decoder(config, tp)
+    model.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def state(
+    folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """This TP rank's cut of each weight in a checkpoint folder, by our names; nothing else of it is read."""
     config, hf = load_config(folder, dtype), is_hf(folder)
     weights = Weights(folder)
     with torch.device("meta"):
-        model, full = Decoder(config, tp), Decoder(config)
+        full = Decoder(config).state_dict()
     read = _read_hf if hf else _read
     if hf:
-        _check_names(weights, config, set(full.state_dict()))
-    state = {}
-    for name, whole in full.state_dict().items():
+        _check_names(weights, config, set(full))
+    found = {}
+    for name, whole in full.items():
         piece = read(weights, config, tp, name, tuple(whole.shape))
         # The correction of expert scores decides near ties; it stays as it is stored.
         kept = torch.float32 if name.endswith("correction") else getattr(torch, config.dtype)
-        state[name] = piece.to(device=device, dtype=kept).contiguous()
-    model.load_state_dict(state, assign=True)
-    return model.to(device).eval().requires_grad_(False)
+        found[name] = piece.to(device=device, dtype=kept).contiguous()
+    return found
 
 
 def fingerprint(folder: Path) -> str:

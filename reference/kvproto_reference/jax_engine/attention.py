@@ -1,0 +1,153 @@
+"""Back end `xla`: attention of one rank by page table, and how the ranks of a DCP group make one of theirs.
+
+What runs here runs inside shard_map, over a mesh with an axis `dcp`. A step is a grid [spans, n]: a token of a span
+follows those before it, and padding follows the last. XLA never writes a pool, so the new tokens are always a pass of
+their own, causal and over rows in hand; the pass over the pool is over what was committed before, for all tokens of a
+span alike. The two passes, and the ranks' shares, merge by log-sum-exp (spec/v1/dcp.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..errors import EngineError
+
+__all__ = ["EXCHANGES", "Attention", "Heads", "Partial", "Reads", "attend", "merge"]
+
+Rows = Mapping[str, jax.Array]
+
+
+class Partial(NamedTuple):
+    """Normalised attention `out` [..., heads, width] over some tokens, and their `lse` [..., heads].
+
+    The log-sum-exp is natural and float32. A row without tokens has out 0 and lse -inf.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+
+
+class Reads(NamedTuple):
+    """What one rank reads of its pool in a step."""
+
+    table: jax.Array
+    """[spans, pages] pages of each span's committed rows; no pages where no rank has any."""
+    bounds: jax.Array
+    """[spans] rows of this rank's that every token of a span attends to."""
+    token_bounds: jax.Array
+    """[spans, n] rows of this rank's up to each token itself, counting new ones."""
+    new: jax.Array
+    """[spans, n] place of each new row among this rank's of its span; beyond all for those of other ranks."""
+
+
+class Heads(NamedTuple):
+    """The KV head, of the rank's, that each query head reads: of its DCP group's heads, and of its own."""
+
+    group: jax.Array
+    own: jax.Array
+
+
+def attend(q: jax.Array, rows: Rows, heads: jax.Array, seen: jax.Array, scale: float, width: int) -> Partial:
+    """q [s, n, heads, d] over rows [s, m, KV heads, d] by part; `seen` bool [s, n or 1, m].
+
+    What nobody sees may be NaN.
+    """
+    ever = seen.any(1)[..., None, None]
+    k = rows["k"] if "k" in rows else rows["latent"]
+    k, v = (jnp.where(ever, x, 0)[:, :, heads] for x in (k, rows.get("v", k)))
+    scores = jnp.where(seen[:, :, None], jnp.einsum("snhd,smhd->snhm", q, k) * scale, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1)
+    some = seen.any(-1)[..., None]
+    weights = jnp.exp(scores - jnp.where(some, lse, 0)[..., None])
+    out = jnp.einsum("snhm,smhw->snhw", weights, v[..., :width])
+    return Partial(jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf))
+
+
+def merge(parts: Partial) -> Partial:
+    """Attention over the union of disjoint sets of tokens, which the first axis counts."""
+    total = jax.nn.logsumexp(parts.lse, 0)
+    weights = jnp.exp(parts.lse - jnp.where(jnp.isneginf(total), 0, total))
+    return Partial((parts.out * weights[..., None]).sum(0), total)
+
+
+def _by_sum(part: Partial, ranks: int) -> Partial:
+    """Reduce-scatter of weighted outputs and of weights; a maximum over ranks spares the gathering of log-sum-exps."""
+    most = lax.pmax(part.lse, "dcp")  # type: ignore[no-untyped-call]
+    weights = jnp.exp(part.lse - jnp.where(jnp.isneginf(most), 0, most))
+    scatter = functools.partial(lax.psum_scatter, axis_name="dcp", scatter_dimension=2, tiled=True)
+    out, total = scatter(part.out * weights[..., None]), scatter(weights)
+    out = jnp.where(total[..., None] > 0, out / jnp.where(total > 0, total, 1)[..., None], 0)
+    return Partial(out, jnp.log(total) + _own(most, ranks))
+
+
+def _by_all_to_all(part: Partial, ranks: int) -> Partial:
+    """One all-to-all of outputs and log-sum-exps, packed; the merge is local."""
+    packed = jnp.concatenate((part.out, part.lse[..., None]), -1)
+    spans, n, heads, width = packed.shape
+    sent = jnp.moveaxis(packed.reshape(spans, n, ranks, heads // ranks, width), 2, 0)
+    received = lax.all_to_all(sent, "dcp", split_axis=0, concat_axis=0, tiled=True)  # type: ignore[no-untyped-call]
+    return merge(Partial(received[..., :-1], received[..., -1]))
+
+
+EXCHANGES: dict[str, Callable[[Partial, int], Partial]] = {"ag_rs": _by_sum, "a2a": _by_all_to_all}
+"""The group's heads over a rank's tokens -> the rank's heads over all tokens. By the torch engine's names."""
+
+
+def _own(x: jax.Array, ranks: int) -> jax.Array:
+    """[spans, n, heads of the group, ...] -> this rank's heads."""
+    each = x.shape[2] // ranks
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("dcp") * each, each, 2)
+
+
+def _check_exchange(_: object, __: object, name: str) -> None:
+    if name not in EXCHANGES:
+        raise EngineError(f"the exchange must be one of {sorted(EXCHANGES)}, not {name!r}")
+
+
+@attrs.frozen
+class Attention:
+    """Attention of a layer over the pools of a DCP group of `ranks` and over the new tokens."""
+
+    scale: float
+    width: int
+    """Elements of a head's output."""
+    ranks: int = 1
+    exchange: str = attrs.field(default="a2a", validator=_check_exchange)
+    replicated: bool = False
+    """Whether every rank projects the queries of the whole group, so that none have to be gathered."""
+    by_token: bool = False
+    """Reads the pool once a token, new rows put in their places of what is read: what passes over several tokens are
+    checked against."""
+
+    def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
+        """q [spans, n, heads, row_dim] as this rank projects it, new rows [spans, n, KV heads, row_dim] by part.
+
+        pool [pages, rows, KV heads, row_dim] by part -> [spans, n, own heads, width].
+        """
+        parts = []
+        if reads.table.shape[1]:
+            parts.append(self._over_pool(q, new, pool, reads, heads))
+        if not self.by_token:
+            own = _own(q, self.ranks) if self.replicated else q
+            causal = jnp.tri(q.shape[1], dtype=bool)[None]
+            parts.append(attend(own, new, heads.own, causal, self.scale, self.width))
+        return merge(Partial(*(jnp.stack(each) for each in zip(*parts, strict=True)))).out
+
+    def _over_pool(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> Partial:
+        q = q if self.replicated else lax.all_gather(q, "dcp", axis=2, tiled=True)
+        rows = {part: x[reads.table].reshape(len(q), -1, *x.shape[2:]) for part, x in pool.items()}
+        bounds = reads.bounds[:, None]
+        if self.by_token:
+            span = jnp.arange(len(q))[:, None]
+            rows = {part: x.at[span, reads.new].set(new[part], mode="drop") for part, x in rows.items()}
+            bounds = reads.token_bounds
+        length = next(iter(rows.values())).shape[1]
+        part = attend(q, rows, heads.group, jnp.arange(length) < bounds[..., None], self.scale, self.width)
+        return EXCHANGES[self.exchange](part, self.ranks) if self.ranks > 1 else part

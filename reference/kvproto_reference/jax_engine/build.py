@@ -1,0 +1,73 @@
+"""Puts models, pools and attention together: one process hosts all ranks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto import Geometry, Pool
+
+from .. import checkpoint
+from ..engine.build import Hosted
+from ..engine.description import DRAFT, TARGET, Layout, shards
+from ..errors import EngineError
+from ..models import ModelConfig, TensorParallel, kv_head_of
+from .attention import Attention, Heads
+from .mesh import by_rank, mesh_of
+from .pool import RankPools
+from .programs import Programs
+from .runner import JaxRunner
+
+__all__ = ["jax_hosted", "jax_runner"]
+
+
+def jax_hosted(folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int) -> Hosted:
+    """All ranks of an engine in JAX, on devices that XLA makes of the host's CPU."""
+    pools = [Pool.allocate(geometry, pages, rank=rank) for rank in range(layout.tp)]
+    target, draft = (
+        jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=True)
+    )
+    return Hosted(pools=dict(enumerate(pools)), target=target, draft=draft)
+
+
+def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, by_token: bool = False) -> JaxRunner:
+    """The model in a checkpoint folder on all ranks, whose pools these are, in rank order; `group` is TARGET or DRAFT.
+
+    `by_token`: see `Attention`. Raises EngineError for ranks of unequal KV heads, and for pools that are not float32.
+    """
+    if layout.cp > 1:
+        raise EngineError(f"the JAX engine has no context parallelism of prefill: {layout.cp} CP ranks asked for")
+    if [pool.rank for pool in pools] != list(range(layout.tp)):
+        raise EngineError(f"JAX hosts all {layout.tp} ranks: it needs their pools, in rank order")
+    config, model = checkpoint.load_config(folder), (TARGET, DRAFT).index(group)
+    places = [layout.place(model, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
+    dcp = places[0].dcp
+    attention = Attention(
+        config.score_scale, config.value_dim, dcp, layout.exchange, dcp > 1 and places[0].replicate_q, by_token
+    )
+    mesh = mesh_of(layout.tp, dcp)
+    states = [checkpoint.state(folder, place) for place in places]
+    weights = {name: by_rank(mesh, _padded([state[name].numpy() for state in states])) for name in states[0]}
+    heads = Heads(
+        by_rank(mesh, _padded([_kv_heads(config, place, place.together) for place in places])),
+        by_rank(mesh, _padded([_kv_heads(config, place, place) for place in places])),
+    )
+    return JaxRunner(
+        Programs(config, attention, mesh), weights, heads, RankPools(pools, group, config, mesh),
+        [shards(pool.geometry, pool.rank)[group] for pool in pools],
+    )  # fmt: skip
+
+
+def _kv_heads(config: ModelConfig, place: TensorParallel, among: TensorParallel) -> npt.NDArray[np.int32]:
+    """The KV head, of the rank's, that each query head of `among` reads."""
+    return np.array(kv_head_of(config, place, among.share(config.heads)), np.int32)
+
+
+def _padded(pieces: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """All of the largest's shape, with zeros behind: heads and widths that add nothing, where ranks' shares differ."""
+    shape = np.max([piece.shape for piece in pieces], axis=0)
+    return [np.pad(piece, [(0, most - own) for most, own in zip(shape, piece.shape, strict=True)]) for piece in pieces]

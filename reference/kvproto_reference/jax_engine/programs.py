@@ -1,0 +1,99 @@
+"""What XLA compiles, once for a shape of step and for all runners: a step's first rows, one layer, and logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from ..models import ModelConfig
+from .attention import Attention, Heads, Reads
+from .mesh import EVERYWHERE, RANKS
+from .model import Weights, block, logits
+
+__all__ = ["Programs", "compiled"]
+
+Tree = TypeVar("Tree")
+
+QUICK = {
+    "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}  # fmt: skip
+"""To compile in an eighth of the time, which for models of this size is far more than they compute."""
+
+
+@attrs.frozen
+class Programs:
+    """The compiled functions of a model in one division over a mesh."""
+
+    config: ModelConfig
+    attention: Attention
+    mesh: Mesh
+
+    def embed(self, weights: Weights, tokens: jax.Array) -> jax.Array:
+        """tokens [spans, n] -> x [spans, n, hidden]."""
+        return _embed(self)(weights, tokens)  # type: ignore[no-any-return]
+
+    def layer(
+        self,
+        weights: Weights,
+        heads: Heads,
+        pool: dict[str, jax.Array],
+        reads: Reads,
+        x: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The next x, and the new rows of each rank by part, [ranks, spans, n, KV heads, row_dim]."""
+        return _layer(self)(weights, heads, pool, reads, x, positions)  # type: ignore[no-any-return]
+
+    def head(self, weights: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logits [m, vocab] of these tokens of the step [m], counted along the spans, and the most likely of each."""
+        return _head(self)(weights, x, wanted)  # type: ignore[no-any-return]
+
+
+def compiled(mesh: Mesh, program: Callable[..., Any], takes: Any, gives: Any) -> Callable[..., Any]:
+    """A function that runs on every rank of a mesh, with its share of what it takes, in float32 throughout."""
+
+    def precise(*args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return program(*args)
+
+    mapped = jax.shard_map(precise, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+    return jax.jit(mapped, compiler_options=QUICK)
+
+
+def _mine(tree: Tree) -> Tree:
+    """[1, ...] of one rank -> [...]."""
+    found: Tree = jax.tree.map(lambda x: x[0], tree)
+    return found
+
+
+@functools.cache
+def _embed(p: Programs) -> Callable[..., Any]:
+    return compiled(p.mesh, lambda w, tokens: _mine(w)["embed"][tokens], (RANKS, EVERYWHERE), EVERYWHERE)
+
+
+@functools.cache
+def _layer(p: Programs) -> Callable[..., Any]:
+    def program(w: Weights, heads: Heads, pool: Any, reads: Reads, x: jax.Array, positions: jax.Array) -> Any:
+        attend = lambda q, new: p.attention(q, new, pool, _mine(reads), _mine(heads))  # noqa: E731
+        total = lambda summand: lax.psum(summand, ("group", "dcp"))  # type: ignore[no-untyped-call]  # noqa: E731
+        x, rows = block(p.config, _mine(w), x, positions, attend, total)
+        return x, {part: new[None] for part, new in rows.items()}
+
+    return compiled(p.mesh, program, (RANKS, RANKS, RANKS, RANKS, EVERYWHERE, EVERYWHERE), (EVERYWHERE, RANKS))
+
+
+@functools.cache
+def _head(p: Programs) -> Callable[..., Any]:
+    def program(w: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = logits(p.config, _mine(w), x.reshape(-1, x.shape[-1])[wanted])
+        return found, jnp.argmax(found, -1)
+
+    return compiled(p.mesh, program, (RANKS, EVERYWHERE, EVERYWHERE), EVERYWHERE)

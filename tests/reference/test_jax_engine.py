@@ -1,0 +1,293 @@
+"""The JAX engine against the torch engine: tokens, logits, and whose memory the pools are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jax", exc_type=ImportError)
+import attrs
+import jax
+
+from kvproto import Geometry, Pool, Prompt, Sink, Source, allocate, new_ticket
+from kvproto_reference import checkpoint
+from kvproto_reference.cache import PageAllocator
+from kvproto_reference.cache.memory import shareable
+from kvproto_reference.engine.build import torch_hosted
+from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, geometry, shards
+from kvproto_reference.engine.prefill import Prefiller
+from kvproto_reference.engine.runner import Chunk, Runner
+from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.speculative import SpeculativeDecoder
+from kvproto_reference.engine.undivided import Undivided
+from kvproto_reference.engine.world import World
+from kvproto_reference.errors import EngineError
+from kvproto_reference.jax_engine.build import jax_hosted, jax_runner
+from kvproto_reference.jax_engine.mesh import host_devices
+from kvproto_reference.jax_engine.runner import JaxRunner
+from kvproto_reference.models import Decoder, Dense, ModelConfig, MoeConfig
+
+host_devices(8)
+
+PAGE, PAGES = 16, 24
+PROMPTS = [b"Alice was beginning to get very tired of sitting by her sister", b"So she was considering in her own mind"]
+ALONE, PAIR, DEALT = Layout(), Layout(tp=2, dcp=2, interleave=3), Layout(tp=4, dcp=2, interleave=3)
+
+
+def stated(target: Path, draft: Path, layout: Layout, page: int = PAGE) -> Geometry:
+    configs = checkpoint.load_config(target), checkpoint.load_config(draft)
+    return geometry(target, draft, configs, "bytes", layout, page)
+
+
+def one(folder: Path, layout: Layout = ALONE, page: int = PAGE, **how: bool) -> tuple[JaxRunner, list[Pool]]:
+    """A target's runner, and the pools of its ranks."""
+    made = stated(folder, folder, layout, page)
+    pools = [Pool.allocate(made, PAGES, rank=rank) for rank in range(layout.tp)]
+    return jax_runner(folder, pools, TARGET, layout, **how), pools
+
+
+def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> list[Request]:
+    """All prompts at once: prefill, then speculative steps."""
+    pages = PageAllocator(PAGES, 1), PageAllocator(PAGES, 2)
+    requests = [Request(prompt=list(prompt), max_new=max_new) for prompt in PROMPTS]
+    prefiller, decoder = Prefiller(target, draft, 128), SpeculativeDecoder(target, draft, k)
+    for request in requests:
+        count = target.shard.pages(len(request.prompt) + max_new)
+        request.target_pages = pages[0].allocate(count)
+        request.draft_pages = pages[1].allocate(draft.shard.pages(len(request.prompt) + max_new))
+        prefiller.add(request)
+    while prefiller.busy:
+        prefiller.step()
+    while not all(request.finished for request in requests):
+        decoder.step(requests)
+    return requests
+
+
+@pytest.mark.parametrize(("target", "draft", "layout"), [
+    ("gqa", "gqa", DEALT), ("gqa", "mla", DEALT), ("mla", "mla", DEALT),
+    ("mla", "gqa", attrs.evolve(DEALT, draft_sharded=True)),
+])  # fmt: skip
+def test_tokens_are_those_of_the_torch_engine(target: str, draft: str, layout: Layout) -> None:
+    folders = checkpoint.CHECKPOINTS / f"target-{target}", checkpoint.CHECKPOINTS / f"draft-{draft}"
+    hosted = jax_hosted(folders, stated(*folders, layout), layout, PAGES)
+    torchs = Undivided(*folders, page_size=PAGE)
+    for request in generate(hosted.target, hosted.draft):
+        expected = torchs.generate(bytes(request.prompt), max_new=24)
+        assert request.generated == expected.tokens
+        assert request.stats == expected.stats
+
+
+@pytest.mark.parametrize("there", ["jax", "torch"])
+def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
+    """From one rank in torch to four in JAX with DCP, or back."""
+    folders = checkpoint.CHECKPOINTS / "target-gqa", checkpoint.CHECKPOINTS / "draft-mla"
+    configs = checkpoint.load_config(folders[0]), checkpoint.load_config(folders[1])
+    one, four = stated(*folders, ALONE, 8), stated(*folders, DEALT)
+    solo = torch_hosted(folders, configs, one, ALONE, World(), PAGES, torch.device("cpu"), shareable)
+    dealt = jax_hosted(folders, four, DEALT, PAGES)
+    near, far = (solo, dealt) if there == "jax" else (dealt, solo)
+    request, expected = (
+        Request(prompt=list(PROMPTS[0]), max_new=24),
+        Undivided(*folders).generate(PROMPTS[0], max_new=24),
+    )
+    landed = Request(prompt=request.prompt, max_new=24)
+    for side, sequence, seed in ((near, request, 1), (far, landed, 5)):
+        shards_of = side.target.shard, side.draft.shard
+        counts = [shard.pages(len(sequence.prompt) + 24) for shard in shards_of]
+        sequence.target_pages, sequence.draft_pages = (PageAllocator(PAGES, seed).allocate(n) for n in counts)
+    tables = [{TARGET: each.target_pages, DRAFT: each.draft_pages} for each in (request, landed)]
+
+    addresses = {rank: f"ipc://{tmp_path}/{rank}" for rank in near.pools}
+    prompt, ticket = Prompt(request.prompt), new_ticket("prefill")
+    with ExitStack() as stack:
+        sources = [stack.enter_context(Source("prefill", pool, addresses)) for pool in near.pools.values()]
+        sinks = [stack.enter_context(Sink("decode", pool, {"prefill": addresses[0]})) for pool in far.pools.values()]
+        fetches = [sink.fetch(ticket, prompt, tables[1]) for sink in sinks]
+        asked = [source.request(ticket, prompt) for source in sources]
+        prefiller = Prefiller(near.target, near.draft, 128)
+        prefiller.add(request)
+        prefiller.step()
+        for each in asked:
+            each.finish(tables[0], handoff={FIRST: {"token": request.newest.to_bytes(4, "little")}})
+        for fetch in fetches:
+            fetch.wait(60)
+        landed.append(request.generated)
+        decoder = SpeculativeDecoder(far.target, far.draft)
+        while not landed.finished:
+            decoder.step([landed])
+    assert landed.generated == expected.tokens
+    assert landed.stats == expected.stats
+
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 6, "ffn": 50, "vocab": 40}
+MOE = MoeConfig(layers=(0,), experts=8, top_k=3, ffn=10, shared_ffn=12, scores="sigmoid", groups=4, top_groups=2,
+                group_best=2, normalize=True, scale=1.5, correction=True)  # fmt: skip
+MODELS = {
+    "biases": ModelConfig(kind="gqa", kv_heads=3, head_dim=8, qk_norm=False, qkv_bias=True, tied=False, **SIZES),
+    "experts": ModelConfig(kind="mla", latent=12, rope_dim=4, nope_dim=8, v_dim=6, q_rank=20, rope_pairs=True,
+                           rope_gain=1.1, moe=MOE, **SIZES | {"layers": 1}),
+}  # fmt: skip
+IDS = [(7 * i * i + 3 * i) % 40 for i in range(41)]
+
+
+def drawn(config: ModelConfig, folder: Path) -> Decoder:
+    """A model without training, saved; parameters that begin as zeros or ones are drawn too."""
+    torch.manual_seed(5)
+    model = Decoder(config).eval().requires_grad_(False)
+    for name, value in model.state_dict().items():
+        if "norm" in name or "bias" in name or "correction" in name:
+            value.add_(torch.randn_like(value), alpha=0.2)
+    checkpoint.save(folder, model)
+    return model
+
+
+@pytest.mark.parametrize(("name", "layout", "by_token"), [
+    ("biases", Layout(tp=6, dcp=2, replicate_q=True, exchange="ag_rs"), False),
+    ("experts", Layout(tp=3, dcp=3, interleave=4), True),
+    ("experts", Layout(tp=4), False),
+])  # fmt: skip
+def test_logits_of_chunks_are_those_of_the_torch_model(
+    tmp_path: Path, name: str, layout: Layout, by_token: bool
+) -> None:
+    """The last with shares that differ: 6 heads and widths of 50 over 4 ranks."""
+    model = drawn(MODELS[name], tmp_path)
+    runner, _ = one(tmp_path, layout, page=4, by_token=by_token)
+    expected = model.forward(torch.tensor(IDS), torch.arange(len(IDS)), Dense(model.config))
+    pages = PageAllocator(PAGES, 3).allocate(runner.shard.pages(len(IDS)))
+    for start, stop in ((0, 8), (8, 12), (12, 20)):
+        found = runner.run([Chunk(IDS[start:stop], start, pages, every=True)])
+        assert found.best().tolist() == expected[start:stop].argmax(-1).tolist()
+        for i in range(start, stop):
+            np.testing.assert_allclose(found.row(i - start), expected[i].numpy(), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    made = tmp_path_factory.mktemp("tiny")
+    drawn(ModelConfig(kind="gqa", kv_heads=2, head_dim=8, **SIZES | {"layers": 1}), made)
+    return made
+
+
+def raw(pool: Pool) -> dict[str, np.ndarray]:
+    """A view of what the one layer has, [pages, rows, heads, dim], by part."""
+    return {part: pool.array(TARGET, 0, part).view(np.float32) for part in "kv"}
+
+
+def test_each_rank_stores_its_tokens_and_touches_nothing_else(folder: Path) -> None:
+    runner, pools = one(folder, PAIR, page=4)
+    for pool in pools:
+        for rows in raw(pool).values():
+            rows.fill(np.nan)
+    pages = [5, 2, 9]
+    runner.run([Chunk(IDS[:8], 0, pages)])
+    assert np.isfinite(runner.run([Chunk(IDS[8:11], 8, pages)]).row(0)).all()
+    for rank, pool in enumerate(pools):
+        slots = shards(pool.geometry, rank)[TARGET].slots(np.array(pages), np.arange(11))
+        for rows in raw(pool).values():
+            written = np.isfinite(rows.reshape(PAGES * 4, -1)).all(1)
+            assert np.flatnonzero(written).tolist() == sorted(slots[slots >= 0])
+
+
+def test_rows_that_a_transport_writes_between_steps_are_read(folder: Path) -> None:
+    runner, pools = one(folder, PAIR, page=4)
+    pages, step = [3, 1, 4], Chunk(IDS[8:11], 8, [3, 1, 4])
+    runner.run([Chunk(IDS[:8], 0, pages)])
+    before = runner.run([step]).row(0)
+    kept = raw(pools[1])["v"].copy()
+    raw(pools[1])["v"][...] = 0
+    assert np.abs(runner.run([step]).row(0) - before).max() > 1e-2
+    raw(pools[1])["v"][...] = kept
+    assert (runner.run([step]).row(0) == before).all()
+
+
+def test_layers_are_announced_when_their_rows_are_in_the_pool(folder: Path) -> None:
+    runner, pools = one(folder, PAIR, page=4)
+    seen: list[tuple[int, bool]] = []
+    runner.run([Chunk(IDS[:8], 0, [7, 8])], lambda layer: seen.append((layer, bool(raw(pools[0])["k"][7].all()))))
+    assert seen == [(0, True)]
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Seconds of each program that XLA compiles meanwhile."""
+    found: list[float] = []
+    on = lambda name, seconds, **_: found.append(seconds) if name.endswith("backend_compile_duration") else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(on)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on)
+
+
+def test_few_programs_compile(folder: Path) -> None:
+    """Three for one token a span and three for up to 8, of up to 4 spans; then one for each doubling of pages."""
+    runner, _ = one(folder, Layout(tp=2), page=4)
+
+    def steps(counts: Sequence[int], starts: Sequence[int]) -> None:
+        tables = PageAllocator(PAGES, 4)
+        chunks = [
+            Chunk(IDS[:count], start, tables.allocate(-(-(start + count) // 4)), every=True)
+            for count, start in zip(counts, starts, strict=True)
+        ]
+        runner.run(chunks)
+
+    with compilations() as found:
+        for count in range(2, 9):
+            steps([count], [0])
+        assert len(found) == 3  # embed, layer, head
+        for start in range(1, 32):
+            steps([1], [start])
+        assert len(found) == 6
+        steps([1], [33])
+        assert len(found) == 7  # the layer, with more than 8 pages
+        for start in range(5, 11):
+            steps([1] * 4, [start, 1, start + 1, 2])
+            steps([1] * 3, [start, 1, 2])
+        assert len(found) == 7
+
+
+def test_misuse_is_refused(folder: Path, tmp_path: Path) -> None:
+    runner, pools = one(folder, page=4)
+    with pytest.raises(EngineError, match="outside a pool of 24 pages"):
+        runner.run([Chunk(IDS[:3], 0, [24])])
+    with pytest.raises(EngineError, match="needs 3 pages"):
+        runner.run([Chunk(IDS[:9], 0, [1, 2])])
+    with pytest.raises(EngineError, match="a vocabulary of 40, not 1 to 40"):
+        runner.run([Chunk([1, 40], 0, [1])])
+    with pytest.raises(EngineError, match="no context parallelism"):
+        jax_runner(folder, pools, TARGET, Layout(cp=2))
+    with pytest.raises(EngineError, match="all 2 ranks"):
+        jax_runner(folder, pools, TARGET, Layout(tp=2))
+    with pytest.raises(EngineError, match="not 9: ask for all"):
+        host_devices(9)
+    drawn(ModelConfig(kind="gqa", kv_heads=4, head_dim=8, **SIZES | {"heads": 8}), tmp_path)
+    with pytest.raises(EngineError, match="as many pages and KV heads on every rank"):
+        one(tmp_path, Layout(tp=3))
+    assert runner.run([Chunk(IDS[:3], 0, [23])]).row(0).shape == (40,)
+
+
+def test_a_pool_that_xla_would_copy_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stated(folder, folder, ALONE, 4)
+    memory = np.from_dlpack(allocate(1 << 16)).view(np.float32)
+    step, shape = PAGES * 4 * 2 * 8, (PAGES, 4, 2, 8)
+
+    def pool(shift: int) -> Pool:
+        rows = [memory[shift + i * step : shift + (i + 1) * step].reshape(shape) for i in range(4)]
+        return Pool(made, {name: {"k": [k], "v": [v]} for name, k, v in ((TARGET, *rows[:2]), (DRAFT, *rows[2:]))})
+
+    with pytest.raises(EngineError, match="at a multiple of 64 bytes"):
+        jax_runner(folder, [pool(1)], TARGET, ALONE)
+    runner = jax_runner(folder, [pool(16)], TARGET, ALONE)
+    runner.run([Chunk(IDS[:4], 0, [0])])
+    assert memory[16 : 16 + 4 * 2 * 8].all()
+    put = jax.device_put
+    copied = lambda x, where: put([view.copy() for view in x] if isinstance(x, list) else x, where)  # noqa: E731
+    monkeypatch.setattr(jax, "device_put", copied)
+    with pytest.raises(EngineError, match="would read a copy"):
+        runner.run([Chunk(IDS[:4], 0, [0])])
