@@ -25,7 +25,16 @@ from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
-from .options import POOLS, TRANSPORT_HELP, add_dcp, add_models, checkpoint_folder, numbers, shared_tokenizer
+from .options import (
+    FRAMEWORKS,
+    POOLS,
+    TRANSPORT_HELP,
+    add_dcp,
+    add_models,
+    checkpoint_folder,
+    numbers,
+    shared_tokenizer,
+)
 from .prompts import Prompt, default_prompts, read_prompts
 from .report import Compared, as_json, show, verdict
 from .router import LOAD, START, Engines, Request, Router
@@ -37,6 +46,8 @@ class DemoOptions:
 
     prefill_tp: int = 2
     decode_tp: int = 1
+    prefill_framework: str = "torch"
+    decode_framework: str = "torch"
     prefill_cp: int = 1
     prefill_interleave: int = 16
     prefill_dp: int = 1
@@ -73,6 +84,13 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add = parser.add_argument
     add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-framework",
+            choices=FRAMEWORKS,
+            default="torch",
+            help=f"what {role} computes with (default torch)",
+        )
     add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
     add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
@@ -156,7 +174,8 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
-    here += ["--interleave", str(options.prefill_interleave)]
+    here += ["--interleave", str(options.prefill_interleave), "--framework", options.prefill_framework]
+    there += ["--framework", options.decode_framework]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
     there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
     there += ["--draft-sharded"] if options.draft_sharded else []

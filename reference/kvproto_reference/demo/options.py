@@ -1,6 +1,7 @@
 """Command-line options of the prefill and the decode engine."""
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import attrs
@@ -21,6 +22,7 @@ POOLS = {"own": shareable, "jax": of_jax}
 PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
+FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
 
 
@@ -64,13 +66,15 @@ class EngineOptions:
     """Whether decode reads the pages, instead of prefill writing them."""
     pools: str = "own"
     """A key of POOLS."""
+    framework: str = "torch"
+    """A key of FRAMEWORKS."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
     @property
     def processes(self) -> int:
-        """Processes of the engine: one for each rank."""
-        return self.layout.ranks
+        """Processes of the engine: one for each rank in torch, one for all of them in JAX."""
+        return self.layout.ranks if self.framework == "torch" else 1
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -135,6 +139,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     gpus = "GPUs of the ranks (default 0 with --transport cuda, else none: the host)"
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
+    add("--framework", choices=FRAMEWORKS, default="torch", help="what computes (default torch)")
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"name of this engine (default {role})")
@@ -151,6 +156,10 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         raise EngineError("--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared")
     if args.pull and args.transport == "nixl":
         raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
+    if args.framework == "jax" and (args.devices or args.transport == "cuda" or args.dtype != "float32"):
+        raise EngineError("--framework jax computes in float32 on the host: choose torch for GPUs and other types")
+    if args.framework == "jax" and importlib.util.find_spec("jax") is None:
+        raise EngineError("--framework jax needs JAX: pip install jax")
     if args.devices and args.transport == "shm":
         raise EngineError("--devices needs --transport cuda or nixl: shm moves memory of the host")
     if args.replica < 0 or args.replica >= REPLICAS:
@@ -169,7 +178,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
-        costs=args.costs and load(args.costs),
+        framework=args.framework, costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
 

@@ -53,6 +53,10 @@ class EngineProcess:
         self._control: Control | None = None
 
     def _host(self, options: EngineOptions, world: World) -> Hosted:
+        if options.framework == "jax":
+            from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
+
+            return jax_hosted((options.target, options.draft), self.geometry, options.layout, options.pages)
         return torch_hosted(
             (options.target, options.draft), options.configs, self.geometry, options.layout, world, options.pages,
             self.device, options.memory,
