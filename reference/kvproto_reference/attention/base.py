@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..models import Rows
 from .batch import Batch
-from .lse import Partial
+from .lse import Found
 
 __all__ = ["Exchange", "Kernel"]
 
@@ -19,21 +19,21 @@ class Kernel(Protocol):
     def plan(self, batch: Batch) -> None:
         """Take over the arrays of the next step; nothing of a step before is needed any more."""
 
-    def pool(self, layer: int, q: Tensor) -> Partial:
+    def pool(self, layer: int, q: Tensor) -> Found:
         """Over the first `batch.bounds` rows of each span in this rank's pages, not causal.
 
         q [tokens, heads, row_dim], of all heads of the DCP group. Spans without such rows get the neutral element.
         """
         ...
 
-    def pool_by_token(self, layer: int, q: Tensor) -> Partial:
+    def pool_by_token(self, layer: int, q: Tensor) -> Found:
         """Over the first `batch.token_bounds` rows for each token by itself: new rows are stored, and read as the rest.
 
         Reads the pages once a token; it is what passes over several tokens are checked against.
         """
         ...
 
-    def new(self, q: Tensor, rows: Rows) -> Partial:
+    def new(self, q: Tensor, rows: Rows) -> Found:
         """Over the new tokens of the same span, causal; q [tokens, heads, row_dim] of this rank's own heads."""
         ...
 
@@ -49,6 +49,10 @@ class Exchange(Protocol):
         """q as this rank projects it -> this rank's own heads."""
         ...
 
-    def merge(self, part: Partial) -> Partial:
+    def merge(self, part: Found) -> Found:
         """The group's heads over this rank's tokens -> this rank's heads over all tokens."""
         ...
+
+    def check(self) -> None:
+        """Once a step is over: raise EngineError where the exchange failed on any rank."""
+        return

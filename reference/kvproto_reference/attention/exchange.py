@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import Exchange
-from .lse import Partial, merge
+from .lse import Found, Partial, merge
 
 __all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone"]
 
@@ -27,7 +27,7 @@ class Alone(Exchange):
     def own(self, q: Tensor) -> Tensor:
         return q
 
-    def merge(self, part: Partial) -> Partial:
+    def merge(self, part: Found) -> Found:
         return part
 
 
@@ -64,7 +64,8 @@ class _Group(Exchange):
 class AllGather(_Group):
     """All-gather of the log-sum-exps, then reduce-scatter of the weighted outputs in float32."""
 
-    def merge(self, part: Partial) -> Partial:
+    def merge(self, part: Found) -> Partial:
+        part = part.natural()
         lse = self._gather(part.lse)
         total = torch.logsumexp(lse, 0)
         weight = torch.where(torch.isneginf(part.lse), 0, torch.exp(part.lse - total))[..., None]
@@ -79,7 +80,8 @@ class AllGather(_Group):
 class AllToAll(_Group):
     """One all-to-all of outputs and log-sum-exps, packed as bytes; the merge is local."""
 
-    def merge(self, part: Partial) -> Partial:
+    def merge(self, part: Found) -> Partial:
+        part = part.natural()
         packed = torch.cat((part.out.contiguous().view(torch.uint8), part.lse[..., None].view(torch.uint8)), -1)
         sent = self._near(self._heads(packed).movedim(1, 0))
         received = torch.empty_like(sent)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import EngineError
 
-__all__ = ["Base2", "Partial", "merge"]
+__all__ = ["Base2", "Found", "Partial", "merge"]
 
 
 @attrs.frozen(eq=False)
@@ -44,6 +44,10 @@ class Partial:
         some = some[..., None]
         return cls(torch.where(some[..., None], out, 0), torch.where(some, lse, -math.inf))
 
+    def natural(self) -> Partial:
+        """Itself."""
+        return self
+
     def __getitem__(self, index: Any) -> Partial:
         """The rows that an index of the leading dims names."""
         return Partial(self.out[index], self.lse[index])
@@ -51,14 +55,23 @@ class Partial:
 
 @attrs.frozen(eq=False)
 class Base2:
-    """The same, with the log-sum-exp in base 2, as FlashInfer gives it; nothing but `natural` takes one."""
+    """What a kernel gave, as it gave it: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
+
+    Where `read` [tokens], the rows that a token read, is 0, anything may stand in both. Nothing but a merge that knows
+    this type takes one; `natural` makes it what the others take, in passes of its own.
+    """
 
     out: Tensor
     log2: Tensor
+    read: Tensor
 
-    def natural(self, some: Tensor) -> Partial:
-        """In natural logarithms, with the neutral element where `some` [tokens] is false."""
-        return Partial.of(self.out, self.log2 * math.log(2), some)
+    def natural(self) -> Partial:
+        """The same in natural logarithms, with the neutral element where no row was read."""
+        return Partial.of(self.out, self.log2 * math.log(2), self.read > 0)
+
+
+Found = Partial | Base2
+"""What a kernel finds."""
 
 
 def merge(parts: Sequence[Partial]) -> Partial:

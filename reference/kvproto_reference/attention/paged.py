@@ -8,7 +8,7 @@ from ..cache.pool import KVPool
 from ..models import Attention, Rows
 from .base import Exchange, Kernel
 from .batch import Batch
-from .lse import merge
+from .lse import Found, merge
 
 __all__ = ["PagedAttention"]
 
@@ -30,10 +30,10 @@ class PagedAttention(Attention):
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         batch = self._batch
         self.pool.write(layer, self._slots, rows)
-        parts = []
+        parts: list[Found] = []
         if batch.prefix or self._by_token:
             over_pool = self._kernel.pool_by_token if self._by_token else self._kernel.pool
             parts.append(self._exchange.merge(over_pool(layer, self._exchange.queries(q))))
         if not (batch.whole or self._by_token):
             parts.append(self._kernel.new(self._exchange.own(q), rows))
-        return (merge(parts) if len(parts) > 1 else parts[0]).out
+        return (merge([part.natural() for part in parts]) if len(parts) > 1 else parts[0]).out

@@ -1,0 +1,413 @@
+"""Decode context parallelism on GPUs: one rank of a group, local attention, exchange and merge, in microseconds a layer.
+
+`python benchmarks/dcp_gpu.py [--write]` on a machine with two GPUs that are peers; FlashInfer must be installed. Qwen3-235B
+at TP 8 (8 query heads a rank over one KV head of 128) and DeepSeek-V3 at TP 8 (16 heads over latents of 512 + 64), bfloat16,
+pages in no order, tokens dealt one by one. "One rank" is the same rank without DCP: its own heads, all tokens. A step is
+gathering queries (unless every rank projects all), attention over the rank's tokens, exchange and merge. So many layers are
+captured in one graph that their pools do not stay in the cache; the figure is the graph's time by layer, and a sample is of
+replays back to back. --write keeps raw samples in benchmarks/results/dcp_gpu.json; dcp_report.py makes the table and the plot.
+
+`--device cpu` runs the same code on back end torch at a small size, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from kvproto import Group
+from kvproto.wire.enums import ItemKind
+from kvproto_reference.attention.base import Exchange, Kernel
+from kvproto_reference.attention.batch import Batch, Span, batch_of
+from kvproto_reference.attention.exchange import AllGather, AllToAll
+from kvproto_reference.attention.flashinfer_kernel import kernel_of
+from kvproto_reference.attention.torch_kernel import TorchKernel
+from kvproto_reference.cache import KVPool, Shard
+from kvproto_reference.models import ModelConfig
+
+RESULTS = Path(__file__).parent / "results/dcp_gpu.json"
+ROUNDS = 9
+SAMPLE = 4e-3
+"""Seconds of a sample, about."""
+BATCHES, CONTEXTS = (1, 8, 64), (8 << 10, 32 << 10, 128 << 10, 512 << 10)
+CACHED = 200 << 20
+"""Bytes of pools that are read before one is read again: several times the L2 cache."""
+VERIFIED = [(8, 32 << 10, 4), (8, 128 << 10, 4), (1, 128 << 10, 8), (64, 8 << 10, 4)]
+"""Batch, context and tokens of a sequence in steps that verify a draft."""
+Samples = dict[str, list[float]]
+
+
+@attrs.frozen
+class Shape:
+    """One rank's attention."""
+
+    name: str
+    config: dict[str, Any]
+    heads: int
+    """Of a rank."""
+    page: int
+
+    def model(self, layers: int) -> ModelConfig:
+        return ModelConfig(hidden=1, layers=layers, heads=self.heads, ffn=1, vocab=1, dtype="bfloat16", **self.config)
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token in a layer."""
+        one = self.model(1)
+        return len(one.parts) * one.row_dim * 2
+
+
+SHAPES = [
+    Shape("GQA", {"kind": "gqa", "kv_heads": 1, "head_dim": 128}, 8, 16),
+    Shape("MLA", {"kind": "mla", "latent": 512, "rope_dim": 64, "nope_dim": 128, "v_dim": 128}, 16, 64),
+]
+
+
+class Bench:
+    """One rank of a group of two, and what it measures with the other."""
+
+    def __init__(self, device: torch.device, memory: int) -> None:
+        self.device, self.cuda = device, device.type == "cuda"
+        self.group = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.memory = torch.empty(memory // 2, dtype=torch.bfloat16, device=device)
+        for piece in self.memory.split(1 << 28):
+            piece.normal_()
+        self.exchanges: dict[str, Exchange] = {}
+        if self.cuda and self.size > 1:
+            from kvproto_reference.attention.cuda_exchange import PackedAllToAll, PeerMapped
+
+            self.exchanges = {
+                "NCCL all-to-all": PackedAllToAll(self.size, self.group),
+                "NCCL all-to-all, q on all": PackedAllToAll(self.size, self.group, True),
+                "NCCL all-gather and reduce-scatter": AllGather(self.size, self.group),
+                "peer memory": PeerMapped(self.size, self.group),
+                "peer memory, q on all": PeerMapped(self.size, self.group, True),
+            }
+        elif self.size > 1:
+            self.exchanges = {
+                "all-to-all": AllToAll(self.size, self.group),
+                "q on all": AllGather(self.size, self.group, True),
+            }
+
+    def pools(self, shape: Shape, pages: int, layers: int) -> KVPool:
+        """Pools of random rows, the same memory each time."""
+        model = shape.model(layers)
+        each = (pages + 1) * shape.page * model.row_dim
+        keys = [(layer, part) for layer in range(layers) for part in model.parts]
+        tensors = {
+            key: self.memory[i * each : (i + 1) * each].view(pages + 1, shape.page, 1, model.row_dim)
+            for i, key in enumerate(keys)
+        }
+        return KVPool.wrap(model, tensors)
+
+    def timed(self, ways: dict[str, Callable[[], object]], layers: int = 1) -> Samples:
+        """Microseconds a layer, in rounds in which each way has its turn; all ranks call this alike."""
+        graphs = {name: self.captured(way) for name, way in ways.items()}
+        times: dict[str, int] = {}
+        for name, graph in graphs.items():
+            self.together()
+            took = self.span(graph, 3)
+            times[name] = max(1, min(int(SAMPLE / took), 200)) if self.cuda else 1
+        agreed = torch.tensor(list(times.values()), device=self.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        times = dict(zip(times, agreed.tolist(), strict=True))
+        found: Samples = {name: [] for name in ways}
+        for _ in range(ROUNDS if self.cuda else 2):
+            for name, graph in graphs.items():
+                self.together()
+                found[name].append(self.span(graph, times[name]) / layers * 1e6)
+        return found
+
+    def span(self, graph: Callable[[], object], times: int) -> float:
+        """Seconds of one of so many replays."""
+        if not self.cuda:
+            began = time.perf_counter()
+            graph()
+            return time.perf_counter() - began
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph()
+        begin.record()
+        for _ in range(times):
+            graph()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / times / 1000
+
+    def captured(self, way: Callable[[], object]) -> Callable[[], object]:
+        if not self.cuda:
+            return way
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            way()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            way()
+        return graph.replay
+
+    def together(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        dist.barrier(device_ids=[self.device.index] if self.cuda else None)
+
+    def kernel(self, pool: KVPool, heads: int) -> Kernel:
+        name = "flashinfer" if self.cuda else "torch"
+        made = kernel_of(name, pool, [0] * heads, [0] * heads, fixed=True)
+        if self.cuda and isinstance(made, TorchKernel):
+            raise SystemExit("FlashInfer does not run here")
+        return made
+
+
+def shard_of(shape: Shape, size: int, rank: int) -> Shard:
+    group = Group(
+        id=0, name="kv", model=0, kind=ItemKind.PAGE, rows=shape.page, tokens_per_row=1, cp_size=size, interleave=1, origin=0,
+        parts=(),
+    )  # fmt: skip
+    return Shard(group, rank)
+
+
+def batch_for(shape: Shape, shard: Shard, lengths: Sequence[int], count: int, seed: int) -> tuple[Batch, int]:
+    """A step of the last `count` tokens of each sequence, in pages without order; and the pages of a pool that holds it."""
+    held = [shard.pages(length) for length in lengths]
+    order = np.random.default_rng(seed).permutation(sum(held)).astype(np.int32)
+    tables = np.split(order, np.cumsum(held)[:-1])
+    return batch_of([Span(n - count, count, t) for n, t in zip(lengths, tables, strict=True)], shard), sum(held)
+
+
+def bare(bench: Bench, kernel: Any, pool: KVPool, batch: Batch, heads: int) -> Callable[[Tensor, int], object]:
+    """FlashInfer called by hand for the same step, with arrays and output of its own."""
+    import flashinfer
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    config, n = pool.config, len(batch.bounds)
+    host = [torch.from_numpy(a) for a in (batch.page_starts, batch.pages, batch.bounds)]
+    starts, pages, bounds = (a.to(bench.device) for a in host)
+    if config.kind == "mla":
+        q_starts = torch.arange(n + 1, dtype=torch.int32)
+        wrapper = BatchMLAPagedAttentionWrapper(
+            kernel._workspace, True, q_starts.to(bench.device), starts, pages, bounds
+        )
+        wrapper.plan(
+            q_starts,
+            host[0],
+            host[1],
+            host[2],
+            heads,
+            512,
+            64,
+            pool.page_size,
+            False,
+            config.score_scale,
+            torch.bfloat16,
+            torch.bfloat16,
+        )
+        return lambda q, layer: wrapper.run(
+            q[..., :512],
+            q[..., 512:],
+            pool.tensors[layer, "latent"][:, :, 0, :512],
+            pool.tensors[layer, "latent"][:, :, 0, 512:],
+            return_lse=True,
+        )
+    last = (host[2] - 1) % pool.page_size + 1
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        kernel._workspace, "NHD", True, True, starts, pages, last.to(bench.device), backend="fa2"
+    )
+    decode.plan(
+        host[0],
+        host[1],
+        last,
+        heads,
+        1,
+        config.head_dim,
+        pool.page_size,
+        sm_scale=config.score_scale,
+        q_data_type=torch.bfloat16,
+    )
+    return lambda q, layer: decode.run(q, (pool.tensors[layer, "k"], pool.tensors[layer, "v"]), return_lse=True)
+
+
+def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any]:
+    """One rank against a group of all, at one batch and context."""
+    found: dict[str, Any] = {
+        "shape": shape.name,
+        "batch": batch,
+        "context": context,
+        "kv_bytes": {},
+        "plan": {},
+        "us": {},
+    }
+    lengths = [context] * batch
+    for size in sorted({1, bench.size}):
+        shard, heads = shard_of(shape, size, bench.rank % size), shape.heads * size
+        step, pages = batch_for(shape, shard, lengths, 1, batch + context)
+        layers = max(1, min(24 if bench.cuda else 2, CACHED // (int(step.bounds.sum()) * shape.row)))
+        pool = bench.pools(shape, pages, layers)
+        kernel = bench.kernel(pool, heads)
+        found["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
+        found["plan"][size] = planned(bench, kernel, step)
+        rows = pool.config.row_dim
+        own = torch.randn(layers, batch, shape.heads, rows, dtype=torch.bfloat16, device=bench.device)
+        every = torch.randn(layers, batch, heads, rows, dtype=torch.bfloat16, device=bench.device)
+        ways = {f"attention, N={size}": repeat(layers, lambda q, i, kernel=kernel: kernel.pool(i, q), every)}
+        if bench.cuda:
+            by_hand = bare(bench, kernel, pool, step, heads)
+            ways[f"attention, N={size}, FlashInfer bare"] = repeat(layers, by_hand, every)
+        for name, exchange in bench.exchanges.items() if size > 1 else ():
+            q = every if getattr(exchange, "replicated", False) else own
+            ways[f"step, {name}"] = repeat(layers, whole(kernel, exchange), q)
+        found["us"] |= bench.timed(ways, layers)
+        for exchange in bench.exchanges.values():
+            exchange.check()
+        del kernel, pool, ways
+    return found
+
+
+def planned(bench: Bench, kernel: Kernel, step: Batch) -> list[float]:
+    """Microseconds of the host, until the arrays are on the device."""
+    samples = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        kernel.plan(step)
+        torch.cuda.synchronize() if bench.cuda else None
+        samples.append((time.perf_counter() - began) * 1e6)
+    return samples
+
+
+def whole(kernel: Kernel, exchange: Exchange) -> Callable[[Tensor, int], object]:
+    return lambda q, layer: exchange.merge(kernel.pool(layer, exchange.queries(q)))
+
+
+def repeat(layers: int, act: Callable[[Tensor, int], object], q: Tensor) -> Callable[[], object]:
+    """All layers of a step; q [layers, ...]."""
+    return lambda: [act(q[layer], layer) for layer in range(layers)]
+
+
+def verify(bench: Bench, shape: Shape, batch: int, context: int, count: int) -> dict[str, Any]:
+    """The pass of several tokens a sequence over what was committed before, for the heads of the whole group."""
+    shard, heads = shard_of(shape, bench.size, bench.rank), shape.heads * bench.size
+    step, pages = batch_for(shape, shard, [context + count] * batch, count, 7)
+    pool = bench.pools(shape, pages, 1)
+    kernel = bench.kernel(pool, heads)
+    kernel.plan(step)
+    q = torch.randn(batch * count, heads, pool.config.row_dim, dtype=torch.bfloat16, device=bench.device)
+    rows, config = int(step.bounds.sum()), pool.config
+    us = bench.timed({"verify": lambda: kernel.pool(0, q)})["verify"]
+    return {
+        "shape": shape.name, "batch": batch, "context": context, "tokens": count, "bytes": rows * shape.row, "us": us,
+        "flops": 2 * rows * count * heads * (config.row_dim + config.value_dim),
+    }  # fmt: skip
+
+
+def exchanges(bench: Bench, shape: Shape, batch: int) -> dict[str, Any]:
+    """Exchange and merge without attention, and gathering queries without either."""
+    from kvproto_reference.attention.lse import Base2, Found, Partial
+
+    config, heads, layers = shape.model(1), shape.heads * bench.size, 16
+    out = torch.randn(batch, heads, config.value_dim, dtype=torch.bfloat16, device=bench.device)
+    log2 = torch.randn(batch, heads, device=bench.device)
+    read = torch.ones(batch, dtype=torch.int32, device=bench.device)
+    q = torch.randn(layers, batch, shape.heads, config.row_dim, dtype=torch.bfloat16, device=bench.device)
+    found: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
+    ways: dict[str, Callable[[], object]] = {}
+    for name, exchange in bench.exchanges.items():
+        acts = {"merge": lambda q, _, x=exchange: x.merge(found)}
+        if not getattr(exchange, "replicated", False):
+            acts["queries"] = lambda q, _, x=exchange: x.queries(q)
+            acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(found))
+        ways |= {f"{what}, {name}": repeat(layers, act, q) for what, act in acts.items()}
+    return {"shape": shape.name, "batch": batch, "us": bench.timed(ways, layers)}
+
+
+def ceilings(bench: Bench) -> dict[str, float]:
+    """Bytes a second that are read, and bf16 operations a second, on random data."""
+    if not bench.cuda:
+        return {}
+    big = bench.memory[: 2 << 30]
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
+    us = {
+        name: float(np.median(s))
+        for name, s in bench.timed({"read": lambda: big.sum(), "multiply": lambda: a @ b}).items()
+    }
+    return {"read": big.nbytes / us["read"] * 1e6, "multiply": 2 * 8192**3 / us["multiply"] * 1e6}
+
+
+def work(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, device_id=device if cuda else None)
+    batches, contexts = (args.batches, args.contexts) if cuda else ([1, 3], [40, 9])
+    most = max(batches) * max(contexts)
+    with torch.inference_mode():
+        bench = Bench(device, int(most * 1152 * 1.02) + (64 << 20) if cuda else 64 << 20)
+        found: dict[str, Any] = {"ceilings": ceilings(bench), "steps": [], "verify": [], "exchanges": []}
+        if size > 1:
+            for shape, batch in itertools.product(SHAPES, batches):
+                found["exchanges"].append(exchanges(bench, shape, batch))
+                told(rank, found["exchanges"][-1])
+        for shape, batch, context in itertools.product(SHAPES, batches, contexts):
+            found["steps"].append(steps(bench, shape, batch, context))
+            told(rank, found["steps"][-1])
+        for shape, (batch, context, count) in itertools.product(SHAPES, VERIFIED if cuda else [(2, 30, 3)]):
+            if batch * context <= most:
+                found["verify"].append(verify(bench, shape, batch, context, count))
+                told(rank, found["verify"][-1])
+    if rank == 0:
+        Path(args.out).write_text(json.dumps({"size": size} | found) + "\n")
+    dist.barrier()
+    os._exit(0)  # graphs hold NCCL's communicator, which waits for them where it is taken down
+
+
+def told(rank: int, of: dict[str, Any]) -> None:
+    if rank == 0:
+        us = of["us"] if isinstance(of["us"], dict) else {"": of["us"]}
+        head = " ".join(str(of[key]) for key in ("shape", "batch", "context", "tokens") if key in of)
+        print(head, "; ".join(f"{name} {np.median(s):.1f}" for name, s in us.items()), flush=True)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--write", action="store_true")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    options.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    options.add_argument("--gpus", type=int, default=2)
+    options.add_argument("--out", type=Path, default=RESULTS)
+    args = options.parse_args()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    keep = args.out
+    args.out = keep.with_suffix(".part")
+    mp.spawn(work, (args.gpus, port, args), nprocs=args.gpus)
+    result = json.loads(args.out.read_text())
+    args.out.unlink()
+    if args.write:
+        from facts import facts
+
+        keep.write_text(json.dumps(facts() | result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
