@@ -5,7 +5,8 @@ at TP 8 (8 query heads a rank over one KV head of 128) and DeepSeek-V3 at TP 8 (
 pages in no order, tokens dealt one by one. "One rank" is the same rank without DCP: its own heads, all tokens. A step is
 gathering queries (unless every rank projects all), attention over the rank's tokens, exchange and merge. So many layers are
 captured in one graph that their pools do not stay in the cache; the figure is the graph's time by layer, and a sample is of
-replays back to back. --write keeps raw samples in benchmarks/results/dcp_gpu.json; dcp_report.py makes the table and the plot.
+replays back to back. All ways of a batch and context take turns, as a GPU at its power limit is faster for a while after a
+rest. --write keeps raw samples in benchmarks/results/dcp_gpu.json; dcp_report.py makes the table and the plot.
 
 `--device cpu` runs the same code on back end torch at a small size, to see that it runs.
 """
@@ -41,7 +42,7 @@ from kvproto_reference.cache import KVPool, Shard
 from kvproto_reference.models import ModelConfig
 
 RESULTS = Path(__file__).parent / "results/dcp_gpu.json"
-ROUNDS = 9
+ROUNDS, WARM = 9, 2
 SAMPLE = 4e-3
 """Seconds of a sample, about."""
 BATCHES, CONTEXTS = (1, 8, 64), (8 << 10, 32 << 10, 128 << 10, 512 << 10)
@@ -50,6 +51,8 @@ CACHED = 200 << 20
 VERIFIED = [(8, 32 << 10, 4), (8, 128 << 10, 4), (1, 128 << 10, 8), (64, 8 << 10, 4)]
 """Batch, context and tokens of a sequence in steps that verify a draft."""
 Samples = dict[str, list[float]]
+Way = tuple[Callable[[], object], int]
+"""What a graph does, and the layers that it does it for."""
 
 
 @attrs.frozen
@@ -116,22 +119,25 @@ class Bench:
         }
         return KVPool.wrap(model, tensors)
 
-    def timed(self, ways: dict[str, Callable[[], object]], layers: int = 1) -> Samples:
+    def timed(self, ways: dict[str, Way]) -> Samples:
         """Microseconds a layer, in rounds in which each way has its turn; all ranks call this alike."""
-        graphs = {name: self.captured(way) for name, way in ways.items()}
+        graphs = {name: self.captured(way) for name, (way, _) in ways.items()}
         times: dict[str, int] = {}
         for name, graph in graphs.items():
             self.together()
-            took = self.span(graph, 3)
-            times[name] = max(1, min(int(SAMPLE / took), 200)) if self.cuda else 1
+            times[name] = max(1, min(int(SAMPLE / self.span(graph, 3)), 200)) if self.cuda else 1
         agreed = torch.tensor(list(times.values()), device=self.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         times = dict(zip(times, agreed.tolist(), strict=True))
         found: Samples = {name: [] for name in ways}
-        for _ in range(ROUNDS if self.cuda else 2):
-            for name, graph in graphs.items():
+        dice = np.random.default_rng(1)
+        for turn in range(-WARM, ROUNDS) if self.cuda else range(2):
+            for k in dice.permutation(len(ways)).tolist():
+                name = list(ways)[k]
                 self.together()
-                found[name].append(self.span(graph, times[name]) / layers * 1e6)
+                took = self.span(graphs[name], times[name]) / ways[name][1] * 1e6
+                if turn >= 0:
+                    found[name].append(took)
         return found
 
     def span(self, graph: Callable[[], object], times: int) -> float:
@@ -254,29 +260,29 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         "plan": {},
         "us": {},
     }
-    lengths = [context] * batch
+    ways: dict[str, Way] = {}
     for size in sorted({1, bench.size}):
         shard, heads = shard_of(shape, size, bench.rank % size), shape.heads * size
-        step, pages = batch_for(shape, shard, lengths, 1, batch + context)
+        step, pages = batch_for(shape, shard, [context] * batch, 1, batch + context)
         layers = max(1, min(24 if bench.cuda else 2, CACHED // (int(step.bounds.sum()) * shape.row)))
         pool = bench.pools(shape, pages, layers)
         kernel = bench.kernel(pool, heads)
         found["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
         found["plan"][size] = planned(bench, kernel, step)
-        rows = pool.config.row_dim
-        own = torch.randn(layers, batch, shape.heads, rows, dtype=torch.bfloat16, device=bench.device)
-        every = torch.randn(layers, batch, heads, rows, dtype=torch.bfloat16, device=bench.device)
-        ways = {f"attention, N={size}": repeat(layers, lambda q, i, kernel=kernel: kernel.pool(i, q), every)}
+        own, every = (
+            torch.randn(layers, batch, n, pool.config.row_dim, dtype=torch.bfloat16, device=bench.device)
+            for n in (shape.heads, heads)
+        )
+        ways[f"attention, N={size}"] = repeat(layers, lambda q, i, kernel=kernel: kernel.pool(i, q), every)
         if bench.cuda:
             by_hand = bare(bench, kernel, pool, step, heads)
             ways[f"attention, N={size}, FlashInfer bare"] = repeat(layers, by_hand, every)
         for name, exchange in bench.exchanges.items() if size > 1 else ():
             q = every if getattr(exchange, "replicated", False) else own
             ways[f"step, {name}"] = repeat(layers, whole(kernel, exchange), q)
-        found["us"] |= bench.timed(ways, layers)
-        for exchange in bench.exchanges.values():
-            exchange.check()
-        del kernel, pool, ways
+    found["us"] = bench.timed(ways)
+    for exchange in bench.exchanges.values():
+        exchange.check()
     return found
 
 
@@ -295,9 +301,9 @@ def whole(kernel: Kernel, exchange: Exchange) -> Callable[[Tensor, int], object]
     return lambda q, layer: exchange.merge(kernel.pool(layer, exchange.queries(q)))
 
 
-def repeat(layers: int, act: Callable[[Tensor, int], object], q: Tensor) -> Callable[[], object]:
+def repeat(layers: int, act: Callable[[Tensor, int], object], q: Tensor) -> Way:
     """All layers of a step; q [layers, ...]."""
-    return lambda: [act(q[layer], layer) for layer in range(layers)]
+    return lambda: [act(q[layer], layer) for layer in range(layers)], layers
 
 
 def verify(bench: Bench, shape: Shape, batch: int, context: int, count: int) -> dict[str, Any]:
@@ -309,7 +315,7 @@ def verify(bench: Bench, shape: Shape, batch: int, context: int, count: int) -> 
     kernel.plan(step)
     q = torch.randn(batch * count, heads, pool.config.row_dim, dtype=torch.bfloat16, device=bench.device)
     rows, config = int(step.bounds.sum()), pool.config
-    us = bench.timed({"verify": lambda: kernel.pool(0, q)})["verify"]
+    us = bench.timed({"verify": (lambda: kernel.pool(0, q), 1)})["verify"]
     return {
         "shape": shape.name, "batch": batch, "context": context, "tokens": count, "bytes": rows * shape.row, "us": us,
         "flops": 2 * rows * count * heads * (config.row_dim + config.value_dim),
@@ -326,14 +332,14 @@ def exchanges(bench: Bench, shape: Shape, batch: int) -> dict[str, Any]:
     read = torch.ones(batch, dtype=torch.int32, device=bench.device)
     q = torch.randn(layers, batch, shape.heads, config.row_dim, dtype=torch.bfloat16, device=bench.device)
     found: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
-    ways: dict[str, Callable[[], object]] = {}
+    ways: dict[str, Way] = {}
     for name, exchange in bench.exchanges.items():
         acts = {"merge": lambda q, _, x=exchange: x.merge(found)}
         if not getattr(exchange, "replicated", False):
             acts["queries"] = lambda q, _, x=exchange: x.queries(q)
             acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(found))
         ways |= {f"{what}, {name}": repeat(layers, act, q) for what, act in acts.items()}
-    return {"shape": shape.name, "batch": batch, "us": bench.timed(ways, layers)}
+    return {"shape": shape.name, "batch": batch, "us": bench.timed(ways)}
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
@@ -344,7 +350,7 @@ def ceilings(bench: Bench) -> dict[str, float]:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
     us = {
         name: float(np.median(s))
-        for name, s in bench.timed({"read": lambda: big.sum(), "multiply": lambda: a @ b}).items()
+        for name, s in bench.timed({"read": (lambda: big.sum(), 1), "multiply": (lambda: a @ b, 1)}).items()
     }
     return {"read": big.nbytes / us["read"] * 1e6, "multiply": 2 * 8192**3 / us["multiply"] * 1e6}
 

@@ -151,8 +151,8 @@ def test_the_wrong_base_is_noticed() -> None:
     """Base-2 logarithms taken for natural ones pass a smoke test; this is what they do to an answer."""
     world = World(MLA, group_of(MLA, 3, 1, 4), [17, 9], [1, 1], 2)
     parts = [world.rank(r, whole=True)[0].pool(0, world.q) for r in range(3)]
-    base2 = [Base2(p.out, p.lse / math.log(2)) for p in parts]
-    right = merge([p.natural(torch.ones(2, dtype=torch.bool)) for p in base2])
+    base2 = [Base2(p.out, p.lse / math.log(2), torch.ones(2)) for p in parts]
+    right = merge([p.natural() for p in base2])
     assert error(right.out, world.dense()) < 1e-5
     assert error(merge([Partial(p.out, p.log2) for p in base2]).out, world.dense()) > 1e-2
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import EngineError
 from .base import Exchange
 from .lse import Found, Partial, merge
 
-__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone"]
+__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
 
 class Alone(Exchange):
@@ -92,5 +93,20 @@ class AllToAll(_Group):
         return merge([Partial(*each) for each in zip(out, lse, strict=True)])
 
 
-EXCHANGES: dict[str, type[AllGather] | type[AllToAll]] = {"ag_rs": AllGather, "a2a": AllToAll}
-"""By the names that engines give them."""
+_ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
+EXCHANGES = ("ag_rs", "a2a", *_ON_CUDA)
+"""By the names that engines give them; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
+
+
+def exchange_of(name: str, size: int, group: dist.ProcessGroup, replicated: bool = False) -> Exchange:
+    """An exchange by name, made by all ranks of the group together; raises EngineError where they cannot have it."""
+    if name in _ON_CUDA:
+        if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+            raise EngineError(f"exchange {name} needs a process group of NCCL, with a GPU for each rank")
+        from . import cuda_exchange  # cuda-core need not be installed for the others
+
+        made: Exchange = getattr(cuda_exchange, _ON_CUDA[name])(size, group, replicated)
+        return made
+    if name not in EXCHANGES:
+        raise EngineError(f"exchange must be one of {EXCHANGES}, not {name!r}")
+    return {"ag_rs": AllGather, "a2a": AllToAll}[name](size, group, replicated)

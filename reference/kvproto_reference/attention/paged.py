@@ -20,12 +20,20 @@ class PagedAttention(Attention):
         """`by_token`: read the pool once a token, with bounds of its own; see `Kernel.pool_by_token`."""
         self.pool, self._kernel, self._exchange, self._by_token = pool, kernel, exchange, by_token
 
-    def begin(self, batch: Batch) -> None:
-        """Make a step's arrays those that the next layers use; raises EngineError for pages outside the pool."""
+    def begin(self, batch: Batch, places: Tensor | None = None) -> None:
+        """Make a step's arrays those that the next layers use; raises EngineError for pages outside the pool.
+
+        `places` int64 [tokens]: where to put the slots of new rows, for a captured step that reads them there.
+        """
         self._batch = batch
         self.pool.check(batch.pages)
-        self._slots = self.pool.places(batch.slots)
+        slots = self.pool.places(batch.slots)
+        self._slots = slots if places is None else places.copy_(slots)
         self._kernel.plan(batch)
+
+    def check(self) -> None:
+        """Once a step is over: raise EngineError where it failed on any rank."""
+        self._exchange.check()
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         batch = self._batch

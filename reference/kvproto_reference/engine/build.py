@@ -10,12 +10,14 @@ import torch.distributed as dist
 from kvproto import Geometry, Pool
 
 from .. import checkpoint
-from ..attention.exchange import EXCHANGES, Alone
+from ..attention.base import Exchange
+from ..attention.exchange import Alone, exchange_of
+from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
 from ..attention.paged import PagedAttention
-from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..models import Model, ModelConfig, TensorParallel, kv_head_of
+from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
 from .runner import Runner, TorchRunner
@@ -54,16 +56,21 @@ def torch_hosted(
 
 def torch_runner(
     model: Model, pool: KVPool, shard: Shard, among: dist.ProcessGroup | None = None, exchange: str = "a2a",
-    context: dist.ProcessGroup | None = None, by_token: bool = False,
+    context: dist.ProcessGroup | None = None, by_token: bool = False, back_end: str = "torch", captured: bool = False,
 ) -> Runner:  # fmt: skip
-    """A model over its pool on one rank; DCP ranks merge over the group `among`, by a key of EXCHANGES.
+    """A model over its pool on one rank; DCP ranks merge over the group `among`, by a name of EXCHANGES.
 
-    `context`: the CP group of prefill ranks. `by_token`: see `PagedAttention`.
+    `context`: the CP group of prefill ranks. `by_token`: see `PagedAttention`. `back_end`: a name of KERNELS.
+    `captured`: FlashInfer's decode steps are CUDA graphs.
     """
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
-    kernel = TorchKernel(pool, kv_head_of(config, place, group), kv_head_of(config, place, own))
+    heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
+    kernel = kernel_of(back_end, pool, *heads, fixed=captured)
     if context is not None:
         return ContextRunner(model, pool, kernel, shard, context)
-    merging = Alone() if among is None or place.dcp == 1 else EXCHANGES[exchange](place.dcp, among, place.replicate_q)
-    return TorchRunner(model, PagedAttention(pool, kernel, merging, by_token), shard)
+    merging: Exchange = Alone()
+    if among is not None and place.dcp > 1:
+        merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
+    kind = CapturedRunner if captured and isinstance(kernel, FlashInferKernel) else TorchRunner
+    return kind(model, PagedAttention(pool, kernel, merging, by_token), shard)

@@ -32,7 +32,7 @@ class Layout:
     replicate_q: bool = False
     """Whether each rank projects the queries of its whole DCP group, so that none have to be gathered."""
     exchange: str = "a2a"
-    """How DCP ranks merge: a key of `attention.exchange.EXCHANGES`."""
+    """How DCP ranks merge: a name of `attention.exchange.EXCHANGES`."""
 
     @property
     def parallel(self) -> Parallel:

@@ -70,15 +70,18 @@ class Runner(Protocol):
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called once the step is over, and raises where it failed on another rank."""
+        self.values, self._check = values, check
 
     def best(self) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = self.values.argmax(-1).cpu().numpy()
+        self._check()
         return found
 
     def row(self, index: int) -> npt.NDArray[np.float64]:
         found: npt.NDArray[np.float64] = self.values[index].double().cpu().numpy()
+        self._check()
         return found
 
 
@@ -107,7 +110,8 @@ class TorchRunner(Runner):
         with torch.no_grad():
             self.attention.begin(batch)
             ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
-            return TorchLogits(self.model.forward(ids, positions, self.attention, computed, rows))
+            logits = self.model.forward(ids, positions, self.attention, computed, rows)
+            return TorchLogits(logits, self.attention.check)
 
 
 def assemble(

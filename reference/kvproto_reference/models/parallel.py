@@ -51,8 +51,10 @@ class TensorParallel:
         """Sum of the ranks' `x` (any shape), bitwise equal on all ranks; identity when the size is 1."""
         if self.size == 1:
             return x
-        # on the host: ranks may share a GPU, where no kernel may wait for another process
-        total = x.detach().contiguous().clone() if x.device.type == "cpu" else x.detach().cpu()
+        near = x.device.type == "cpu" or dist.get_backend(self.group) == "nccl"
+        total = (
+            x.detach().contiguous().clone() if near else x.detach().cpu()
+        )  # ranks may share a GPU, which gloo is for
         dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 

@@ -1,0 +1,70 @@
+"""Decode steps as CUDA graphs: the host plans a step, and the GPU replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..attention.batch import Batch
+from ..attention.paged import PagedAttention
+from ..cache import Shard
+from ..models import Model
+from .runner import Chunk, Computed, TorchLogits, TorchRunner, assemble
+
+__all__ = ["CapturedRunner"]
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """A graph, and the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor
+    logits: Tensor
+
+
+class CapturedRunner(TorchRunner):
+    """A torch model on one GPU; steps of one token a sequence are captured, once for each number of sequences.
+
+    Others run as `TorchRunner` runs them. The kernel must plan into memory of its own (`fixed`), and the logits of a
+    step must be read before the next, whose plan takes the place of its plan.
+    """
+
+    def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
+        super().__init__(model, attention, shard)
+        self._steps: dict[int, _Step] = {}
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
+        if computed is not None or any(len(chunk.tokens) > 1 for chunk in chunks):
+            return super().run(chunks, computed)
+        batch, tokens, _ = assemble(chunks, self.shard)
+        with torch.no_grad():
+            if batch.tokens not in self._steps:
+                self._steps[batch.tokens] = self._capture(batch)
+            step = self._steps[batch.tokens]
+            self.attention.begin(batch, step.places)
+            step.tokens.copy_(torch.from_numpy(tokens))
+            step.positions.copy_(torch.from_numpy(batch.positions))
+            step.graph.replay()
+            return TorchLogits(step.logits.clone(), self.attention.check)
+
+    def _capture(self, batch: Batch) -> _Step:
+        """All ranks of a group come here in the same steps; what is run to warm up writes where the step will."""
+        device = self.attention.pool.device
+        tokens, positions, places = (torch.zeros(batch.tokens, dtype=torch.int64, device=device) for _ in range(3))
+        positions.copy_(torch.from_numpy(batch.positions))
+        self.attention.begin(batch, places)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            self.model.forward(tokens, positions, self.attention)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.model.forward(tokens, positions, self.attention)
+        return _Step(graph, tokens, positions, places, logits)
