@@ -5,7 +5,7 @@ at TP 8 (8 query heads a rank over one KV head of 128) and DeepSeek-V3 at TP 8 (
 pages in no order, tokens dealt one by one. "One rank" is the same rank without DCP: its own heads, all tokens. A step is
 gathering queries (unless every rank projects all), attention over the rank's tokens, exchange and merge. So many layers are
 captured in one graph that their pools do not stay in the cache; the figure is the graph's time by layer, and a sample is of
-replays back to back. All ways of a batch and context take turns, as a GPU at its power limit is faster for a while after a
+replays back to back, on the slower of the two GPUs: ranks of an engine go at the pace of the slowest. All ways of a batch and context take turns, as a GPU at its power limit is faster for a while after a
 rest. --write keeps raw samples in benchmarks/results/dcp_gpu.json; dcp_report.py makes the table and the plot.
 
 `--device cpu` runs the same code on back end torch at a small size, to see that it runs.
@@ -138,7 +138,9 @@ class Bench:
                 took = self.span(graphs[name], times[name]) / ways[name][1] * 1e6
                 if turn >= 0:
                     found[name].append(took)
-        return found
+        samples = torch.tensor(list(found.values()), device=self.device)
+        dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+        return dict(zip(found, samples.tolist(), strict=True))
 
     def span(self, graph: Callable[[], object], times: int) -> float:
         """Seconds of one of so many replays."""

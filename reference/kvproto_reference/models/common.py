@@ -21,8 +21,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim: x [..., d], gain [d]."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * gain
+    return F.rms_norm(x, gain.shape, gain, eps)
 
 
 def rope_table(positions: Tensor, rates: Tensor, gain: float) -> tuple[Tensor, Tensor]:
