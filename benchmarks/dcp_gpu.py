@@ -20,26 +20,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dcp_case import SHAPES, Shape, bare, batch_for, shard_of
 from torch import Tensor
 
-from kvproto import Group
-from kvproto.wire.enums import ItemKind
 from kvproto_reference.attention.base import Exchange, Kernel
-from kvproto_reference.attention.batch import Batch, Span, batch_of
+from kvproto_reference.attention.batch import Batch
 from kvproto_reference.attention.exchange import AllGather, AllToAll
 from kvproto_reference.attention.flashinfer_kernel import kernel_of
 from kvproto_reference.attention.torch_kernel import TorchKernel
-from kvproto_reference.cache import KVPool, Shard
-from kvproto_reference.models import ModelConfig
+from kvproto_reference.cache import KVPool
 
 RESULTS = Path(__file__).parent / "results/dcp_gpu.json"
 ROUNDS, WARM = 9, 2
@@ -53,32 +50,6 @@ VERIFIED = [(8, 32 << 10, 4), (8, 128 << 10, 4), (1, 128 << 10, 8), (64, 8 << 10
 Samples = dict[str, list[float]]
 Way = tuple[Callable[[], object], int]
 """What a graph does, and the layers that it does it for."""
-
-
-@attrs.frozen
-class Shape:
-    """One rank's attention."""
-
-    name: str
-    config: dict[str, Any]
-    heads: int
-    """Of a rank."""
-    page: int
-
-    def model(self, layers: int) -> ModelConfig:
-        return ModelConfig(hidden=1, layers=layers, heads=self.heads, ffn=1, vocab=1, dtype="bfloat16", **self.config)
-
-    @property
-    def row(self) -> int:
-        """Bytes of a token in a layer."""
-        one = self.model(1)
-        return len(one.parts) * one.row_dim * 2
-
-
-SHAPES = [
-    Shape("GQA", {"kind": "gqa", "kv_heads": 1, "head_dim": 128}, 8, 16),
-    Shape("MLA", {"kind": "mla", "latent": 512, "rope_dim": 64, "nope_dim": 128, "v_dim": 128}, 16, 64),
-]
 
 
 class Bench:
@@ -184,74 +155,6 @@ class Bench:
         return made
 
 
-def shard_of(shape: Shape, size: int, rank: int) -> Shard:
-    group = Group(
-        id=0, name="kv", model=0, kind=ItemKind.PAGE, rows=shape.page, tokens_per_row=1, cp_size=size, interleave=1, origin=0,
-        parts=(),
-    )  # fmt: skip
-    return Shard(group, rank)
-
-
-def batch_for(shape: Shape, shard: Shard, lengths: Sequence[int], count: int, seed: int) -> tuple[Batch, int]:
-    """A step of the last `count` tokens of each sequence, in pages without order; and the pages of a pool that holds it."""
-    held = [shard.pages(length) for length in lengths]
-    order = np.random.default_rng(seed).permutation(sum(held)).astype(np.int32)
-    tables = np.split(order, np.cumsum(held)[:-1])
-    return batch_of([Span(n - count, count, t) for n, t in zip(lengths, tables, strict=True)], shard), sum(held)
-
-
-def bare(bench: Bench, kernel: Any, pool: KVPool, batch: Batch, heads: int) -> Callable[[Tensor, int], object]:
-    """FlashInfer called by hand for the same step, with arrays and output of its own."""
-    import flashinfer
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-    config, n = pool.config, len(batch.bounds)
-    host = [torch.from_numpy(a) for a in (batch.page_starts, batch.pages, batch.bounds)]
-    starts, pages, bounds = (a.to(bench.device) for a in host)
-    if config.kind == "mla":
-        q_starts = torch.arange(n + 1, dtype=torch.int32)
-        wrapper = BatchMLAPagedAttentionWrapper(
-            kernel._workspace, True, q_starts.to(bench.device), starts, pages, bounds
-        )
-        wrapper.plan(
-            q_starts,
-            host[0],
-            host[1],
-            host[2],
-            heads,
-            512,
-            64,
-            pool.page_size,
-            False,
-            config.score_scale,
-            torch.bfloat16,
-            torch.bfloat16,
-        )
-        return lambda q, layer: wrapper.run(
-            q[..., :512],
-            q[..., 512:],
-            pool.tensors[layer, "latent"][:, :, 0, :512],
-            pool.tensors[layer, "latent"][:, :, 0, 512:],
-            return_lse=True,
-        )
-    last = (host[2] - 1) % pool.page_size + 1
-    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        kernel._workspace, "NHD", True, True, starts, pages, last.to(bench.device), backend="fa2"
-    )
-    decode.plan(
-        host[0],
-        host[1],
-        last,
-        heads,
-        1,
-        config.head_dim,
-        pool.page_size,
-        sm_scale=config.score_scale,
-        q_data_type=torch.bfloat16,
-    )
-    return lambda q, layer: decode.run(q, (pool.tensors[layer, "k"], pool.tensors[layer, "v"]), return_lse=True)
-
-
 def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any]:
     """One rank against a group of all, at one batch and context."""
     found: dict[str, Any] = {
@@ -277,7 +180,7 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         )
         ways[f"attention, N={size}"] = repeat(layers, lambda q, i, kernel=kernel: kernel.pool(i, q), every)
         if bench.cuda:
-            by_hand = bare(bench, kernel, pool, step, heads)
+            by_hand = bare(kernel, pool, step, heads)
             ways[f"attention, N={size}, FlashInfer bare"] = repeat(layers, by_hand, every)
         for name, exchange in bench.exchanges.items() if size > 1 else ():
             q = every if getattr(exchange, "replicated", False) else own

@@ -1,7 +1,8 @@
 """Tables and a plot of benchmarks/results/dcp_gpu.json.
 
-`python benchmarks/dcp_report.py`: writes docs/dcp_gpu.svg (needs matplotlib, extra bench) and prints the tables of docs/dcp_gpu.md,
-the last of them a projection: attention by the bytes that a rank reads, between the runs of one rank and of a group of two at
+`python benchmarks/dcp_report.py [--check]` writes docs/dcp_gpu.svg (needs matplotlib, extra bench) and the tables of
+docs/dcp_gpu.md; --check writes nothing, exit status 1: the page says something else than the results. The last table is a
+projection: attention by the bytes that a rank reads, between the runs of one rank and of a group of two at
 the same batch, and not faster than the rate at which a verify step multiplies; exchange as a line in the bytes that a rank
 receives, fitted to all batches of two ranks.
 """
@@ -9,6 +10,7 @@ receives, fitted to all batches of two ranks.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -66,9 +68,11 @@ def attention() -> Iterator[Row]:
     yield ("", "batch", "context", "N", "bare, us", "ours, us", "share", "plan(), us", "KV MB a rank and layer")
     for s in DATA["steps"]:
         for n in ("1", "2"):
-            ours, bare = us(s)[f"attention, N={n}"], us(s)[f"attention, N={n}, FlashInfer bare"]
+            way = f"attention, N={n}"
+            ours, bare = us(s)[way], us(s)[f"{way}, FlashInfer bare"]
+            share = median(b / o for b, o in zip(s["us"][f"{way}, FlashInfer bare"], s["us"][way], strict=True))
             yield (
-                s["shape"], str(s["batch"]), tokens(s["context"]), n, f"{bare:.1f}", f"{ours:.1f}", f"{bare / ours:.3f}",
+                s["shape"], str(s["batch"]), tokens(s["context"]), n, f"{bare:.1f}", f"{ours:.1f}", f"{share:.3f}",
                 f"{median(s['plan'][n]):.0f}", f"{s['kv_bytes'][n] / 1e6:,.1f}",
             )  # fmt: skip
 
@@ -146,9 +150,10 @@ def projection() -> Iterator[Row]:
                 one = us(s)["attention, N=1"]
                 modelled = []
                 for n in (2, 4, 8):
-                    local = float(
-                        np.interp(s["kv_bytes"]["1"] / n, *zip(*sorted(zip(read, took, strict=True)), strict=True))
-                    )
+                    rows = s["kv_bytes"]["1"] / n / {"GQA": 512, "MLA": 1152}[shape]
+                    multiplied = 2 * rows * HEADS[shape] * n * (ROWS[shape] + VALUES[shape]) / rate
+                    points = zip(*sorted(zip(read, took, strict=True)), strict=True)
+                    local = float(np.interp(s["kv_bytes"]["1"] / n, *points))
                     modelled.append(one / (max(local, multiplied) + link(_received(shape, batch, n))))
                 measured = one / us(s)["step, peer memory"]
                 yield shape, str(batch), tokens(s["context"]), *(f"{x:.2f}" for x in (measured, *modelled))
@@ -207,18 +212,21 @@ def plot() -> None:
     figure.savefig(HERE.parent / "docs/dcp_gpu.svg", bbox_inches="tight", metadata={"Date": None})
 
 
-def main() -> None:
+def main() -> int:
+    page = HERE.parent / "docs/dcp_gpu.md"
+    text = page.read_text()
     for name, rows in TABLES.items():
         head, *body = ["| " + " | ".join(row) + " |" for row in rows()]
-        print(
-            f"\n**{name}**: {(rows.__doc__ or '').strip()}\n",
-            head,
-            "|---" * (head.count(" | ") + 1) + "|",
-            *body,
-            sep="\n",
-        )
+        mark = f"<!-- table {name} -->\n\n"
+        before, after = text.split(mark)
+        made = "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
+        text = before + mark + made + after[after.index("\n\n") :]
+    if "--check" in sys.argv:
+        return int(text != page.read_text())
+    page.write_text(text)
     plot()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

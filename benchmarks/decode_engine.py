@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dcp_gpu import Shape, shard_of
+from dcp_case import Shape, shard_of
 from facts import facts
 
 from kvproto_reference.cache import KVPool

@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "cuda-core", "cuda-bindings", "numpy", "pyzmq", "jax", "nixl", "mooncake-transfer-engine-cuda13", "flashinfer-python", "nvidia-nccl-cu13")
+PACKAGES = (
+    "torch",
+    "cuda-core",
+    "cuda-bindings",
+    "numpy",
+    "pyzmq",
+    "jax",
+    "nixl",
+    "mooncake-transfer-engine-cuda13",
+    "flashinfer-python",
+    "nvidia-nccl-cu13",
+)
 
 
 def facts() -> dict[str, Any]:

@@ -129,10 +129,9 @@ class Peers:
             self.close()
             raise EngineError(f"exchange over mapped memory: {reasons[0]}")
         bases = [self._bases[rank] for rank in range(self._ranks)]
-        self.group = (
-            *(base + place for place in (0, pairs, flags) for base in bases), self._base + epochs, self._told, self._rank,
-            STRIDE, PAIR_STRIDE, int(PATIENCE * 1e9),
-        )  # fmt: skip
+        mapped = (base + place for place in (0, pairs, flags) for base in bases)
+        sizes = STRIDE, PAIR_STRIDE, int(PATIENCE * 1e9)
+        self.group = (*mapped, self._base + epochs, self._told, self._rank, *sizes)
         """The parameter of the kernels."""
 
     def _agree(self, group: dist.ProcessGroup, mine: Any) -> None:

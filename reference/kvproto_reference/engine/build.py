@@ -14,6 +14,7 @@ from ..attention.base import Exchange
 from ..attention.exchange import Alone, exchange_of
 from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
 from ..attention.paged import PagedAttention
+from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..models import Model, ModelConfig, TensorParallel, kv_head_of
@@ -60,15 +61,15 @@ def torch_runner(
 ) -> Runner:  # fmt: skip
     """A model over its pool on one rank; DCP ranks merge over the group `among`, by a name of EXCHANGES.
 
-    `context`: the CP group of prefill ranks. `by_token`: see `PagedAttention`. `back_end`: a name of KERNELS.
-    `captured`: FlashInfer's decode steps are CUDA graphs.
+    `context`: the CP group of prefill ranks, on back end torch. `by_token`: see `PagedAttention`. `back_end`: a name
+    of KERNELS. `captured`: FlashInfer's decode steps are CUDA graphs.
     """
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
-    kernel = kernel_of(back_end, pool, *heads, fixed=captured)
     if context is not None:
-        return ContextRunner(model, pool, kernel, shard, context)
+        return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context)
+    kernel = kernel_of(back_end, pool, *heads, fixed=captured)
     merging: Exchange = Alone()
     if among is not None and place.dcp > 1:
         merging = exchange_of(exchange, place.dcp, among, place.replicate_q)

@@ -38,6 +38,7 @@ class GqaAttention(nn.Module):
         v = split_heads(F.linear(x, self.v, self.v_bias), self.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
-        q, k = rope(torch.cat((q, k), dim=-2), table, c.rope_pairs).split((self.heads, self.kv_heads), dim=-2)
+        both = rope(torch.cat((q, k), dim=-2), table, c.rope_pairs)
+        q, k = both[..., : self.heads, :], both[..., self.heads :, :]
         out = attention.attend(self.layer, q, {"k": k, "v": v})
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))

@@ -1,0 +1,56 @@
+"""Back ends and exchanges by name, where there is no GPU: what is refused, and what falls back and says so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kvproto_reference.attention.exchange import AllToAll, exchange_of
+from kvproto_reference.attention.flashinfer_kernel import FlashInferKernel, kernel_of
+from kvproto_reference.attention.lse import Base2
+from kvproto_reference.attention.torch_kernel import TorchKernel
+from kvproto_reference.cache import KVPool
+from kvproto_reference.errors import EngineError
+from kvproto_reference.models import ModelConfig
+
+POOL = KVPool.allocate(ModelConfig(kind="gqa", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=64, ffn=8), 2, 4)
+
+
+def test_flashinfer_that_cannot_run_falls_back_to_torch_and_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match="FlashInfer .*; attention runs on back end torch"):
+        assert isinstance(kernel_of("flashinfer", POOL, [0, 0], [0, 0]), TorchKernel)
+    with pytest.raises(EngineError, match="FlashInfer"):
+        FlashInferKernel(POOL, [0, 0], [0, 0])
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(EngineError, match="'fa9'"):
+        kernel_of("fa9", POOL, [0], [0])
+
+
+def test_exchanges_by_name(tmp_path: Path) -> None:
+    """Those of GPUs are refused where the group is not one of NCCL."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert isinstance(exchange_of("a2a", 1, group), AllToAll)
+        for name in ("a2a_packed", "peer"):
+            with pytest.raises(EngineError, match=f"{name} needs a process group of NCCL"):
+                exchange_of(name, 1, group)
+        with pytest.raises(EngineError, match="'ring'"):
+            exchange_of("ring", 1, group)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("left", [math.nan, math.inf, 0.0])
+def test_base_2_becomes_natural_and_nothing_read_is_selected_away(left: float) -> None:
+    out = torch.tensor([[[1.0, 2.0]], [[left, left]]])
+    found = Base2(out, torch.tensor([[3.0], [left]]), torch.tensor([5, 0])).natural()
+    assert found.out.tolist() == [[[1.0, 2.0]], [[0.0, 0.0]]]
+    assert found.lse.tolist() == [[pytest.approx(3 * math.log(2))], [-math.inf]]
