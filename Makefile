@@ -42,6 +42,7 @@ check: $(VENV)/.check
 	@$(VENV)/bin/mypy
 	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
+	@$(PY) benchmarks/dcp_report.py --check
 
 format: $(VENV)/.check
 	@$(VENV)/bin/ruff check --fix -q .

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..models import Rows
 from .batch import Batch
-from .lse import Found
+from .lse import Found, Partial, merge
 
 __all__ = ["Exchange", "Kernel"]
 
@@ -36,6 +37,10 @@ class Kernel(Protocol):
     def new(self, q: Tensor, rows: Rows) -> Found:
         """Over the new tokens of the same span, causal; q [tokens, heads, row_dim] of this rank's own heads."""
         ...
+
+    def merge(self, parts: Sequence[Found]) -> Partial:
+        """Attention over the union of disjoint sets of tokens."""
+        return merge([part.natural() for part in parts])
 
 
 class Exchange(Protocol):

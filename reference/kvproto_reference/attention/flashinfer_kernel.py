@@ -22,7 +22,7 @@ from ..errors import EngineError
 from ..models import Rows
 from .base import Kernel
 from .batch import Batch
-from .lse import Base2
+from .lse import Base2, Found, Partial
 from .torch_kernel import TorchKernel
 
 __all__ = ["KERNELS", "FlashInferKernel", "kernel_of"]
@@ -59,6 +59,11 @@ class FlashInferKernel(Kernel):
         self._kv_heads, self._heads, self._own = kv_heads, len(group_heads), len(own_heads)
         self._dtype = getattr(torch, config.dtype)
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=pool.device)
+        self._merging = None
+        if find_spec("cuda") and find_spec("cuda.core"):
+            from .merge_kernels import MergeKernels  # cuda-core is not FlashInfer's own need
+
+            self._merging = MergeKernels(pool.device, self._dtype, config.value_dim, 2)
         self._made: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         self._most = 4 * pool.pages
         """Entries of the page tables of a fixed step: pages may be in several sequences."""
@@ -93,6 +98,9 @@ class FlashInferKernel(Kernel):
             return self._latent(wrapper, q, rows["latent"], read)
         out, log2 = wrapper.run(q.contiguous(), rows["k"].contiguous(), rows["v"].contiguous(), return_lse=True)
         return Base2(out, log2, read)
+
+    def merge(self, parts: Sequence[Found]) -> Partial:
+        return self._merging.merge(parts) if self._merging and len(parts) == 2 else super().merge(parts)
 
     def _run(self, planned: tuple[Any, Tensor], layer: int, q: Tensor) -> Base2:
         wrapper, read = planned

@@ -8,7 +8,7 @@ from ..cache.pool import KVPool
 from ..models import Attention, Rows
 from .base import Exchange, Kernel
 from .batch import Batch
-from .lse import Found, merge
+from .lse import Found
 
 __all__ = ["PagedAttention"]
 
@@ -44,4 +44,4 @@ class PagedAttention(Attention):
             parts.append(self._exchange.merge(over_pool(layer, self._exchange.queries(q))))
         if not (batch.whole or self._by_token):
             parts.append(self._kernel.new(self._exchange.own(q), rows))
-        return (merge([part.natural() for part in parts]) if len(parts) > 1 else parts[0]).out
+        return (self._kernel.merge(parts) if len(parts) > 1 else parts[0]).out
