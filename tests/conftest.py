@@ -33,6 +33,10 @@ SLOW = {
 """Folders, files and tests that take seconds each: models, real transports, and the longest searches of their rooms."""
 
 ONE_WORKER = {
+    "reference/test_reference_parallel.py": "ranks",
+    "reference/test_hf_checkpoint.py": "transformers",
+    "reference/test_hf_logits.py": "transformers",
+    "reference/test_hf_demo.py": "transformers",
     "node/test_nixl_node.py": "nixl",
     "transport/test_nixl.py": "nixl",
     "calibration/test_probe.py": "probe",

@@ -253,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("decode", argv)
+        options.layout.check(options.configs)
         return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)

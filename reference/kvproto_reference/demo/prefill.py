@@ -166,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("prefill", argv)
+        options.layout.check(options.configs)
         return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)

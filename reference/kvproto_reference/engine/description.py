@@ -44,6 +44,11 @@ class Layout:
         """Ranks in all; rank = cp rank * tp + TP rank."""
         return self.tp * self.cp
 
+    def check(self, configs: tuple[ModelConfig, ModelConfig]) -> None:
+        """Raise EngineError where the ranks cannot share out the heads of the target or of the draft."""
+        for model, config in enumerate(configs):
+            kv_head_range(config, self.place(model, TensorParallel(0, self.tp)))
+
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""
         if model and not self.draft_sharded:
