@@ -75,16 +75,12 @@ def view_of(tensor: Any, path: str) -> TensorView:
     if not hasattr(tensor, "__dlpack__"):
         raise _bad(path, "a tensor with __dlpack__", f"{type(tensor).__module__}.{type(tensor).__name__}")
     if _elsewhere(tensor):
-        size = tensor.element_size()
+        size, device = tensor.element_size(), tensor.__dlpack_device__()
         strides = tuple(n * size for n in tensor.stride())
-        return TensorView(
-            tensor.data_ptr(), tuple(tensor.shape), strides, size, tensor.__dlpack_device__(), tensor, path
-        )  # fmt: skip
-    try:
-        capsule = tensor.__dlpack__()
-        found = _Tensor.from_address(_pointer(capsule, b"dltensor"))
-    except Exception as error:
-        raise _bad(path, "a tensor that DLPack exports", f"{type(error).__name__}: {error}") from error
+        capsule, like = _exported(tensor.new_empty(0, device="cpu"), path)
+        element = like.code, like.bits
+        return TensorView(tensor.data_ptr(), tuple(tensor.shape), strides, size, element, device, tensor, path)
+    capsule, found = _exported(tensor, path)
     shape = tuple(found.shape[: found.ndim])
     if found.bits * found.vector % 8 or not found.bits or not all(shape):
         raise _bad(path, "elements of whole bytes, one at least", f"{found.bits} bits, shape {shape}")
@@ -103,6 +99,15 @@ def view_of(tensor: Any, path: str) -> TensorView:
     address = (found.data or 0) + found.byte_offset
     element, device = (found.code, found.bits), (found.device_type, found.device_id)
     return TensorView(address, shape, strides, size, element, device, tensor, path)
+
+
+def _exported(tensor: Any, path: str) -> tuple[Any, _Tensor]:
+    """A capsule, which keeps what it describes, and its struct."""
+    try:
+        capsule = tensor.__dlpack__()
+        return capsule, _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    except Exception as error:
+        raise _bad(path, "a tensor that DLPack exports", f"{type(error).__name__}: {error}") from error
 
 
 def _elsewhere(tensor: Any) -> bool:
