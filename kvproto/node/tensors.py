@@ -77,10 +77,10 @@ def view_of(tensor: Any, path: str) -> TensorView:
     if _elsewhere(tensor):
         size, device = tensor.element_size(), tensor.__dlpack_device__()
         strides = tuple(n * size for n in tensor.stride())
-        capsule, like = _exported(tensor.new_empty(0, device="cpu"), path)
+        _capsule, like = _exported(tensor.new_empty(0, device="cpu"), path)
         element = like.code, like.bits
         return TensorView(tensor.data_ptr(), tuple(tensor.shape), strides, size, element, device, tensor, path)
-    capsule, found = _exported(tensor, path)
+    _capsule, found = _exported(tensor, path)
     shape = tuple(found.shape[: found.ndim])
     if found.bits * found.vector % 8 or not found.bits or not all(shape):
         raise _bad(path, "elements of whole bytes, one at least", f"{found.bits} bits, shape {shape}")
