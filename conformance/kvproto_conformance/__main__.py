@@ -1,4 +1,4 @@
-"""`kvproto-conformance -- COMMAND...`: the codec cases against a testee."""
+"""`kvproto-conformance -- COMMAND...`: the cases against a testee."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvproto_conformance.cases import VECTORS, load
+from kvproto_conformance.cases import LEVELS, VECTORS, load
 from kvproto_conformance.run import Verdict, run, verdict
 from kvproto_conformance.testee import Testee
 
@@ -16,9 +16,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvproto-conformance", description=__doc__)
     parser.add_argument("--vectors", type=Path, default=VECTORS, help="folder of cases")
     parser.add_argument("--only", default="", help="run the cases whose id contains this")
+    parser.add_argument("--level", action="append", choices=LEVELS, help="run these levels only; all by default")
     parser.add_argument("testee", nargs="+", help="command of the implementation under test")
     args = parser.parse_args(argv)
-    cases = [case for case in load(args.vectors) if args.only in case.id]
+    levels = args.level or LEVELS
+    cases = [case for case in load(args.vectors) if args.only in case.id and case.level in levels]
     try:
         with Testee(args.testee) as testee:
             results = run(cases, testee)

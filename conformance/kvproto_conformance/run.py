@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -30,27 +31,40 @@ class Result:
 
 
 def run(cases: list[Case], testee: Testee) -> list[Result]:
-    """Every case; what a reader accepts, a writer must write again byte by byte, but for fields that may be ignored."""
+    """Every question of every case."""
     return [Result(case, tuple(_judge(case, testee))) for case in cases]
 
 
 def _judge(case: Case, testee: Testee) -> list[str]:
     wrong = []
-    if case.struct is not None:
-        question = {"op": "decode_struct", "struct": case.struct, "bytes": case.frame}
-        written_as = {"op": "encode_struct", "struct": case.struct, "fields": case.expected.get("fields")}
-    else:
-        question = {"op": "decode", "frame": case.frame}
-        written_as = {"op": "encode", **case.expected}
-    answer = testee.ask(question)
-    if answer != case.expected:
-        wrong.append(f"decode: wanted {case.expected}, got {answer}")
-    if "fields" in case.expected and case.canonical:
-        made = testee.ask(written_as)
-        written: Any = made.get("bytes" if case.struct is not None else "frame")
-        if written != case.frame:
-            wrong.append(f"encode: wanted {case.frame}, got {written}")
+    for ask in case.asks:
+        answer = testee.ask(ask.question)
+        if not _alike(answer, ask.expected, ask.tolerance):
+            wrong.append(f"{ask.question['op']}: wanted {ask.expected}, got {answer}")
     return wrong
+
+
+def _alike(found: Any, wanted: Any, tolerance: float) -> bool:
+    """Whether two answers are equal; with a tolerance, strings are numbers, and NaN is none."""
+    match found, wanted:
+        case dict(), dict():
+            return found.keys() == wanted.keys() and all(_alike(found[k], wanted[k], tolerance) for k in wanted)
+        case list(), list():
+            pairs = zip(found, wanted, strict=False)
+            return len(found) == len(wanted) and all(_alike(a, b, tolerance) for a, b in pairs)
+        case str(), str() if tolerance:
+            return _near(found, float(wanted), tolerance)
+    return type(found) is type(wanted) and bool(found == wanted)
+
+
+def _near(found: str, wanted: float, tolerance: float) -> bool:
+    try:
+        number = float(found)
+    except ValueError:
+        return False
+    if math.isinf(wanted) or math.isinf(number):
+        return number == wanted
+    return abs(number - wanted) <= tolerance * max(1.0, abs(wanted))
 
 
 def verdict(results: list[Result]) -> Verdict:

@@ -1,9 +1,22 @@
 """Drives a testee: a subprocess that reads a JSON object a line and answers with one.
 
-`{"op": "decode", "frame": HEX}` is answered by `{"message": NAME, "fields": {...}}` or `{"error": CODE, "path": PATH}`;
-`{"op": "encode", "message": NAME, "fields": {...}}` by `{"frame": HEX}`. Bare structs too: `{"op": "decode_struct",
-"struct": NAME, "bytes": HEX}` by `{"fields": {...}}` or the error, `{"op": "encode_struct", "struct": NAME, "fields":
-{...}}` by `{"bytes": HEX}`. A testee that dies or is silent is restarted.
+Level `codec`: `{"op": "decode", "frame": HEX}` is answered by `{"message": NAME, "fields": {...}}` or `{"error": CODE,
+"path": PATH}`; `{"op": "encode", "message": NAME, "fields": {...}}` by `{"frame": HEX}`. Bare structs too: `{"op":
+"decode_struct", "struct": NAME, "bytes": HEX}` by `{"fields": {...}}` or the error, `{"op": "encode_struct", "struct":
+NAME, "fields": {...}}` by `{"bytes": HEX}`.
+
+Level `deal`: a question has a `group`, a Group in JSON form, and `tokens`; numbers are decimal strings, as everywhere.
+
+    owner     {"cp_rank": [...], "row": [...]}    of each token; null where nobody owns it
+    length    {"rows": [[...], ...]}              complete rows below each token, of each cp rank
+    pages     {"pages": [...]}                    of a table that all ranks share, below each token
+    slots     {"slots": [...]}                    of each token on `cp_rank`, by the table `items`; null for none
+
+Level `merge`: `{"op": "merge", "parts": [PART, ...]}` is answered by `{"lse": [...], "out": [[...], ...]}`, in natural
+logarithms. A PART has as many `tokens` (read by each row), `lse` and `out` (a list for each row), and the `base` of its
+`lse`, "e" or "2". Floats are strings: decimals, of a float32 exactly, or nan, inf, -inf.
+
+A testee that dies or is silent is restarted.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Always(testee.Testee):
 
 @pytest.fixture(scope="module")
 def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ten of the cases: one of each of the first ten messages that the vectors name."""
+    """A folder with ten of the cases, of two questions each: one of each of the first ten messages that the vectors name."""
     chosen: dict[str, Any] = {}
     for path in sorted((SPEC / "vectors/codec").glob("*.json")):
         for case in json.loads(path.read_text())["cases"]:
@@ -70,7 +70,7 @@ def test_a_degenerate_program_is_nonconformant(kind: str, ten: Path, capsys: pyt
     assert main(["--vectors", str(ten), "--", sys.executable, "-c", program]) == Verdict.NONCONFORMANT
     said = capsys.readouterr().out
     assert "nonconformant: 0 of 10 cases" in said
-    assert said.count(f"got {answer}") == 10
+    assert said.count(f"got {answer}") == 20
 
 
 @pytest.mark.parametrize("kind", DEGENERATE)
@@ -78,14 +78,21 @@ def test_one_answer_to_everything_fails_nearly_every_case(kind: str) -> None:
     _, answer = DEGENERATE[kind]
     results = run(load(), Always(answer))
     right = [result.case for result in results if not result.wrong]
-    assert [case for case in right if case.expected != answer] == []
+    assert [case for case in right if any(ask.expected != answer for ask in case.asks)] == []
     assert verdict(results) is Verdict.NONCONFORMANT
     assert len(right) < len(results) / 20
 
 
 def test_a_run_without_cases_or_testee_is_invalid() -> None:
     assert main(["--only", "no such case", sys.executable, TESTEE]) == 2
+    assert main(["--level", "merge", "--only", "owner", sys.executable, TESTEE]) == 2
     assert main(["/no/such/program"]) == 2
+
+
+def test_a_level_runs_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = sum(case.level == "merge" for case in load())
+    assert main(["--level", "merge", sys.executable, TESTEE]) == 0
+    assert capsys.readouterr().out == f"conformant: {wanted} of {wanted} cases\n"
 
 
 def test_every_case_names_a_clause_of_the_prose() -> None:

@@ -205,7 +205,7 @@ def grant(first: int, count: int, items: list[int], valid: int | None = None, gr
     return Grants(group=group, first=first, count=count, valid=first + count if valid is None else valid, items=made)
 
 
-# KVP-GRANT-GROUPS, KVP-GRANT-COUNT, KVP-GRANT-RING, KVP-GRANT-POOL, KVP-GRANT-ALIAS
+# KVP-GRANT-GROUPS, KVP-GRANT-COUNT, KVP-GRANT-RING, KVP-GRANT-POOL, KVP-GRANT-ALIAS, KVP-DCP-WINDOW
 GRANTS: dict[str, tuple[Group, tuple[Grants, ...], ErrorCode | None, str]] = {
     "whole": (PAGES, (grant(0, 16, [3, 2, 1, 0]),), None, ""),
     "partial pages": (PAGES, (grant(3, 6, [3, 0, 1]),), None, ""),
@@ -286,6 +286,7 @@ def test_a_source_that_does_not_hold_the_rows_refuses(group: Group, window: Wind
 
 
 def test_rows_before_the_source_deals_are_refused() -> None:
+    """KVP-DCP-WINDOW, of the source's own deal."""
     source, theirs = pool(DEALT, cp_rank=0)
     both = tuple(attrs.evolve(source.ranks[0], rank=r, owns=(owns(DEALT, [0], cp_rank=r),)) for r in range(2))
     source = attrs.evolve(source, ranks=both)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvproto import Cache, DType, Parallel, lay_out
+from kvproto_conformance import cases
 from kvproto_reference.attention.batch import Batch, Span, batch_of
 from kvproto_reference.cache import Shard
 from kvproto_reference.errors import EngineError
@@ -189,3 +190,16 @@ def test_nothing_and_nothing_is_nothing() -> None:
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(EngineError, match=r"one of \['a2a', 'ag_rs'\], not 'ring'"):
         Attention(1.0, 8, 2, "ring")
+
+
+@pytest.mark.parametrize("case", [case for case in cases.load() if case.level == "merge"], ids=lambda case: case.id)
+def test_the_merge_of_the_conformance_cases(case: cases.Case) -> None:
+    """Of parts as `attend` makes them: natural, and neutral where no token was read."""
+    [ask] = case.asks
+    parts = ask.question["parts"]
+    lse, out = (np.array([part[name] for part in parts], np.float32) for name in ("lse", "out"))
+    bases = np.array([[np.log(2) if part["base"] == "2" else 1] for part in parts], np.float32)
+    some = (np.array([part["tokens"] for part in parts], np.int64) > 0) & ~np.isneginf(lse)
+    found = attention.merge(Partial(jnp.where(some[..., None], out, 0), jnp.where(some, lse * bases, -jnp.inf)))
+    for name, array in found._asdict().items():
+        np.testing.assert_allclose(array, np.array(ask.expected[name], np.float32), ask.tolerance, ask.tolerance)
