@@ -9,13 +9,18 @@ import pytest
 SLOW = {
     "calibration/test_probe.py",
     "cli/test_probe.py",
+    "conformance/test_codec.py::test_two_readers_agree_on_any_bytes",
+    "conformance/test_codec.py::test_two_readers_of_json_agree",
     "demo",
     "door/test_faults.py",
     "examples",
     "fuzz",
     "gpu",
     "node/test_nixl_node.py",
+    "plan/test_plan.py::test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state",
     "reference",
+    "session/test_hostile.py::test_well_formed_nonsense_costs_nobody_else_anything",
+    "session/test_staged.py::test_nonsense_in_chunks_and_credits_costs_nobody_else_anything",
     "transport/test_nixl.py",
     "node/test_death.py",
     "node/test_parts.py",
@@ -28,6 +33,7 @@ SLOW = {
     "transport/test_cuda_kernel.py",
     "transport/test_cuda_stream.py",
     "transport/test_packed.py",
+    "wire/test_straight.py::test_what_it_takes_the_strict_reader_takes",
     "wire/test_refusals.py::test_mutations_let_only_wire_errors_out",
 }
 """Folders, files and tests that take seconds each: models, real transports, and the longest searches of their rooms."""
