@@ -63,7 +63,7 @@ def merge(question: Json) -> Json:
     weights = np.exp(lse - np.where(np.isneginf(most), 0, most))
     total = weights.sum(axis=0)
     weights = weights / np.where(total > 0, total, 1)
-    merged = np.where(weights[..., None] > 0, out * weights[..., None], 0).sum(axis=0)
+    merged = (np.where(weights[..., None] > 0, out, 0) * weights[..., None]).sum(axis=0)
     found = most + np.log(np.where(total > 0, total, 1))
     return {"lse": [f"{x:.9g}" for x in found], "out": [[f"{x:.9g}" for x in row] for row in merged]}
 
