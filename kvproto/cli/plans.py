@@ -46,6 +46,10 @@ def add(commands: Any) -> None:
     )
     for name in ("tp", "pp", "cp", "dcp", "interleave"):
         made.add_argument(f"--{name}", type=int, default=1, metavar="N")
+    made.add_argument("--origin", type=int, default=0, metavar="N", help="first token that cp or dcp ranks deal")
+    for name, what in (("sharded", "deal among them"), ("replicated", "each store whole")):
+        text = f"a cache, by name, that cp or dcp ranks {what}; may be repeated"
+        made.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=text)
     made.add_argument("--pp-layers", type=_numbers, metavar="N,N,...", help="layers of each stage, where not equal")
     made.add_argument("--page", type=int, default=64, metavar="TOKENS")
     made.add_argument("--kv-dtype", choices=[d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)])
@@ -167,12 +171,14 @@ def _describe(args: argparse.Namespace) -> int:
         configs.append(own)
     configs += [_config(path) for path in args.draft]
     stages = tuple(args.pp_layers) if args.pp_layers else None
-    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, stages=stages)
+    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
-    geometry = describe(configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs))
+    geometry = describe(
+        configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs), args.sharded, args.replicated
+    )
     validate(geometry)
     print(json.dumps(to_json(geometry)))
     return 0

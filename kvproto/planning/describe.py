@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kvproto.errors import LocalError
@@ -18,10 +18,23 @@ Config = Mapping[str, Any]
 def describe(
     target: Config, drafts: Iterable[Config] = (), parallel: Parallel | None = None, page: int = 64,
     kv_dtype: DType | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
+    sharded: Collection[str] = (), replicated: Collection[str] = (),
 ) -> Geometry:  # fmt: skip
-    """The Geometry of one replica; `facts` are compared for equality by the other side. Raises LocalError."""
-    found = [s for model, config in enumerate((target, *drafts)) for s in specs(config, model, page, kv_dtype)]
-    return lay_out(found, parallel, replica, facts, _number(_text(target), "num_hidden_layers"))
+    """The Geometry of one replica; `facts` are compared for equality by the other side.
+
+    `sharded` and `replicated` name caches that context-parallel ranks deal among them, or store whole, where that is not
+    what most engines do (`Cache.dealt`). Raises LocalError.
+    """
+    found = {
+        c.group.name: c for model, config in enumerate((target, *drafts)) for c in specs(config, model, page, kv_dtype)
+    }
+    for path, named in (("sharded", sharded), ("replicated", replicated)):
+        if unknown := [name for name in named if name not in found]:
+            raise _bad(path, f"one of {', '.join(found)}", unknown[0])
+    if both := set(sharded) & set(replicated):
+        raise _bad("sharded", "caches that are not replicated too", min(both))
+    found |= {name: found[name].sharded() for name in sharded} | {name: found[name].replicated() for name in replicated}
+    return lay_out([*found.values()], parallel, replica, facts, _number(_text(target), "num_hidden_layers"))
 
 
 def draft_of(config: Config) -> Config | None:

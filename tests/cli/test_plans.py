@@ -53,6 +53,15 @@ def test_describe_writes_what_check_reads(tmp_path: Path, capsys: pytest.Capture
     assert "D3 " in capsys.readouterr().out
 
 
+def test_describe_states_what_is_dealt_and_from_where(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--preset", "deepseek-v3-eagle3", "--tp", "2", "--dcp", "2", "--origin", "5"]
+    assert main(["describe", *options, "--sharded", "draft", "--replicated", "target"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert {g["name"]: (g["cp_size"], g["origin"]) for g in groups} == {"target": ("1", "0"), "draft": ("2", "5")}
+    assert main(["describe", *options, "--sharded", "eagle"]) == 1
+    assert "sharded: wanted one of target, draft" in capsys.readouterr().err
+
+
 def test_refused_pairs_say_why(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", files["p"], files["l"]]) == 3
     assert (

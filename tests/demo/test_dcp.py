@@ -3,13 +3,26 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvproto_reference.checkpoint import save
+from kvproto_reference.models import Decoder, ModelConfig
 from tests.demo.test_demo import demo, nothing_is_left_behind, prompts, report
 from tests.processes import imported
 
 __all__ = ["nothing_is_left_behind", "prompts"]
 imported("kvproto_reference.demo.__main__")
 
+MODELS = {
+    "MLA-6": ModelConfig(
+        kind="mla", hidden=48, layers=3, heads=6, latent=24, rope_dim=8, nope_dim=12, v_dim=12, ffn=96
+    ),
+    "GQA-8": ModelConfig(kind="gqa", hidden=48, layers=2, heads=8, kv_heads=2, head_dim=8, ffn=96),
+    "MLA-1": ModelConfig(
+        kind="mla", hidden=48, layers=1, heads=4, latent=24, rope_dim=8, nope_dim=12, v_dim=12, ffn=96
+    ),
+}
+"""Shapes that the shipped checkpoints do not have: with random weights, and as their own drafts."""
 RUNS = {
     "MLA, TP 2 to DCP 2": "--decode-tp 2 --dcp 2",
     "GQA, CP 3 in fives to TP 4 with DCP 2 in threes": (
@@ -25,24 +38,57 @@ RUNS = {
     "JAX to JAX, TP 2 to TP 4 with DCP 2": (
         "--prefill-framework jax --decode-framework jax --decode-tp 4 --dcp 2 --interleave 3"
     ),
-    "two replicas of each, ranks without a route": (
-        "--prefill-tp 2 --prefill-dp 2 --decode-dp 2 --target mla --draft mla"
-    ),
+    "two replicas of each": "--prefill-tp 2 --prefill-dp 2 --decode-dp 2 --target mla --draft mla",
+    "TP 2 to DCP 4, with a GQA draft that is not dealt": "--decode-tp 4 --dcp 4 --interleave 16",
+    "CP 4 in runs of 32 to DCP 4": "--prefill-tp 1 --prefill-cp 4 --prefill-interleave 32 --decode-tp 4 --dcp 4",
+    "CP 4 to DCP 2, other runs of tokens": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2 --dcp 2",
+    "CP 4 to TP 2": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2",
+    "TP 1 to TP 4 with DCP 2": "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
+    "TP 2 to DCP 3": "--decode-tp 3 --dcp 3 --interleave 16 --target MLA-6 --draft MLA-6",
+    "GQA, TP 2 to TP 8 with DCP 4": "--decode-tp 8 --dcp 4 --interleave 8 --target GQA-8 --draft GQA-8",
 }  # fmt: skip
+STORED = {
+    "MLA, TP 2 to DCP 2": (2, 1),
+    "GQA, queries on every rank": (1, 1),
+    "TP 2 to DCP 3": (3, 1),
+    "GQA, TP 2 to TP 8 with DCP 4": (4, 1),
+}
+"""How many times less a decode rank stores of the target, and of the draft, than it would without DCP."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoint folders of MODELS."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        torch.manual_seed(1)
+        save(folder / name, Decoder(config))
+    return {name: str(folder / name) for name in MODELS}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_tokens_are_those_of_one_engine(name: str, prompts: Path) -> None:
-    result = demo(*RUNS[name].split(), "--prompt-file", prompts, "--json", "--max-new", "20")
+def test_tokens_are_those_of_one_engine(name: str, prompts: Path, models: dict[str, str]) -> None:
+    args = [models.get(word, word) for word in RUNS[name].split()]
+    result = demo(*args, "--prompt-file", prompts, "--json", "--max-new", "20")
     assert result.status == 0, result.said
     told = report(result)
     assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
     assert max(request["acceptance"] for request in told["requests"]) > 1.5
     stored = told["plan"]["stored"]
     ratios = {group: whole / dealt for group, (dealt, whole) in stored.items()}
-    dcp = {"MLA, TP 2 to DCP 2": (2, 1), "GQA, queries on every rank": (1, 1)}.get(name)
-    if dcp:
-        assert (ratios["target"], ratios["draft"]) == dcp
+    if name in STORED:
+        assert (ratios["target"], ratios["draft"]) == STORED[name]
+
+
+def test_a_rank_without_a_route_frees_its_pages(prompts: Path, models: dict[str, str]) -> None:
+    """Four ranks hold the same latents: two send one layer each, one the first token, and nothing is left for the last."""
+    options = ["--prefill-tp", "4", "--target", models["MLA-1"], "--draft", models["MLA-1"]]
+    result = demo(*options, "--prompt-file", prompts, "--json", "--max-new", "20")
+    assert result.status == 0, result.said
+    told = report(result)
+    assert told["identical"]
+    assert told["plan"]["required"] == {"0": [0, 1, 2]}
+    assert {route["source"] for route in told["plan"]["routes"]} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_snippets_run(page: str, tmp_path: Path) -> None:
     assert (status, said) == (0, "")
 
 
-@pytest.mark.parametrize("page", ["docs/embed.md", "docs/gpu.md", "README.md", "spec/v1/terms.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/embed.md", "docs/gpu.md", "README.md", "reference/README.md", "spec/v1/terms.md"]
+)
 def test_links_lead_somewhere_in_the_repository(page: str) -> None:
     here = ROOT / page
     missing = [link for link in LINK.findall(here.read_text()) if not (here.parent / link).exists()]

@@ -111,6 +111,34 @@ def test_stages_cut_a_hybrid_by_the_model_not_by_the_cache() -> None:
     assert attention == [[3, 7], [11, 15, 19, 23, 27, 31, 35], [39, 43, 47]]
 
 
+def test_describe_says_which_caches_are_dealt() -> None:
+    """Engines deal the target alone; these deal its index and the draft, from token 3 on, and store the target whole."""
+    target, draft = PRESETS["deepseek-v3.2"][0], PRESETS["llama-3-70b"][0]
+    sizes = Parallel(tp=4, dcp=2, origin=3)
+    made = describe(target, [draft], sizes, sharded=["target index", "draft"], replicated=["target"])
+    assert {g.name: (g.cp_size, g.origin) for g in made.groups} == {
+        "target": (1, 0), "target index": (2, 3), "draft": (2, 3)
+    }  # fmt: skip
+    usual = describe(target, [draft], sizes)
+    assert {g.name: g.cp_size for g in usual.groups} == {"target": 2, "target index": 1, "draft": 1}
+
+
+@pytest.mark.parametrize(
+    ("named", "path", "says"),
+    [
+        ({"sharded": ["drift"]}, "sharded", "one of target, target index"),
+        ({"replicated": [""]}, "replicated", "one of target, target index"),
+        ({"sharded": ["target"], "replicated": ["target"]}, "sharded", "not replicated too"),
+    ],
+)
+def test_describe_refuses_names_of_no_cache_and_lists_those_that_there_are(
+    named: dict[str, list[str]], path: str, says: str
+) -> None:
+    with pytest.raises(LocalError, match=says) as caught:
+        describe(PRESETS["deepseek-v3.2"][0], parallel=Parallel(tp=2, dcp=2), **named)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
+
+
 @pytest.mark.parametrize(
     ("sizes", "path"),
     [

@@ -15,8 +15,8 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[..., heads * d] -> [..., heads, d]."""
-    return x.reshape(*x.shape[:-1], heads, -1)
+    """[..., heads * d] -> [..., heads, d], of no tokens too."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -53,7 +53,7 @@ class MoeFFN(nn.Module):
         logits = F.linear(tokens.float(), self.router.float())
         scores = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
         rank = scores if self.correction is None else scores + self.correction
-        grouped = rank.reshape(len(tokens), moe.groups, -1)
+        grouped = rank.reshape(len(tokens), moe.groups, moe.experts // moe.groups)
         best = grouped.topk(moe.group_best, dim=-1).values.sum(-1)
         lost = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(moe.top_groups, dim=-1).indices, False)
         chosen = grouped.masked_fill(lost[..., None], -torch.inf).flatten(-2).topk(moe.top_k, dim=-1).indices
