@@ -39,8 +39,7 @@ class Shard:
 
     def pages(self, tokens: int) -> int:
         """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
-        longest = max(owned_before(self.group, rank, tokens) for rank in range(self.count))
-        return -(-longest // self.group.rows)
+        return -(-owned_before(self.group, 0, tokens) // self.group.rows)  # none has more than rank 0
 
     def slots(self, table: Ints, positions: Ints) -> Ints:
         """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""
