@@ -107,7 +107,7 @@ class EngineOptions:
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
     """Options of `kvproto-prefill` or `kvproto-decode`."""
     parser = argparse.ArgumentParser(
-        prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch)."
+        prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch or JAX)."
     )
     add = parser.add_argument
     add(
