@@ -125,3 +125,26 @@ def test_decode_that_is_killed_costs_prefill_nothing(start: Start, folder: Path,
     prompts.write_text(TEXT)
     result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
     assert json.loads(result.out)["identical"], result.said
+
+
+@pytest.mark.parametrize("layout", [[], ["--tp", "2", "--dcp", "2", "--interleave", "4", "--page-size", "8"]])
+def test_what_decode_has_already_is_not_fetched_again(
+    start: Start, folder: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    """The same prompts twice, and one that goes on otherwise: the units of tokens that are known are left out."""
+    start("prefill", "--dir", folder)
+    start("decode", "--dir", folder, *layout)
+    first, same, other = TEXT.split("\n\n")[0], "same.txt", "other.txt"
+    (tmp_path / same).write_text(first)
+    (tmp_path / other).write_text(first[:40] + " a bank, and of having nothing to do")
+    told = []
+    for name in (same, same, other):
+        result = demo("--attach", folder, "--prompt-file", tmp_path / name, "--json", "--max-new", "8")
+        assert result.status == 0, result.said
+        told.append(report(result))
+        assert told[-1]["identical"]
+    assert [run["requests"][0]["cached"] for run in told] == [0, len(first) // 16 * 16, 32]
+    moved = [sum(pair["bytes"] for pair in run["matrix"]) for run in told]
+    tokens = [run["requests"][0]["prompt_tokens"] for run in told]
+    a_token = moved[0] / tokens[0]
+    assert moved == [a_token * (n - cached) for n, cached in zip(tokens, (0, len(first) // 16 * 16, 32), strict=True)]

@@ -13,6 +13,7 @@ from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesF
 from ..engine.description import FIRST, bytes_a_token, geometry
 from ..engine.launch import launch
 from ..engine.lockstep import Said
+from ..engine.prefix import PrefixCache
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
@@ -32,6 +33,8 @@ class Job:
     sequence: Sequence
     fetches: dict[int, Fetch] = attrs.Factory(dict)
     """What each rank of this process fetches of it, once it does, and unless kvproto refused at once."""
+    cached: int = 0
+    """Tokens of the prompt that the pages held already."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
     """What each rank said of its fetch: "arrived" or "lost"."""
     pages_free: set[int] = attrs.Factory(set)
@@ -55,6 +58,7 @@ class DecodeProcess(EngineProcess):
             rank: Sink(options.name, pool, sources, options.kvproto()) for rank, pool in self.pools.items()
         }
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
+        self._prefixes = PrefixCache(list(self.pages.values()), (self.target.shard, self.draft.shard))
         self._connected: set[tuple[int, str]] = set()
         """Ranks that can fetch, and from which replica."""
         self._plan: dict[str, Any] = {}
@@ -167,12 +171,16 @@ class DecodeProcess(EngineProcess):
         """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
         while self._queue and self._ready:
             job = self._queue[0]
-            if not self.take_pages(job.sequence, job.rows):
+            cached = self._prefixes.take(job.sequence, self.need(job.rows))
+            if cached is None:
                 return
+            job.cached = cached
             self._fetching[job.id] = self._queue.popleft()
             for rank, sink in self.sinks.items():
                 try:
-                    fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, self.tables(job.sequence))
+                    fetch = job.fetches[rank] = sink.fetch(
+                        job.ticket, job.prompt, self.tables(job.sequence), cached=cached
+                    )
                     self._ids[fetch] = job.id
                 except KvprotoError as error:
                     word = {"op": "lost", "rank": rank, "id": job.id, "error": str(error), "pages_free": True}
@@ -208,7 +216,7 @@ class DecodeProcess(EngineProcess):
         first = next(w["first"] for w in words if w["first"] is not None)
         job.sequence.append([first])
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
-        self.tell("arrived", id=job.id, ranks=fields, tokens=[first])
+        self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached)
         self._running[job.sequence] = job
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
@@ -221,7 +229,7 @@ class DecodeProcess(EngineProcess):
     def _free_lost(self, job: Job) -> None:
         if len(job.pages_free) == self.ranks:
             self._forget(job)
-            self.free_pages(job.sequence)
+            self._prefixes.leave(job.sequence, 0)
 
     def _forget(self, job: Job) -> None:
         """No word of its fetch comes any more."""
@@ -239,10 +247,13 @@ class DecodeProcess(EngineProcess):
                 self.tell("tokens", id=job.id, tokens=tokens)
             if job.sequence.finished:
                 del self._running[job.sequence]
-                self.free_pages(job.sequence)
+                self.rest()
+                self._prefixes.leave(job.sequence, job.sequence.valid)
                 stats = job.sequence.stats
-                self.tell("finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
-                          accepted=stats.accepted, proposed=stats.proposed, available=self.available)  # fmt: skip
+                self.tell(
+                    "finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
+                    accepted=stats.accepted, proposed=stats.proposed, available=self._prefixes.available,
+                )  # fmt: skip
 
 
 def _run(options: EngineOptions, world: World) -> int:

@@ -105,7 +105,7 @@ class PrefillProcess(EngineProcess):
 
     def advance(self) -> None:
         """Take on the prompts that there are pages for, and compute one step of those under way."""
-        while self._queue and self.take_pages(self._queue[0].sequence, len(self._queue[0].sequence.prompt)):
+        while self._queue and self._take_pages(self._queue[0].sequence):
             self._prefiller.add(self._queue.popleft().sequence)
         for sequence in self._prefiller.step():
             job, first = self._of[sequence], sequence.generated[0]
@@ -115,6 +115,16 @@ class PrefillProcess(EngineProcess):
                     finished=first in self.eos, after=self._event(job),
                 )  # fmt: skip
             self.tell("prefilled", id=job.id)
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """Give a sequence pages for its prompt in both pools; False, taking none, while too few are free."""
+        need = self.need(len(sequence.prompt))
+        if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
+            return False
+        sequence.target_pages, sequence.draft_pages = (
+            pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)
+        )
+        return True
 
     def _on_layer(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
         """Hand over what is there, while the next layer computes."""
@@ -152,10 +162,12 @@ class PrefillProcess(EngineProcess):
         if job in self._queue:
             self._queue.remove(job)
         self._prefiller.drop(job.sequence)
-        self.free_pages(job.sequence)
+        self.rest()
+        for name, table in self.tables(job.sequence).items():
+            self.pages[name].free(table)
         if word["expired"]:
             self.tell("refused", id=job.id, error="nobody fetched the request before its deadline")
-        self.tell("freed", id=job.id, available=self.available)
+        self.tell("freed", id=job.id, available=[pages.available for pages in self.pages.values()])
 
 
 def _run(options: EngineOptions, world: World) -> int:

@@ -118,39 +118,22 @@ class EngineProcess:
 
     # pages
 
-    def _need(self, tokens: int) -> tuple[int, int]:
+    def need(self, tokens: int) -> tuple[int, int]:
         """Pages of the target's and of the draft's pool that so many tokens take on every rank."""
         return self.target.shard.pages(tokens), self.draft.shard.pages(tokens)
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
-        need, room = max(self._need(tokens)), self.options.pages
+        need, room = max(self.need(tokens)), self.options.pages
         if need > room:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
 
-    def take_pages(self, sequence: Sequence, tokens: int) -> bool:
-        """Give a sequence pages for `tokens` tokens in both pools; False, taking none, while too few are free."""
-        need = self._need(tokens)
-        if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
-            return False
-        sequence.target_pages, sequence.draft_pages = (
-            pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)
-        )
-        return True
-
-    def free_pages(self, sequence: Sequence) -> None:
-        """Take a sequence's pages back, once all device work that used them has completed."""
+    def rest(self) -> None:
+        """Wait until all device work has completed: what used pages is over."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for name, table in self.tables(sequence).items():
-            self.pages[name].free(table)
 
     @staticmethod
     def tables(sequence: Sequence) -> dict[str, list[int]]:
         """A sequence's page tables by group name."""
         return {TARGET: sequence.target_pages, DRAFT: sequence.draft_pages}
-
-    @property
-    def available(self) -> list[int]:
-        """Free pages of each pool."""
-        return [pages.available for pages in self.pages.values()]

@@ -61,7 +61,7 @@ def as_json(
         rows.append({
             "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
-            "arrived": r.arrived,
+            "arrived": r.arrived, "cached": r.cached,
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             "same_tokens": c.same_tokens, "same_acceptance": c.same_acceptance,
         })  # fmt: skip

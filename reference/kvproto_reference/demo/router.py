@@ -42,6 +42,8 @@ class Request:
     tokens: list[int] = attrs.Factory(list)
     arrived: list[dict[str, Any]] | None = None
     """Of each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
+    cached: int = 0
+    """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
     error: str | None = None
 
@@ -168,6 +170,7 @@ class Router:
                 else:
                     request.tokens += word["tokens"]
                     request.arrived = word.get("ranks", request.arrived)
+                    request.cached = word.get("cached", request.cached)
             case _:
                 return
         on_news(request)

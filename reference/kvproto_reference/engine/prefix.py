@@ -1,0 +1,123 @@
+"""Pages that requests leave behind in decode, for later ones whose prompts begin alike: they are not fetched again.
+
+A unit is as many tokens as fill whole pages of the target and of the draft on all ranks. All ranks find the same units,
+as they go by tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+
+import attrs
+
+from ..cache import PageAllocator, Shard
+from .sequence import Sequence
+
+__all__ = ["PrefixCache"]
+
+Key = tuple[object, tuple[int, ...]]
+"""The unit before, and the tokens of this one."""
+
+
+@attrs.define(eq=False)
+class _Unit:
+    before: _Unit | None
+    pages: tuple[list[int], list[int]]
+    """Of the target's and of the draft's pool."""
+    users: int = 0
+    """Sequences that read it, and units that follow it."""
+
+
+class PrefixCache:
+    """Gives sequences their pages, some of them with rows already, and keeps what they leave until there is need."""
+
+    def __init__(self, pages: Many[PageAllocator], shards: Many[Shard]) -> None:
+        """Of the target and of the draft. Where pages hold no whole runs of a deal, no prefix is kept."""
+        self._pages = pages
+        spans = [_tokens_a_page(shard) for shard in shards]
+        self.unit = math.lcm(*spans)
+        """Tokens; 0: nothing is kept."""
+        self._each = [self.unit // span if span else 0 for span in spans]
+        self._units: dict[Key, _Unit] = {}
+        """The least recently used first."""
+        self._held: dict[Sequence, list[_Unit]] = {}
+
+    def take(self, sequence: Sequence, need: Many[int]) -> int | None:
+        """Give a sequence `need` pages of both pools; how many tokens of its prompt they hold already.
+
+        None, taking nothing, while too few are free.
+        """
+        found = self._find(sequence.prompt)
+        for unit in found:
+            unit.users += 1
+        fresh = [n - len(found) * each for n, each in zip(need, self._each, strict=True)]
+        while any(pages.available < n for pages, n in zip(self._pages, fresh, strict=True)):
+            if not self._evict():
+                for unit in found:
+                    unit.users -= 1
+                return None
+        tables = [[page for unit in found for page in unit.pages[model]] for model in (0, 1)]
+        made = [held + pages.allocate(n) for held, pages, n in zip(tables, self._pages, fresh, strict=True)]
+        sequence.target_pages, sequence.draft_pages = made
+        self._held[sequence] = found
+        return len(found) * self.unit
+
+    def leave(self, sequence: Sequence, valid: int) -> None:
+        """Take a sequence's pages back: those of the first `valid` tokens are kept, in whole units."""
+        held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[:valid]
+        before: _Unit | None = None
+        for i in range(max(len(tokens) // self.unit if self.unit else 0, len(held))):
+            pages = tuple(sequence.pages(m)[i * each : (i + 1) * each] for m, each in enumerate(self._each))
+            if i < len(held):
+                held[i].users -= 1
+                before = held[i]
+                continue
+            key = before, tuple(tokens[i * self.unit : (i + 1) * self.unit])
+            if key in self._units:  # another has left the same
+                self._free(pages)
+                before = self._units[key]
+                continue
+            before = self._units[key] = _Unit(before, (pages[0], pages[1]))
+            if before.before is not None:
+                before.before.users += 1
+        kept = max(len(tokens) // self.unit if self.unit else 0, len(held))
+        self._free([sequence.pages(m)[kept * each :] for m, each in enumerate(self._each)])
+
+    @property
+    def available(self) -> list[int]:
+        """Pages of each pool that no sequence holds."""
+        idle = len(self._units) - len({id(unit) for held in self._held.values() for unit in held})
+        return [pages.available + idle * each for pages, each in zip(self._pages, self._each, strict=True)]
+
+    def _find(self, prompt: Many[int]) -> list[_Unit]:
+        found: list[_Unit] = []
+        for lo in range(0, len(prompt) - self.unit + 1, self.unit) if self.unit else ():
+            key = found[-1] if found else None, tuple(prompt[lo : lo + self.unit])
+            if key not in self._units:
+                break
+            found.append(self._units[key])
+            self._units[key] = self._units.pop(key)
+        return found
+
+    def _evict(self) -> bool:
+        """Free the pages of the unit that was not used for longest; False where all are in use."""
+        key = next((key for key, unit in self._units.items() if not unit.users), None)
+        if key is None:
+            return False
+        unit = self._units.pop(key)
+        if unit.before is not None:
+            unit.before.users -= 1
+        self._free(unit.pages)
+        return True
+
+    def _free(self, tables: Many[list[int]]) -> None:
+        for pages, table in zip(self._pages, tables, strict=True):
+            pages.free(table)
+
+
+def _tokens_a_page(shard: Shard) -> int:
+    """Tokens over all ranks that fill a page of each; 0 where a run of the deal goes on in the next page."""
+    group = shard.group
+    whole = group.cp_size == 1 or (group.rows % group.interleave == 0 and group.origin == 0)
+    return group.rows * group.cp_size if whole else 0

@@ -1,0 +1,81 @@
+"""What the prefix cache keeps, gives and frees, against a plain account of every page."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto import Cache, Parallel, lay_out
+from kvproto_reference.cache import PageAllocator, Shard
+from kvproto_reference.engine.prefix import PrefixCache
+from kvproto_reference.engine.sequence import Sequence
+
+
+def shards(dcp: int, interleave: int, page: int) -> tuple[Shard, Shard]:
+    """A dealt target and a replicated draft."""
+    caches = [Cache.mla(n, 1, latent=8, rope=8, page=page, model=m) for m, n in enumerate(("target", "draft"))]
+    groups = lay_out(caches, Parallel(tp=dcp, dcp=dcp, interleave=interleave)).groups
+    return Shard(groups[0], 0), Shard(groups[1], 0)
+
+
+def request(prompt: list[int]) -> Sequence:
+    return Sequence(prompt=prompt, max_new=3)
+
+
+def finish(sequence: Sequence) -> None:
+    sequence.append([99, 98, 97])
+
+
+Steps = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 2), st.booleans(), st.integers(0, 3)), max_size=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([(1, 1, 4), (2, 2, 4), (2, 1, 2), (3, 3, 3)]), Steps)
+def test_no_page_is_lost_or_given_twice(deal: tuple[int, int, int], steps: list[tuple[int, int, bool, int]]) -> None:
+    target, draft = shards(*deal)
+    pages = PageAllocator(14, 1), PageAllocator(30, 2)
+    cache, running, written = PrefixCache(pages, (target, draft)), [], {}
+    for length, kind, lost, which in steps:
+        prompt = ([kind] * length + [7] * length)[: length + 2]
+        sequence = request(prompt)
+        need = target.pages(len(prompt) + 2), draft.pages(len(prompt) + 2)
+        cached = cache.take(sequence, need)
+        if cached is not None:
+            assert cached % cache.unit == 0
+            assert cached <= len(prompt)
+            assert [len(sequence.target_pages), len(sequence.draft_pages)] == list(need)
+            for model in (0, 1):  # what it holds already was written by the same tokens
+                for i, page in enumerate(
+                    sequence.pages(model)[: cached // cache.unit * (need[model] and cache._each[model])]
+                ):
+                    assert written[model, page] == (i, tuple(prompt[: (i // cache._each[model] + 1) * cache.unit]))
+            running.append((sequence, cached))
+        if running and (lost or cached is None):
+            one, had = running.pop(which % len(running))
+            if not lost:
+                finish(one)
+                for model in (0, 1):
+                    tokens = one.prompt + one.generated
+                    for i, page in enumerate(one.pages(model)):
+                        if i >= had // cache.unit * cache._each[model]:
+                            written[model, page] = i, tuple(tokens[: (i // cache._each[model] + 1) * cache.unit])
+            cache.leave(one, one.valid if not lost else 0)
+        held = [{p for s, _ in running for p in s.pages(model)} for model in (0, 1)]
+        fresh = [[p for s, had in running for p in s.pages(m)[had // cache.unit * cache._each[m] :]] for m in (0, 1)]
+        assert all(len(set(some)) == len(some) for some in fresh)
+        assert cache.available == [pages[m]._pages - len(held[m]) for m in (0, 1)]
+    for one, _ in running:
+        cache.leave(one, 0)
+    assert cache.available == [14, 30]
+    big = request([5] * 3)
+    assert cache.take(big, (14, 30)) == 0  # everything can be had again
+
+
+def test_runs_that_go_on_in_the_next_page_keep_nothing() -> None:
+    target, draft = shards(2, 3, 4)
+    pages = PageAllocator(8), PageAllocator(8)
+    cache = PrefixCache(pages, (target, draft))
+    for _ in range(2):
+        one = request(list(range(12)))
+        assert cache.take(one, (2, 3)) == 0
+        finish(one)
+        cache.leave(one, one.valid)
+    assert cache.available == [pages[0].available, pages[1].available] == [8, 8]
