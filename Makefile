@@ -2,7 +2,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Without --no-compile pip would compile all of torch, of which a demo needs a part.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
-JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
+# One more than there are cores: tests of processes wait for each other.
+JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
 
 .PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.

@@ -62,16 +62,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if without and collection_path.relative_to(HERE).as_posix() in SLOW else None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test by the two tables above: here, as xdist reads its marks before any later hook of this file."""
+    file = item.path.relative_to(HERE).as_posix()
+    name = item.name.split("[")[0]
+    if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
+        item.add_marker(pytest.mark.slow)
+    if file in ONE_WORKER:
+        item.add_marker(pytest.mark.xdist_group(ONE_WORKER[file]))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by the two tables above; those of one worker begin, so that none of them is left over at the end."""
+    """Tests of one worker begin, so that none of them is left over at the end."""
     items.sort(key=lambda item: item.path.relative_to(HERE).as_posix() not in ONE_WORKER)
-    for item in items:
-        file = item.path.relative_to(HERE).as_posix()
-        name = item.name.split("[")[0]
-        if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
-            item.add_marker(pytest.mark.slow)
-        if file in ONE_WORKER:
-            item.add_marker(pytest.mark.xdist_group(ONE_WORKER[file]))
 
 
 def pytest_collection_finish() -> None:
