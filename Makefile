@@ -31,10 +31,10 @@ demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 test quick: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.test
-	@$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 quick: $(VENV)/.test
-	@$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .
@@ -54,7 +54,7 @@ docs: $(VENV)/.docs
 	@echo "the site is in build/site: open build/site/index.html, or $(PY) -m mkdocs serve"
 
 coverage: $(VENV)/.test $(VENV)/.coverage
-	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS) --dist loadgroup
+	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS)
 
 wheel: $(VENV)/.demo
 	@rm -rf dist && $(PY) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .

@@ -1,8 +1,10 @@
 """What the inner loop leaves out, and which tests run on one worker."""
 
 import gc
+from importlib import import_module
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,13 +65,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks a test by the two tables above: here, as xdist reads its marks before any later hook of this file."""
+    """Marks slow tests by the table above."""
     file = item.path.relative_to(HERE).as_posix()
     name = item.name.split("[")[0]
     if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
         item.add_marker(pytest.mark.slow)
-    if file in ONE_WORKER:
-        item.add_marker(pytest.mark.xdist_group(ONE_WORKER[file]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Sends tests by the other table; marks of xdist's own would need ids that pytest no longer lets it change."""
+    made = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
+    made._split_scope = lambda nodeid: ONE_WORKER.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
+    return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
