@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvproto.copying.grants import rows_of
 from kvproto.copying.program import IntArray, RowMap, Window
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Group, local_row, owned_before
+from kvproto.planning.geometry import Group, deal, local_row, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 
@@ -160,7 +160,7 @@ def _global(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, Int
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if group.cp_size == 1:
         return np.array([lo]), np.array([hi - lo])
-    run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+    run, origin = deal(group)
     turn = np.arange(lo // run, -(-hi // run), dtype=np.int64)
     a, b = np.maximum(turn * run, lo), np.minimum(turn * run + run, hi)
     return origin + (turn * group.cp_size + cp_rank) * run + a - turn * run, b - a
@@ -190,7 +190,7 @@ def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntA
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if group.cp_size == 1:
         return np.array([lo]), np.array([hi - lo])
-    run, origin = group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+    run, origin = deal(group)
     if lo < origin:
         raise _short(group, 0, f"rows {lo} to {origin - 1}")
     turn = run * group.cp_size

@@ -11,6 +11,8 @@ import pytest
 
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
+from kvproto_reference.demo.options import parse
+from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
 from tests.processes import Command
 
@@ -148,3 +150,8 @@ def test_what_decode_has_already_is_not_fetched_again(
     tokens = [run["requests"][0]["prompt_tokens"] for run in told]
     a_token = moved[0] / tokens[0]
     assert moved == [a_token * (n - cached) for n, cached in zip(tokens, (0, len(first) // 16 * 16, 32), strict=True)]
+
+
+def test_decode_without_a_source_is_refused(folder: Path) -> None:
+    with pytest.raises(EngineError, match="--sources must be at least 1, not 0"):
+        parse("decode", ["--dir", str(folder), "--sources", "0"])

@@ -16,7 +16,7 @@ from ..errors import EngineError
 from .base import Exchange
 from .lse import Found, Partial, merge
 
-__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone", "exchange_of"]
+__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone", "exchange_of", "gather"]
 
 
 class Alone(Exchange):
@@ -30,6 +30,19 @@ class Alone(Exchange):
 
     def merge(self, part: Found) -> Found:
         return part
+
+
+def gather(mine: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """[...] of each of `size` ranks -> [ranks, ...], on all of them; a collective."""
+    near = _near(mine, group)
+    found = near.new_empty((size * near.shape[0], *near.shape[1:]))  # as gloo wants it
+    dist.all_gather_into_tensor(found, near, group=group)
+    return found.view(size, *near.shape).to(mine.device)
+
+
+def _near(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
+    return (mine.cpu() if dist.get_backend(group) == "gloo" else mine).contiguous()
 
 
 @attrs.frozen
@@ -50,16 +63,10 @@ class _Group(Exchange):
         return x.reshape(x.shape[0], self.size, -1, *x.shape[2:])
 
     def _gather(self, mine: Tensor) -> Tensor:
-        """[...] of each rank -> [ranks, ...]."""
-        near = self._near(mine)
-        found = near.new_empty((self.size * near.shape[0], *near.shape[1:]))  # as gloo wants it
-        dist.all_gather_into_tensor(found, near, group=self.group)
-        return found.view(self.size, *near.shape).to(mine.device)
+        return gather(mine, self.size, self.group)
 
     def _near(self, mine: Tensor) -> Tensor:
-        """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
-        on_host = dist.get_backend(self.group) == "gloo"
-        return (mine.cpu() if on_host else mine).contiguous()
+        return _near(mine, self.group)
 
 
 class AllGather(_Group):

@@ -6,11 +6,11 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, Plan, Prompt, Sink, Ticket, read_ticket
+from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Refused
 
-from ..engine.description import FIRST, bytes_a_token, geometry
+from ..engine.description import FIRST, bytes_a_token, caches
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefix import PrefixCache
@@ -103,9 +103,7 @@ class DecodeProcess(EngineProcess):
         """The plan as the report shows it, with groups by name."""
         names = {group.id: group.name for group in self.geometry.groups}
         undealt = attrs.evolve(self.options.layout, dcp=1)
-        whole = geometry(
-            self.options.target, self.options.draft, self.options.configs, "", undealt, self.options.page_size
-        )
+        whole = lay_out(caches(self.options.configs, undealt, self.options.page_size), undealt.parallel)
         stored, without = bytes_a_token(self.geometry), bytes_a_token(whole)
         return {
             "stored": {name: [stored[name], without[name]] for name in stored},

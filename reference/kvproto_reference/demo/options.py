@@ -149,9 +149,9 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
-    for name in ("tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate"):
-        if getattr(args, name) < 1:
-            raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name in ("tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate", "sources"):
+        if (given := vars(args).get(name, 1)) < 1:
+            raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
     if args.pools == "jax" and args.transport != "cuda":
         raise EngineError("--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared")
     if args.pull and args.transport == "nixl":

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.batch import Batch
+from ..attention.exchange import gather
 from ..attention.lse import Partial, merge
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.sharding import Ints
 from ..models import Attention, Model, Rows
-from .runner import Chunk, Computed, Runner, TorchLogits, assemble
+from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble
 
 __all__ = ["ContextRunner"]
 
@@ -52,20 +53,13 @@ class _Context(Attention):
         return merge(parts).out
 
 
-class ContextRunner(Runner):
+class ContextRunner(TorchModel):
     """A torch model on one rank of a CP group."""
 
     def __init__(self, model: Model, pool: KVPool, kernel: TorchKernel, shard: Shard, group: dist.ProcessGroup) -> None:
-        self.model, self._shard, self._group = model, shard, group
+        super().__init__(model, pool, shard)
+        self._group = group
         self._attention = _Context(pool, kernel, self._everywhere, self._gather)
-
-    @property
-    def shard(self) -> Shard:
-        return self._shard
-
-    @property
-    def vocab(self) -> int:
-        return self.model.config.vocab
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         batch, tokens, wanted = assemble(chunks, self._shard, whole=False)
@@ -92,7 +86,4 @@ class ContextRunner(Runner):
         return self._everywhere(padded).flatten(0, 1)[torch.from_numpy(order).to(mine.device)]
 
     def _everywhere(self, mine: Tensor) -> Tensor:
-        near = (mine.cpu() if dist.get_backend(self._group) == "gloo" else mine).contiguous()
-        found = near.new_empty((self._shard.count * near.shape[0], *near.shape[1:]))
-        dist.all_gather_into_tensor(found, near, group=self._group)
-        return found.view(self._shard.count, *near.shape).to(mine.device)
+        return gather(mine, self.shard.count, self._group)

@@ -64,9 +64,18 @@ def geometry(
 
     `tokenizer` is the tokenizer's identity. Raises EngineError where the ranks are too many for a model's heads.
     """
-    caches = [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
     facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
-    return lay_out([*caches, Cache.handoff(FIRST, {"token": (DType.U32, 4)})], layout.parallel, replica, facts)
+    return lay_out(
+        [*caches(configs, layout, page_size), Cache.handoff(FIRST, {"token": (DType.U32, 4)})],
+        layout.parallel,
+        replica,
+        facts,
+    )
+
+
+def caches(configs: tuple[ModelConfig, ModelConfig], layout: Layout, page_size: int) -> list[Cache]:
+    """Those of the target and the draft."""
+    return [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
 
 
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
-from ..cache import Shard
+from ..cache import KVPool, Shard
 from ..errors import EngineError
 from ..models import Model
 
@@ -85,16 +85,15 @@ class TorchLogits(Logits):
         return found
 
 
-class TorchRunner(Runner):
-    """A torch model on one rank."""
+class TorchModel(Runner):
+    """A torch model and its pool on one rank."""
 
-    def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
-        pool = attention.pool
+    def __init__(self, model: Model, pool: KVPool, shard: Shard) -> None:
         if pool.page_size != shard.group.rows:
             raise EngineError(f"the pool has pages of {pool.page_size} rows, not {shard.group.rows}")
         if pool.config != model.config:
             raise EngineError("the pool was made for another model config")
-        self.model, self.attention, self._shard = model, attention, shard
+        self.model, self._shard = model, shard
 
     @property
     def shard(self) -> Shard:
@@ -103,6 +102,14 @@ class TorchRunner(Runner):
     @property
     def vocab(self) -> int:
         return self.model.config.vocab
+
+
+class TorchRunner(TorchModel):
+    """A torch model whose steps attend over the pool, whole or dealt over a DCP group."""
+
+    def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
+        super().__init__(model, attention.pool, shard)
+        self.attention = attention
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         batch, tokens, wanted = assemble(chunks, self._shard)
