@@ -107,7 +107,8 @@ class Sink(Door):
         used it has completed, and leave it alone until the handle is done and, if it is lost, `pages_free`. `on_done`
         is called when it is over.
 
-        Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call.
+        Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call, and
+        with PEER_LOST where the source ends or restarts first: its tickets end with it.
 
         Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
         BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine.

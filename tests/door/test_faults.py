@@ -156,6 +156,7 @@ def test_a_source_that_is_restarted(tmp_path: Path) -> None:
     with two(tmp_path) as both:
         served(both)
         both.source.close()
+        both.until(lambda: any(isinstance(e, told.Disconnected) for e in both.told))
         with Source("prefill", both.source.pool, address_in(tmp_path)) as again:
             ticket = new_ticket("prefill")
             again.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
