@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _CATALOGUE = {
-    "Block": "planning.layout",
-    "Cache": "planning.layout",
+    "Block": "planning.cache",
+    "Cache": "planning.cache",
     "DType": "wire.enums",
     "Geometry": "planning.geometry",
     "Group": "planning.geometry",
@@ -44,8 +44,9 @@ _CATALOGUE = {
 if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
     from kvproto.options import Options
+    from kvproto.planning.cache import Block, Cache
     from kvproto.planning.geometry import Geometry, Group, local_row, owned_before, owner
-    from kvproto.planning.layout import Block, Cache, Parallel, lay_out
+    from kvproto.planning.layout import Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
     from kvproto.pool import Pool
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket

@@ -1,0 +1,286 @@
+"""A cache of some layers of one model, stated in a line, before it is known which rank owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import attrs
+
+from kvproto.errors import LocalError, check_type, check_whole
+from kvproto.planning import geometry as g
+from kvproto.planning.geometry import Group
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
+
+__all__ = ["BYTES", "Block", "Cache"]
+
+BYTES = {
+    DType.F32: 4, DType.F16: 2, DType.BF16: 2, DType.F8E4M3: 1, DType.F8E5M2: 1, DType.U8: 1, DType.I8: 1,
+}  # fmt: skip
+"""Bytes of an element."""
+
+
+@attrs.frozen
+class Block:
+    """Lanes that tensor-parallel ranks divide among them, `unit` lanes together (a head's channels, say).
+
+    Where ranks are more than units, consecutive ranks hold the same unit.
+    """
+
+    lanes: int
+    unit: int = 1
+    shares: tuple[tuple[int, int], ...] | None = None
+    """Lanes [lo, hi) of each rank, for engines that divide them in another way."""
+
+    def cut(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Lanes [lo, hi) of one of `ranks` ranks; raises LocalError where the shares are of other ranks."""
+        if self.shares is not None:
+            if len(self.shares) != ranks:
+                raise _bad("Cache.divided", f"lanes of each of the {ranks} ranks that share them", len(self.shares))
+            return self.shares[rank]
+        units = self.lanes // self.unit
+        lo = units * rank // ranks
+        hi = lo + 1 if ranks >= units else units * (rank + 1) // ranks
+        return lo * self.unit, hi * self.unit
+
+
+Made = TypeVar("Made")
+Given = ParamSpec("Given")
+_LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
+"""Of numbers that may be less than 1."""
+
+
+def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[Concatenate[type[Cache], Given], Made]:
+    """Refuse numbers below 1 and element types that are none, by the names of their arguments."""
+
+    @wraps(make)
+    def checked(cls: type[Cache], /, *args: Given.args, **named: Given.kwargs) -> Made:
+        for name, given in named.items():
+            if name.endswith("dtype"):
+                check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
+            elif name not in ("name", "layers", "parts", "blocks", "part") and given is not None:
+                check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
+        return make(cls, *args, **named)
+
+    return checked
+
+
+@attrs.frozen
+class Cache:
+    """One cache of some layers of one model, before it is known which rank owns what.
+
+    Sizes are in elements of `dtype`; `layers` is a number of layers or their ids. Joint or apart, NHD or HND, padded or
+    not, is said by the strides of Register, not here.
+    """
+
+    group: Group
+    """Its id is given by `lay_out`."""
+    layers: tuple[int, ...]
+    blocks: tuple[tuple[Block, ...], ...]
+    """Of each part: blocks one after the other on its lane axis."""
+    dealt: bool | None = None
+    """Whether context-parallel ranks deal its tokens among them; None: as engines do, the target's pages alone."""
+
+    def replicated(self) -> Cache:
+        """The same cache, where each context-parallel rank stores every token, with the heads of its TP rank."""
+        return attrs.evolve(self, dealt=False)
+
+    def sharded(self) -> Cache:
+        """The same cache, where context-parallel ranks deal its tokens among them: pages of a draft, say."""
+        if not kind_of(self.group).paged:
+            raise _bad(f"{self.group.name!r}.sharded", "pages, as tokens are dealt by rows", "items of another kind")
+        return attrs.evolve(self, dealt=True)
+
+    @classmethod
+    @_checked
+    def gqa(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
+        v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None, model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Paged K and V of multi-head or grouped-query attention; an F32 scale for every `scale_block` elements."""
+        dims = {"k": head_dim, "v": v_head_dim or head_dim}
+        parts = {p: (dtype, kv_heads, n * BYTES[dtype]) for p, n in dims.items()}
+        if scale_block:
+            parts |= {f"{p}_scale": (DType.F32, kv_heads, -(-n // scale_block) * 4) for p, n in dims.items()}
+        return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    @_checked
+    def mla(
+        cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
+        model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank."""
+        parts = {"latent": (dtype, 1, (latent + rope) * BYTES[dtype])}
+        return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    @_checked
+    def indexer(
+        cls, name: str, layers: int | Iterable[int], *, head_dim: int, page: int, dtype: DType = DType.F8E4M3,
+        scale_block: int | None = 128, model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Paged keys of a sparse-attention indexer, with their F32 scales; whole on every rank."""
+        parts = {"index": (dtype, 1, head_dim * BYTES[dtype])}
+        if scale_block:
+            parts["index_scale"] = (DType.F32, 1, -(-head_dim // scale_block) * 4)
+        return cls.paged(name, layers, parts=parts, page=page, model=model).replicated()
+
+    @classmethod
+    @_checked
+    def page_scales(cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0) -> Cache:
+        """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-WHOLE.
+
+        The scale of a page that is not full moves too: the parts are opaque. A scale of a whole tensor is a fact.
+        """
+        parts = tuple(
+            g.Part(name=p, dtype=DType.F32, lanes=kv_heads, lane_bytes=4, encoding="page_scale")
+            for p in ("k_scale", "v_scale")
+        )
+        return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page)
+
+    @classmethod
+    @_checked
+    def compressed(
+        cls, name: str, layers: int | Iterable[int], *, dim: int, tokens_per_row: int, page_rows: int,
+        dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Paged rows that each cover several tokens (4 or 128, say): one lane, a part of its own name."""
+        parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=dim * BYTES[dtype]),)
+        return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
+
+    @classmethod
+    @_checked
+    def window(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, ring_rows: int,
+        dtype: DType = DType.BF16, model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """K and V of a sliding window in a ring a request: row = position mod `ring_rows`; each side states its own."""
+        size = head_dim * BYTES[dtype]
+        parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
+        return cls._of(name, layers, model, ItemKind.RING, ring_rows, parts)
+
+    @classmethod
+    @_checked
+    def paged(
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], page: int,
+        model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Any other paged parts: name to element type, lanes, bytes of a lane."""
+        return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
+
+    @classmethod
+    @_checked
+    def state(
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1,
+        scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Recurrent state, a slot a request: `rows` live ones, then scratch (of speculative steps), never sent."""
+        rows_ = {"live_rows": rows}
+        return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, _parts(parts), blocks, **rows_)
+
+    @classmethod
+    @_checked
+    def mamba1(
+        cls, name: str, layers: int | Iterable[int], *, channels: int, state: int, kernel: int,
+        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[Cache, Cache]:  # fmt: skip
+        """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
+        conv = (Block(channels),)
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    @_checked
+    def mamba2(
+        cls, name: str, layers: int | Iterable[int], *, heads: int, head_dim: int, groups: int, state: int, kernel: int,
+        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[Cache, Cache]:  # fmt: skip
+        """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
+        conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    @_checked
+    def gdn(
+        cls, name: str, layers: int | Iterable[int], *, key_heads: int, key_dim: int, value_heads: int, value_dim: int,
+        kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
+    ) -> tuple[Cache, Cache]:  # fmt: skip
+        """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
+        layers = _ids(layers)
+        ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
+        key = Block(key_heads * key_dim, key_dim)
+        conv = (key, key, Block(value_heads * value_dim, value_dim))
+        return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
+            f"{name} ssm", layers, parts=ssm, model=model
+        )
+
+    @classmethod
+    @_checked
+    def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> Cache:
+        """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+        for part, (dtype, size) in parts.items():
+            path = f'Cache.parts["{part}"]'
+            check_type(path, dtype, DType, "a kvproto.DType")
+            if check_whole(path, size, 1) % BYTES.get(dtype, 1):
+                raise _bad(path, f"a multiple of {BYTES[dtype]} bytes, an element", size)
+        group = g.handoff(0, name, parts)
+        return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
+
+    def divided(self, shares: Sequence[tuple[int, int]]) -> Cache:
+        """The same cache where tensor-parallel rank i holds lanes (KV heads) [lo, hi) = `shares[i]` of every part.
+
+        For engines whose ranks do not hold what `Block.cut` says: shares may overlap, and together cover all lanes.
+        Raises LocalError for shares that are outside the lanes of a part, or that leave one out.
+        """
+        ranks = tuple((int(lo), int(hi)) for lo, hi in shares)
+        for part in self.group.parts:
+            held = {lane for lo, hi in ranks for lane in range(max(lo, 0), min(hi, part.lanes))}
+            if len(held) < part.lanes or any(not 0 <= lo < hi <= part.lanes for lo, hi in ranks):
+                raise _bad(f"shares of {part.name!r}", f"[lo, hi) within {part.lanes} lanes, each held", ranks)
+        return attrs.evolve(self, blocks=tuple((Block(part.lanes, 1, ranks),) for part in self.group.parts))
+
+    @classmethod
+    def _conv(
+        cls, name: str, layers: int | Iterable[int], blocks: tuple[Block, ...], kernel: int, dtype: DType,
+        scratch_rows: int, model: int,
+    ) -> Cache:  # fmt: skip
+        parts = {"conv": (dtype, sum(b.lanes for b in blocks), BYTES[dtype])}
+        return cls.state(
+            f"{name} conv", layers, parts=parts, rows=kernel - 1, scratch_rows=scratch_rows, blocks={"conv": blocks},
+            model=model,
+        )  # fmt: skip
+
+    @classmethod
+    def _of(
+        cls, name: str, layers: int | Iterable[int], model: int, kind: ItemKind, rows: int, parts: tuple[g.Part, ...],
+        blocks: Mapping[str, Sequence[Block]] | None = None, **more: Any,
+    ) -> Cache:  # fmt: skip
+        numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
+        group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
+        given = blocks or {}
+        unknown = given.keys() - {p.name for p in parts}
+        if unknown:
+            raise _bad("blocks", ", ".join(p.name for p in parts), sorted(unknown)[0])
+        return cls(group, _ids(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+
+
+def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(range(layers) if isinstance(layers, int) else layers)
+
+
+def _parts(parts: Mapping[str, tuple[DType, int, int]]) -> tuple[g.Part, ...]:
+    return tuple(g.Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, (d, lanes, size) in parts.items())
+
+
+def _bad(path: str, mine: str, yours: object) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))
