@@ -76,6 +76,7 @@ def main() -> int:
         model = Decoder(LLAMA)
     torch.set_default_dtype(torch.float32)
     model.rates = torch.tensor(LLAMA.rates, device="cuda")
+    model.join()
     weights = sum(p.nbytes for p in model.parameters()) - model.embed.nbytes
     group = Shape("Llama-3-8B", {}, 32, PAGE)
     found: list[dict[str, Any]] = []

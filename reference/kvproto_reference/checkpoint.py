@@ -65,7 +65,8 @@ def load(
     with torch.device("meta"):
         model = Decoder(config, tp)
     model.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False).join()
+    return model
 
 
 def state(

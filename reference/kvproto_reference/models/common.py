@@ -14,6 +14,14 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(drawn if drawn.is_meta else drawn.normal_(std=shape[-1] ** -0.5))
 
 
+def join(*weights: nn.Parameter) -> Tensor:
+    """Moves matrices [out, in] of one input to where they touch; the whole [sum of outs, in], for one product."""
+    whole = torch.cat([each.data for each in weights])
+    for each, place in zip(weights, whole.split_with_sizes([len(each) for each in weights]), strict=True):
+        each.data = place
+    return whole
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[..., heads * d] -> [..., heads, d], of no tokens too."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
@@ -24,18 +32,20 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, eps)
 
 
-def rope_table(positions: Tensor, rates: Tensor, gain: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, 1, pairs] float32, times `gain`, of positions [n] and rates [pairs]."""
+def rope_table(positions: Tensor, rates: Tensor, gain: float, pairs: bool = False) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines, times `gain`, of positions [n], for `rope`: [n, 1, 2 * rates] float32 each."""
     angles = positions.to(torch.float32)[:, None, None] * rates
-    return angles.cos() * gain, angles.sin() * gain
+    cos, sin = angles.cos() * gain, angles.sin() * gain
+    both = (cos, cos), (-sin, sin)
+    first, second = (torch.stack(b, -1).flatten(-2) if pairs else torch.cat(b, -1) for b in both)
+    return first, second
 
 
 def rope(x: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
     """Rotary embedding of x [..., n, heads, dim]: neighbours are turned together (pairs), or halves are."""
     cos, sin = table
-    first, second = (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return (torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)).to(x.dtype)
+    other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if pairs else x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, other, sin).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -53,8 +63,14 @@ class SwiGLU(nn.Module):
         self.gate = weight(width, hidden)
         self.up = weight(width, hidden)
         self.down = weight(hidden, width)
+        self._both: Tensor | None = None
+
+    def join(self) -> None:
+        """See `Decoder.join`."""
+        self._both = join(self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> this rank's summand of [..., hidden]."""
-        inner = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
-        return F.linear(inner, self.down)
+        both = torch.cat((self.gate, self.up)) if self._both is None else self._both
+        gate, up = F.linear(x, both).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down)

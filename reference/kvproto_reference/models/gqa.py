@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention
-from .common import rms_norm, rope, split_heads, weight
+from .common import join, rms_norm, rope, split_heads, weight
 from .config import ModelConfig
 from .parallel import TensorParallel, kv_head_range
 
@@ -29,16 +29,23 @@ class GqaAttention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(self.kv_heads * dim)) if config.qkv_bias else None
         self.q_norm = nn.Parameter(torch.ones(dim)) if config.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(dim)) if config.qk_norm else None
+        self._whole: Tensor | None = None
+
+    def join(self) -> None:
+        """See `Decoder.join`."""
+        self._whole = join(self.q, self.k, self.v)
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
-        c = self.config
-        q = split_heads(F.linear(x, self.q, self.q_bias), self.heads)
-        k = split_heads(F.linear(x, self.k, self.k_bias), self.kv_heads)
-        v = split_heads(F.linear(x, self.v, self.v_bias), self.kv_heads)
+        c, bias = self.config, None
+        weights = torch.cat((self.q, self.k, self.v)) if self._whole is None else self._whole
+        if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        all_heads = split_heads(F.linear(x, weights, bias), self.heads + 2 * self.kv_heads)
+        both, v = all_heads.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
-        both = rope(torch.cat((q, k), dim=-2), table, c.rope_pairs)
-        q, k = both[..., : self.heads, :], both[..., self.heads :, :]
+            q, k = both.split_with_sizes([self.heads, self.kv_heads], dim=-2)
+            both = torch.cat((rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)), dim=-2)
+        q, k = rope(both, table, c.rope_pairs).split_with_sizes([self.heads, self.kv_heads], dim=-2)
         out = attention.attend(self.layer, q, {"k": k, "v": v})
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
