@@ -44,7 +44,7 @@ def rope_table(positions: Tensor, rates: Tensor, gain: float, pairs: bool = Fals
 def rope(x: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
     """Rotary embedding of x [..., n, heads, dim]: neighbours are turned together (pairs), or halves are."""
     cos, sin = table
-    other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if pairs else x.roll(x.shape[-1] // 2, -1)
+    other = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2) if pairs else x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos, other, sin).to(x.dtype)
 
 
