@@ -224,7 +224,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         "where a rank stores its heads is not which heads they are",
     )
     for id_, clause, change, note in (
-        ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.RING}, "pages to a ring"),
+        ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.SLOT}, "pages to a slot"),
         ("step", "KVP-PLAN-ROWS", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
         ("dtype", "KVP-PLAN-DTYPE", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
         ("lanes", "KVP-PLAN-LANES", {"parts": _parts(lanes=3)}, "another model's number of heads"),

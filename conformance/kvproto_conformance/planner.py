@@ -177,12 +177,14 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
         + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())
         for g, p in ((src, a), (dst, b))
     ]
+    both = set() if any(p.get("encoding") for p in dst["parts"]) else {"PAGE", "RING"}
     for code, path, same in (
-        ("KIND_MISMATCH", f"{at}.kind", src["kind"] == dst["kind"]),
+        ("KIND_MISMATCH", f"{at}.kind", src["kind"] == dst["kind"] or {src["kind"], dst["kind"]} == both),
         ("DTYPE_MISMATCH", f"{at}.parts[{part}].dtype", a["dtype"] == b["dtype"]),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lanes", int(a["lanes"]) * sizes[0] == int(b["lanes"]) * sizes[1]),
         ("ROW_MISMATCH", f"{at}.tokens_per_row", src["tokens_per_row"] == dst["tokens_per_row"]),
         ("ROW_MISMATCH", f"{at}.live_rows", live[0] == live[1]),
+        ("ROW_MISMATCH", f"{at}.partial", src.get("partial", False) == dst.get("partial", False)),
         ("LAYOUT_OPAQUE", f"{at}.parts[{part}].encoding", a.get("encoding") == b.get("encoding")),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lane_bytes", max(sizes) % min(sizes) == 0),
         ("LAYOUT_OPAQUE", f"{at}.rows", not any(p.get("encoding") for p in dst["parts"]) or whole[0] == whole[1]),

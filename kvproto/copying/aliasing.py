@@ -157,7 +157,8 @@ def _compare(cluster: _Extents, named: Mapping[int, tuple[int, IntArray]]) -> No
     if clash.size:
         both = sorted(names[int(owner[order[clash[0] + k]])] for k in (0, 1))
         yours = f"items of {both[0][1]} and {both[1][1]} overlap"
-        advice = "name items that share no bytes; if none of them should, a stride or an offset of Register is wrong"
+        advice = "name items that share no bytes; if none of them should, a stride or an offset of Register is wrong; "
+        advice += "of layers that share a cache, state only the one that writes it"
         path = f"grants[{both[1][0]}].items"
         raise RemoteError(ErrorCode.ITEM_ALIAS, path, "items of disjoint memory", yours, advice)
 

@@ -25,15 +25,10 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
 
 
 def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Global rows [lo, hi) that tokens [first, first + count) cover wholly.
-
-    The items of a group with an opaque part move whole, so that its last row may be covered in part.
-    """
+    """Global rows [lo, hi) that tokens [first, first + count) cover wholly; of a partial group, the last in part too."""
     step = group.tokens_per_row
-    lo, hi = -(-first // step), (first + count) // step
-    if any(part.encoding for part in group.parts):
-        hi = -(-(first + count) // step)
-    return lo, max(lo, hi)
+    lo, end = -(-first // step), first + count
+    return lo, max(lo, -(-end // step) if group.partial else end // step)
 
 
 def check_grants(
@@ -43,13 +38,15 @@ def check_grants(
     wanted: tuple[int, ...],
     grants: tuple[Grants, ...],
     overlaps: Overlaps | None = None,
+    written: bool = True,
 ) -> None:
     """Check grants of a rank's items against the routes of the pair, in the order of clause KVP-TRN-CHECKS.
 
     `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the routed groups, ascending.
-    `overlaps` are those of the columns: who checks many transfers makes them once.
+    `overlaps` are those of the columns: who checks many transfers makes them once. Items that are only read, not
+    `written`, may overlap.
 
-    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -RING, -COUNT, -POOL, -ALIAS).
+    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -ALIAS).
     """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
@@ -62,11 +59,16 @@ def check_grants(
         if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
-        _check_items(f"grants[{i}].items", group, grant, need, columns)
+        _check_items(f"grants[{i}].items", group, grant, need, columns, written)
+    if not written:
+        return
     (Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps).check(grants)
 
 
 def _check_window(at: str, group: Group, grant: Grants) -> None:
+    if group.partial and grant.count and grant.first % group.tokens_per_row:
+        mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole, or not at all"
+        raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, str(grant.first), advice)
     if kind_of(group).wraps:
         lo, hi = rows_of(group, grant.first, grant.count)
         if hi - lo > group.rows:
@@ -77,7 +79,9 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, yours, "tokens before the origin are not dealt")
 
 
-def _check_items(at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns]) -> None:
+def _check_items(
+    at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns], written: bool
+) -> None:
     items = grant.items
     came = 0 if items is None else items.size
     if came != need:
@@ -92,7 +96,7 @@ def _check_items(at: str, group: Group, grant: Grants, need: int, columns: Mappi
     pool = columns[grant.group].items
     if int(items.max()) >= pool:
         raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(items.max())), "name items of the pool")
-    if not _distinct(items, pool):
+    if written and not _distinct(items, pool):
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
 

@@ -133,6 +133,9 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
         first = min(max(first, group.origin), tokens)
     if kind_of(group).wraps:  # it holds no more than its rows
         first = max(first, (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row)
+    if group.partial and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
+        wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
+        raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
     need = items_needed(group, cp_rank, first, tokens - first)
     skip = (
         owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows

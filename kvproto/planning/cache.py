@@ -131,15 +131,12 @@ class Cache:
     @classmethod
     @_checked
     def page_scales(cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0) -> Cache:
-        """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-WHOLE.
+        """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-PARTIAL.
 
-        The scale of a page that is not full moves too: the parts are opaque. A scale of a whole tensor is a fact.
+        The scale of a page that is not full moves too. A scale of a whole tensor is a fact.
         """
-        parts = tuple(
-            g.Part(name=p, dtype=DType.F32, lanes=kv_heads, lane_bytes=4, encoding="page_scale")
-            for p in ("k_scale", "v_scale")
-        )
-        return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page)
+        parts = tuple(g.Part(name=p, dtype=DType.F32, lanes=kv_heads, lane_bytes=4) for p in ("k_scale", "v_scale"))
+        return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page, partial=True)
 
     @classmethod
     @_checked

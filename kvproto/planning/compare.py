@@ -42,12 +42,17 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
     path = f"groups[{dst.name}]"
     at = f"{path}.parts[{name}]"
+    opaque = any(part.encoding for part in dst.parts)
+    if src.kind != dst.kind and (opaque or dst.kind not in kind_of(src).maps_to):
+        mine, yours = ItemKind(src.kind).name, ItemKind(dst.kind).name
+        advice = "keep the cache in items of one kind on both sides" + ", as opaque items move whole" * opaque
+        raise incompatible(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
     for code, where, mine, yours in (
-        (ErrorCode.KIND_MISMATCH, f"{path}.kind", ItemKind(src.kind).name, ItemKind(dst.kind).name),
         (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
         (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a.lanes, a.lane_bytes), _extent(b.lanes, b.lane_bytes)),
         (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),
         (ErrorCode.ROW_MISMATCH, f"{path}.live_rows", _live(src), _live(dst)),
+        (ErrorCode.ROW_MISMATCH, f"{path}.partial", str(bool(src.partial)), str(bool(dst.partial))),
         (ErrorCode.LAYOUT_OPAQUE, f"{at}.encoding", str(a.encoding), str(b.encoding)),
     ):
         same = a.lanes * a.lane_bytes == b.lanes * b.lane_bytes if code == ErrorCode.LANE_MISMATCH else mine == yours
@@ -57,7 +62,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         raise incompatible(
             ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple"
         )
-    if any(part.encoding for part in dst.parts):
+    if opaque:
         deals = [
             f"{g.rows} rows"
             + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None)

@@ -156,6 +156,8 @@ def _check_group(group: Group, path: str) -> None:
     if not kind_of(group).has_memory and plain != (0, 1, 1, *(1 for _ in group.parts)):
         shape = f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
+    if group.partial and not (kind_of(group).paged or kind_of(group).wraps):
+        raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
     if group.cp_size > 1 and (not kind_of(group).paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")

@@ -22,13 +22,17 @@ class Kind:
     """Whether a request's one item is a ring that holds its last rows: row = position mod rows."""
     is_state: bool = False
     """Whether a request's one item is the state after one position, which exists when that is computed."""
+    maps_to: frozenset[int]
+    """Kinds that the sink's items may be of, since their rows stand for the same."""
 
+
+_TOKENS = frozenset({ItemKind.PAGE, ItemKind.RING})
 
 KINDS: dict[int, Kind] = {
-    ItemKind.PAGE: Kind(paged=True),
-    ItemKind.SLOT: Kind(is_state=True),
-    ItemKind.RING: Kind(wraps=True),
-    ItemKind.HANDOFF: Kind(has_memory=False),
+    ItemKind.PAGE: Kind(paged=True, maps_to=_TOKENS),
+    ItemKind.SLOT: Kind(is_state=True, maps_to=frozenset({ItemKind.SLOT})),
+    ItemKind.RING: Kind(wraps=True, maps_to=_TOKENS),
+    ItemKind.HANDOFF: Kind(has_memory=False, maps_to=frozenset({ItemKind.HANDOFF})),
 }
 
 

@@ -125,7 +125,7 @@ class SinkPull(Delivery):
             mine = str(epoch.number) if epoch is not None else "none"
             raise RemoteError(ErrorCode.BAD_GRANT, "epoch", mine, str(message.epoch), "name the registered epoch")
         check_grants(
-            described.source, described.ranks[0], epoch.columns, described.drawn, message.grants, epoch.overlaps
+            described.source, described.ranks[0], epoch.columns, described.drawn, message.grants, written=False
         )
 
     def pulled(self, attempt: SinkAttempt, count: int) -> None:

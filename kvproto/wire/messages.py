@@ -106,6 +106,8 @@ class Group:
     """First token of the deal. [token] Since 1.0."""
     parts: tuple["Part", ...]
     """Parts of a layer, in column order. Since 1.0."""
+    partial: bool | None = attrs.field(default=None)
+    """Whether a row that a window covers in part moves too; absent: no. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -347,11 +347,12 @@ _Group_cp_size = setter(Group, "cp_size")
 _Group_interleave = setter(Group, "interleave")
 _Group_origin = setter(Group, "origin")
 _Group_parts = setter(Group, "parts")
+_Group_partial = setter(Group, "partial")
 
 
 def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     left = b[p]
-    if not 138 <= left <= 139:
+    if not 138 <= left <= 140:
         raise Doubt
     left -= 138
     p += 1
@@ -455,6 +456,15 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
         x11, p = _d_Part(b, p)
         v11.append(x11)
     f11 = tuple(v11)
+    if left and b[p] == 12:
+        left -= 1
+        f12 = b[p + 1]
+        if f12 != 194 and f12 != 195:
+            raise Doubt
+        f12 = f12 == 195
+        p = p + 1 + 1
+    else:
+        f12 = None
     if left:
         raise Doubt
     if len(f11) > 1 and not unique([x.name for x in f11]):
@@ -464,7 +474,7 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     if f7 is not None and not f4 == 2:
         raise Doubt
     o = new(Group)
-    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11)
+    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11); _Group_partial(o, f12)
     return o, p
 
 
@@ -482,13 +492,14 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     f9 = o.interleave
     f10 = o.origin
     f11 = o.parts
+    f12 = o.partial
     if len(f11) > 1 and not unique([x.name for x in f11]):
         raise Doubt
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
         raise Doubt
-    out.append(BYTE_OF[139 - (f7 is None)])
+    out.append(BYTE_OF[140 - (f7 is None) - (f12 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
     if f3.__class__ is not int or not 0 <= f3 <= 4294967295:
@@ -516,6 +527,10 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     out.append(write_count(len(f11), 1, 64))
     for x11 in f11:
         _e_Part(x11, out)
+    if f12 is not None:
+        if f12.__class__ is not bool:
+            raise Doubt
+        out += (b'\x0c', b'\xc3' if f12 else b'\xc2')
 
 
 Part = messages.Part

@@ -72,6 +72,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (9, "interleave", "u32", True, 1, None, None),
         (10, "origin", "u64", True, None, None, None),
         (11, "parts", "list<struct:Part>", True, 1, 64, None),
+        (12, "partial", "bool", False, None, None, None),
     ),
     "Part": (
         (1, "name", "str", True, 1, 64, None),

@@ -67,11 +67,17 @@ def held(group: Group, cp_rank: int, tokens: int) -> list[int]:
 
 def pages(group: Group, cp_rank: int, first: int, count: int) -> list[tuple[int, int, int]]:
     """Global row, page counted from that of token 0, and row in the page, of each owned row that the tokens cover."""
-    step, end = group.tokens_per_row, first + count
-    whole = [
-        (row, i) for i, row in enumerate(held(group, cp_rank, end)) if row * step >= first and row * step + step <= end
-    ]
-    return [(row, i // group.rows, i % group.rows) for row, i in whole]
+    rows = set(covered(group, first, count))
+    mine = [(row, i) for i, row in enumerate(held(group, cp_rank, first + count)) if row in rows]
+    return [(row, i // group.rows, i % group.rows) for row, i in mine]
+
+
+def covered(group: Group, first: int, count: int) -> list[int]:
+    """Global rows that tokens [first, first + count) cover, all of their tokens or, of a partial group, one at least."""
+    tokens, step = set(range(first, first + count)), group.tokens_per_row
+    rows = sorted({token // step for token in tokens})
+    whole = any if group.partial else all
+    return [row for row in rows if whole(token in tokens for token in range(row * step, row * step + step))]
 
 
 def need(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -87,9 +93,8 @@ def rows_of(group: Group, cp_rank: int, request: Request) -> list[tuple[int, int
     if group.kind == ItemKind.SLOT:
         return [(row, request.items[0], row) for row in range(group.live_rows or group.rows)]
     if group.kind == ItemKind.RING:
-        step, end = group.tokens_per_row, request.first + request.count
-        whole = [row for row in range(end) if request.first <= row * step and row * step + step <= end]
-        return [(row, request.items[0], row % group.rows) for row in whole]
+        rows = covered(group, request.first, request.count)
+        return [(row, request.items[0], row % group.rows) for row in rows]
     found = pages(group, cp_rank, request.first, request.count)
     return [(row, request.items[page - found[0][1]], within) for row, page, within in found]
 

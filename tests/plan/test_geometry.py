@@ -125,6 +125,8 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts[1].name"),
     "live rows": (lambda: with_group(MLA, kind=ItemKind.SLOT, live_rows=65), "groups[0].rows"),
     "live rows of pages": (lambda: with_group(MLA, live_rows=64), "groups[0].live_rows"),
+    "partial slots": (lambda: with_group(MLA, kind=ItemKind.SLOT, partial=True), "groups[0].partial"),  # KVP-GEO-PARTIAL
+    "partial hand-off": (lambda: handing(partial=True), "groups[0].partial"),
     "dealt slots": (lambda: with_group(MLA, kind=ItemKind.SLOT, cp_size=2), "groups[0].interleave"),
     "cut rows": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=6), "groups[0].interleave"),
     "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
@@ -183,12 +185,21 @@ def test_a_geometry_states_every_rank_even_one_that_owns_nothing() -> None:
     assert caught.value.code == ErrorCode.LAYER_MISSING
 
 
-def test_scales_of_pages_are_stated_with_an_encoding() -> None:
-    """KVP-GEO-W-BYTES: strides do not tell where the scale of one token of a page is."""
+def test_an_encoding_is_for_bytes_that_strides_do_not_describe() -> None:
+    """KVP-GEO-W-BYTES: scales are lanes like any others, of a token or of a page; a tiled layout is not."""
     scales = Cache.page_scales("scales", 1, kv_heads=2, page=16)
-    assert [part.encoding for part in scales.group.parts] == ["page_scale", "page_scale"]
     heads = Cache.gqa("target", 1, kv_heads=2, head_dim=16, page=16, scale_block=8)
-    assert [part.encoding for part in heads.group.parts] == [None] * 4  # a scale a token is a lane like any other
+    assert {part.encoding for cache in (scales, heads) for part in cache.group.parts} == {None}
+    assert (scales.group.partial, heads.group.partial) == (True, None)
+    tiled, plain = (lay_out([cache]) for cache in (with_encoding(heads, "tiled.16x64"), heads))
+    with pytest.raises(PlanError) as caught:
+        plan(tiled, plain)
+    assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
+
+
+def with_encoding(cache: Cache, name: str) -> Cache:
+    parts = tuple(attrs.evolve(part, encoding=name) for part in cache.group.parts)
+    return attrs.evolve(cache, group=attrs.evolve(cache.group, parts=parts))
 
 
 def test_a_rank_may_own_nothing() -> None:

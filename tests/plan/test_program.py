@@ -28,7 +28,7 @@ from kvproto.planning.geometry import (
     owns,
     validate,
 )  # fmt: skip
-from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
@@ -490,21 +490,50 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     )
 
 
-@pytest.mark.parametrize(("first", "count"), [(2, 12), (2, 1)])
-def test_an_opaque_row_is_not_begun_in_its_middle(first: int, count: int) -> None:
-    """KVP-GRANT-WHOLE: the scale of a page of 4 tokens, of which two are asked for."""
-    geometry = lay_out([Cache.page_scales("scales", 1, kv_heads=1, page=4)])
-    side_ = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 4})[0])
-    asked = Window(first, count, np.arange(items_needed(geometry.groups[0], 0, first, count)))
+SCALES = lay_out([Cache.page_scales("scales", 1, kv_heads=2, page=4)])
+
+
+@pytest.mark.parametrize(("first", "count", "refused"), [(2, 12, True), (2, 1, True), (2, 0, False), (4, 9, False)])
+def test_a_row_that_is_covered_in_part_is_not_begun_in_its_middle(first: int, count: int, refused: bool) -> None:
+    """KVP-GRANT-PARTIAL: the scale of a page of 4 tokens, of which two are asked for."""
+    columns = columns_without_gaps(SCALES, 0, {0: 4})[0]
+    need = items_needed(SCALES.groups[0], 0, first, count)
+    asked = (grant(first, count, list(range(need))),)
+    if not refused:
+        check_grants(SCALES, 0, columns, (0,), asked)
+        return
     with pytest.raises(RemoteError) as caught:
-        lower(plan(geometry, geometry).routes, side_, side_, {0: Window(0, 16, np.arange(4))}, {0: asked})
-    assert caught.value.code == ErrorCode.BAD_GRANT
+        check_grants(SCALES, 0, columns, (0,), asked)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[0].first")
+
+
+@pytest.mark.parametrize(("first", "count", "rows"), [(0, 16, [0, 1, 2, 3]), (4, 9, [1, 2, 3]), (8, 1, [2]), (4, 0, [])])
+def test_scales_of_pages_move_between_ranks_that_divide_heads_in_another_way(
+    first: int, count: int, rows: list[int]
+) -> None:
+    """From two ranks of one head each to one rank of both; the last page is not full."""
+    source, sink = lay_out([Cache.page_scales("scales", 1, kv_heads=2, page=4)], Parallel(tp=2)), SCALES
+    columns, length = columns_without_gaps(sink, 0, {0: 4})
+    there, written = np.full(length, 0xEE, np.uint8), 0
+    for rank in (0, 1):
+        theirs, size = columns_without_gaps(source, rank, {0: 4})
+        here = np.random.default_rng(rank).integers(0, 256, size, np.uint8)
+        sides = RankLayout(source, rank, theirs), RankLayout(sink, 0, columns)
+        windows_ = {0: Window(0, first + count, np.arange(4))}, {0: Window(first, count, np.arange(len(rows)))}
+        program = lower(plan(source, sink).between(rank, 0), *sides, *windows_)
+        written += execute(program, {0: memoryview(here)}, {0: memoryview(there)})
+        for part in (0, 1):
+            from_, to = int(theirs[0].offset[part]), int(columns[0].offset[part]) + 4 * rank
+            for item, row in enumerate(rows):
+                wanted = here[from_ + 4 * row : from_ + 4 * row + 4]
+                assert there[to + 8 * item : to + 8 * item + 4].tolist() == wanted.tolist()
+    assert written == 16 * len(rows)
 
 
 @pytest.mark.parametrize(
     ("spec", "early"),
     [
-        (Cache.page_scales("scales", 1, kv_heads=1, page=4), frozenset()),
+        (Cache.page_scales("scales", 1, kv_heads=1, page=4), frozenset({0})),
         (Cache.state("state", 1, parts={"s": (DType.F32, 1, 64)}), frozenset()),
         (Cache.mla("kv", 1, latent=8, rope=4, page=4), frozenset({0})),
     ],
