@@ -25,7 +25,7 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
 
 
 def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Global rows [lo, hi) that tokens [first, first + count) cover wholly; of a partial group, the last in part too."""
+    """Global rows [lo, hi) that tokens [first, first + count) cover wholly; of a partial group, the last in part."""
     step = group.tokens_per_row
     lo, end = -(-first // step), first + count
     return lo, max(lo, -(-end // step) if group.partial else end // step)

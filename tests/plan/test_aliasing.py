@@ -204,3 +204,19 @@ def test_a_registration_of_too_many_kinds_of_overlap_is_refused() -> None:
     with pytest.raises(RemoteError) as caught:
         check_columns(geometry, 0, regions({0: 4096 * (layers + 1)}), (own,))
     assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_COLUMNS, "columns")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_layers_that_share_a_cache_are_read_but_not_written(written: bool) -> None:
+    """KVP-GRANT-ALIAS: two layers at one place, and an item that a table names twice."""
+    group = mla(0, "target", 0, 16, 4)
+    own = {0: column(0, ITEMS, offset=[0, 0], item_stride=[64], row_stride=[16], lane_stride=[16])}
+    geometry = engine((group, 2))
+    for items in ([0, 1], [2, 2]):
+        if not written:
+            check_grants(geometry, 0, own, (0,), (granted(group, items),), written=False)
+            continue
+        with pytest.raises(RemoteError) as caught:
+            check_grants(geometry, 0, own, (0,), (granted(group, items),))
+        assert caught.value.code == ErrorCode.ITEM_ALIAS
+        assert "state only the one that writes it" in caught.value.advice or items == [2, 2]

@@ -468,6 +468,7 @@ def test_worked_example_of_two_deals() -> None:
     ("first", "count", "moved"), [(0, 16, 4), (0, 5, 2), (4, 4, 1), (8, 1, 1), (4, 0, 0), (5, 4, None), (6, 0, 0)]
 )
 def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> None:
+    """KVP-GRANT-WHOLE."""
     group = attrs.evolve(PAGES, parts=(attrs.evolve(PAGES.parts[0], encoding="tiled"),))
     geometry, columns = pool(group, 8)
     side_ = RankLayout(geometry, 0, columns)
@@ -507,7 +508,9 @@ def test_a_row_that_is_covered_in_part_is_not_begun_in_its_middle(first: int, co
     assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[0].first")
 
 
-@pytest.mark.parametrize(("first", "count", "rows"), [(0, 16, [0, 1, 2, 3]), (4, 9, [1, 2, 3]), (8, 1, [2]), (4, 0, [])])
+@pytest.mark.parametrize(
+    ("first", "count", "rows"), [(0, 16, [0, 1, 2, 3]), (4, 9, [1, 2, 3]), (8, 1, [2]), (4, 0, [])]
+)
 def test_scales_of_pages_move_between_ranks_that_divide_heads_in_another_way(
     first: int, count: int, rows: list[int]
 ) -> None:
