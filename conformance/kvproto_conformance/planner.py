@@ -13,6 +13,7 @@ from math import lcm
 from typing import Any
 
 from kvproto_conformance.codec import Refusal
+from kvproto_conformance.codec.facts import PART_NAMES
 
 __all__ = ["plan"]
 
@@ -24,6 +25,8 @@ _STRICTNESS = {"EQUAL": 0, "WARN": 1, "IGNORE": 2}
 
 def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
     """Digests, routes and required responses; raises Refusal with the code and path of what does not fit."""
+    for side in (source, sink):
+        _names(side)
     _facts(source, sink)
     cold = set()
     if _COLD_DRAFT in features:
@@ -46,6 +49,15 @@ def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
         "required": {str(rank): [str(a) for a in ranks] for rank, ranks in required.items()},
         "cold": sorted(cold),
     }  # fmt: skip
+
+
+def _names(side: Json) -> None:
+    """KVP-PART-TWICE: a group states no part a second time, under an alias."""
+    for i, group in enumerate(side["groups"]):
+        names = {p["name"] for p in group["parts"]}
+        for row, aliases in PART_NAMES.items():
+            if len(names & {row, *aliases}) > 1:
+                raise Refusal("BAD_GEOMETRY", f"groups[{i}].parts")
 
 
 def _facts(source: Json, sink: Json) -> None:

@@ -5,11 +5,12 @@ Of each error `mine` is the source's value and `yours` the sink's; the session t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import Geometry, Group
 from kvproto.planning.kinds import kind_of
+from kvproto.planning.parts import ALIASES, SHARE_OF
 from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
 
 __all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing"]
@@ -82,13 +83,27 @@ def _live(group: Group) -> str:
     return str((group.live_rows or group.rows) if kind_of(group).is_state else None)
 
 
-def missing(group: Group, part: str, layer: int, part_known: bool) -> PlanError:
+def missing(group: Group, part: str, layer: int, known: Collection[str]) -> PlanError:
+    """What the source lacks, of whose parts of that model the names are `known`; an alias of the part is named."""
     path = f"groups[{group.name}].parts[{part}]"
-    if part_known:
+    if part in known:
         mine, yours, advice = f"no layer {layer}", f"layer {layer} of model {group.model}", "serve the same layers"
         return incompatible(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
+    for other in known:
+        if name_of(other) == name_of(part):
+            advice = f"both are {name_of(part)} in the registry of parts: state that name on both sides"
+            return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
+        if name_of(part) == SHARE_OF.get(name_of(other)) or name_of(other) == SHARE_OF.get(name_of(part)):
+            share, whole = sorted((name_of(other), name_of(part)), key=lambda name: name not in SHARE_OF)
+            advice = f"{share} is the registered name of a share of {whole}: keep both sides' in one buffer, or apart"
+            return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
     advice = "serve the same models and caches"
     return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
+
+
+def name_of(part: str) -> str:
+    """The registered name of a part that has it as an alias; else the part's own name."""
+    return ALIASES.get(part, part)
 
 
 def incompatible(code: ErrorCode, path: str, mine: str, yours: str, advice: str) -> PlanError:

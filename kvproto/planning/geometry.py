@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvproto.errors import PlanError
 from kvproto.planning.kinds import kind_of
+from kvproto.planning.parts import ALIASES
 from kvproto.wire import check_fields, decode_struct, encode_struct
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
@@ -158,6 +159,11 @@ def _check_group(group: Group, path: str) -> None:
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     if group.partial and not (kind_of(group).paged or kind_of(group).wraps):
         raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
+    stated: dict[str, str] = {}
+    for part in group.parts:
+        other = stated.setdefault(ALIASES.get(part.name, part.name), part.name)
+        if other != part.name:
+            raise _bad(f"{path}.parts", "each part once, by its name in the registry", f"{other} and {part.name}")
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
     if group.cp_size > 1 and (not kind_of(group).paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")

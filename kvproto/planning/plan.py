@@ -127,7 +127,7 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
         cells: Cells = defaultdict(list)
         for sources, sinks, layers in shared.get(key, {}).get(dst.id, ()):
             if not sources:
-                raise missing(dst, part, layers[0][0], key in have)
+                raise missing(dst, part, layers[0][0], [name for model, name in have if model == dst.model])
             check_pair(sources[0].group, dst, part)
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
                 left -= elect(some, needy, layers, places, sink.replica, part, cells, left)

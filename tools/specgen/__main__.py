@@ -27,6 +27,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "kvproto/wire/messages.py": python.messages_module(facts),
         ROOT / "kvproto/wire/tables.py": python.tables_module(facts),
         ROOT / "kvproto/wire/straight.py": straight.straight_module(facts),
+        ROOT / "kvproto/planning/parts.py": python.parts_module(facts),
         ROOT / "kvproto/session/limits.py": python.limits_module(facts),
         ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
         SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",

@@ -41,6 +41,7 @@ def lint(facts: Facts) -> None:
     for name, fact in facts["fact"].items():
         _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
         _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")
+    _parts(facts)
     for name in ("field_ids", "features"):
         row = facts["grease"][name]
         _need((row["last"] - row["first"]) % row["step"] == 0, f"grease {name}: the last is not of the series")
@@ -48,6 +49,19 @@ def lint(facts: Facts) -> None:
     _messages(facts)
     _bodies(facts)
     _machines(facts)
+
+
+def _parts(facts: Facts) -> None:
+    parts = facts["part"]
+    names = [*parts, *(alias for row in parts.values() for alias in row["aliases"])]
+    _need(len(set(names)) == len(names), f"part names and aliases repeat: {sorted(names)}")
+    for name, row in parts.items():
+        _keys(row, {"lane", "row", "since", "aliases", "doc"}, {"of"}, f"part {name}")
+        _need(row.get("of", "k") in parts and row.get("of") != name, f"part {name}: of {row.get('of')}")
+    for name, row in facts["group"].items():
+        _keys(row, {"kinds", "has", "may", "aliases", "doc"}, set(), f"group {name}")
+        _need(set(row["kinds"]) <= facts["enum"]["ItemKind"]["values"].keys(), f"group {name}: kinds")
+        _need(set(row["has"] + row["may"]) <= parts.keys(), f"group {name}: parts")
 
 
 def _enums(facts: Facts) -> None:

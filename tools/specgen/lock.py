@@ -64,6 +64,8 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"machine.{name}.{before}, {message}", f"{after} {' or '.join(features) or '-'}"
     for name, row in facts["fact"].items():
         yield f"fact.{name}", row["rule"]
+    for name, row in facts["part"].items():
+        yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"]])
 
 
 def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:

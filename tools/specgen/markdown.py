@@ -139,6 +139,26 @@ def fact_names(facts: Facts) -> str:
     return "\n".join([*out, *(f"| `{n}` | {r['rule']} | {r['doc']} |" for n, r in facts["fact"].items())])
 
 
+def parts(facts: Facts) -> str:
+    """Names of parts, and what others call them."""
+    out = ["| part | a lane | a row | | aliases |", "|---|---|---|---|---|"]
+    for name, row in facts["part"].items():
+        doc = row["doc"] + (f" A share of `{row['of']}`." if "of" in row else "")
+        out.append(f"| `{name}` | {row['lane']} | {row['row']} | {doc} | {', '.join(row['aliases'])} |")
+    return "\n".join(out)
+
+
+def part_groups(facts: Facts) -> str:
+    """Groups of the field, by their parts."""
+    out = ["| group | items | parts | perhaps | | also called |", "|---|---|---|---|---|---|"]
+    for name, row in facts["group"].items():
+        cells = (", ".join(f"`{x}`" for x in row[key]) or "-" for key in ("has", "may"))
+        out.append(
+            f"| {name} | {', '.join(row['kinds'])} | {' | '.join(cells)} | {row['doc']} | {', '.join(row['aliases'])} |"
+        )
+    return "\n".join(out)
+
+
 def predicates(facts: Facts) -> str:
     """The closed list of cross-field rules."""
     return "\n".join(
@@ -199,6 +219,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "framing.md": {"limits": limits, "predicates": predicates},
     "negotiation.md": {"features": features},
     "model.md": {"facts": fact_names},
+    "parts.md": {"parts": parts, "groups": part_groups},
     "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},
 }
 

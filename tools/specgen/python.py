@@ -6,7 +6,7 @@ import json
 
 from tools.specgen.registry import HEAD, Facts, moves
 
-__all__ = ["enums_module", "limits_module", "messages_module", "tables_module", "transitions_module"]
+__all__ = ["enums_module", "limits_module", "messages_module", "parts_module", "tables_module", "transitions_module"]
 
 _INTS = {"u8", "u16", "u32", "u64"}
 
@@ -73,6 +73,23 @@ def messages_module(facts: Facts) -> str:
             out.append("")
     out += ["", "Message = (", "    " + "\n    | ".join(facts["message"]), ")"]
     return "\n".join(out) + "\n"
+
+
+def parts_module(facts: Facts) -> str:
+    """kvproto/planning/parts.py"""
+    parts = facts["part"]
+    out = [
+        f'"""Names of parts of v1. {HEAD}"""',
+        "",
+        f"PARTS = ({json.dumps(list(parts))[1:-1]})",
+        '"""Registered names."""',
+        "",
+        "ALIASES = {",
+    ]
+    out += [f"    {json.dumps(alias)}: {json.dumps(name)}," for name, row in parts.items() for alias in row["aliases"]]
+    out += ["}", '"""What others call a part, to its name."""', "", "SHARE_OF = {"]
+    out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
+    return "\n".join([*out, "}", '"""Shares of a part that have names of their own, to that part."""']) + "\n"
 
 
 def tables_module(facts: Facts) -> str:

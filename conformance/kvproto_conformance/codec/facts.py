@@ -143,3 +143,7 @@ def find(layouts: dict[str, Layout], name: str) -> Layout:
 def join(path: str, name: str) -> str:
     """Return the path of a field of the map at a path."""
     return f"{path}.{name}" if path else name
+
+
+PART_NAMES: dict[str, list[str]] = {name: raw["aliases"] for name, raw in _facts["part"].items()}
+"""Registered names of parts, each with its aliases."""

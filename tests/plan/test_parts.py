@@ -1,0 +1,112 @@
+"""Names of parts: the registry, the constructors that use it, and what is said of aliases."""
+
+from itertools import combinations
+
+import pytest
+
+from kvproto.errors import PlanError
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.parts import ALIASES, PARTS, SHARE_OF
+from kvproto.planning.plan import plan
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.planner import plan as other_plan
+from tools.specgen.registry import load
+
+BUILT = [
+    Cache.gqa("a", 2, kv_heads=2, head_dim=8, page=4),
+    Cache.gqa("b", 2, kv_heads=2, head_dim=64, page=4, scale_block=32),
+    Cache.mla("c", 2, latent=16, rope=8, page=4),
+    Cache.indexer("d", 2, head_dim=128, page=4),
+    Cache.page_scales("e", 2, kv_heads=2, page=4),
+    Cache.compressed("f", 2, dim=8, tokens_per_row=4, page_rows=2),
+    Cache.window("g", 2, kv_heads=2, head_dim=8, ring_rows=4),
+    *Cache.mamba1("h", 2, channels=8, state=4, kernel=4),
+    *Cache.mamba2("i", 2, heads=4, head_dim=8, groups=1, state=4, kernel=4),
+    *Cache.gdn("j", 2, key_heads=2, key_dim=8, value_heads=2, value_dim=8, kernel=4),
+    Cache.handoff("k", {"token": (DType.I32, 4), "hidden": (DType.BF16, 64)}),
+]
+GROUPS = load()["group"]
+
+
+@pytest.mark.parametrize("cache", BUILT, ids=lambda cache: cache.group.name)
+def test_constructors_make_groups_of_the_registry(cache: Cache) -> None:
+    names = {p.name for p in cache.group.parts}
+    kind = ItemKind(cache.group.kind).name
+    assert any(
+        set(row["has"]) <= names <= {*row["has"], *row["may"]} and kind in row["kinds"] for row in GROUPS.values()
+    )
+
+
+def test_each_group_of_the_registry_has_a_constructor_that_makes_it() -> None:
+    made = {frozenset(p.name for p in c.group.parts) for c in BUILT}
+    assert all(any({*row["has"]} <= names for names in made) for row in GROUPS.values())
+
+
+def test_no_alias_is_a_name_and_shares_are_of_names() -> None:
+    assert not ALIASES.keys() & set(PARTS)
+    assert set(ALIASES.values()) <= set(PARTS)
+    assert SHARE_OF.keys() | set(SHARE_OF.values()) <= set(PARTS)
+
+
+def named(*names: str) -> Geometry:
+    """One rank and layer, one group with a part of each name."""
+    made = Cache.paged("target", 1, parts=dict.fromkeys(names, (DType.BF16, 1, 16)), page=4)
+    return lay_out([made])
+
+
+def refusal(source: Geometry, sink: Geometry) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        plan(source, sink)
+    with pytest.raises(Refusal) as other:
+        other_plan(to_json(source), to_json(sink))
+    assert (other.value.code, other.value.path) == (caught.value.code.name, caught.value.path)
+    return caught.value
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_is_not_its_name_and_the_refusal_says_which_to_use(alias: str, name: str) -> None:
+    """KVP-PART-ALIAS, both ways round, and for two aliases of one name."""
+    for source, sink in ((alias, name), (name, alias)):
+        error = refusal(named(source), named(sink))
+        assert (error.code, error.path) == (ErrorCode.PART_MISSING, f"groups[target].parts[{sink}]")
+        assert (error.mine, error.yours) == (source, sink)
+        assert f"both are {name}" in error.advice
+
+
+@pytest.mark.parametrize(("share", "whole"), SHARE_OF.items())
+def test_a_share_is_told_from_the_whole(share: str, whole: str) -> None:
+    error = refusal(named(share), named(whole))
+    assert f"{share} is the registered name of a share of {whole}" in error.advice
+    assert refusal(named(whole), named(share)).advice == error.advice
+
+
+def test_a_name_that_nobody_knows_is_said_to_be_absent() -> None:
+    error = refusal(named("k"), named("acme.k_residual"))
+    assert (error.mine, error.yours) == ("(absent)", "model 0")
+
+
+def test_names_of_ones_own_pair_with_themselves() -> None:
+    """KVP-PART-W-NAME: a SHOULD of writers, so readers take any name."""
+    assert plan(named("acme.k_residual", "odd"), named("acme.k_residual", "odd")).routes
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_stated_twice_is_refused(name: str) -> None:
+    """KVP-PART-TWICE, under its name and each alias, and under two aliases."""
+    for pair in combinations((name, *(a for a, of in ALIASES.items() if of == name)), 2):
+        odd = named(*pair)
+        with pytest.raises(PlanError) as caught:
+            validate(odd)
+        assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, "groups[0].parts")
+        assert all(word in caught.value.yours for word in pair)
+        with pytest.raises(Refusal) as other:
+            other_plan(to_json(odd), to_json(odd))
+        assert (other.value.code, other.value.path) == ("BAD_GEOMETRY", "groups[0].parts")
+
+
+def test_shares_stand_beside_each_other() -> None:
+
+    validate(named("q_conv", "k_conv", "v_conv"))
