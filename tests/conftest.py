@@ -51,6 +51,7 @@ ONE_WORKER = {
     "transport/test_cuda_kernel.py": "kernel",
     "transport/test_cuda_stream.py": "kernel",
     "reference/test_jax_attention.py": "jax",
+    "reference/test_jax_context.py": "jax",
     "reference/test_jax_engine.py": "jax",
 }
 """Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel, XLA."""

@@ -39,7 +39,7 @@ def shards(kind: str, ranks: int, interleave: int) -> list[Shard]:
         if kind == "gqa"
         else Cache.mla("kv", 1, latent=WIDTH, rope=DIM - WIDTH, page=PAGE, dtype=DType.F32)
     )
-    (group,) = lay_out([made], Parallel(tp=ranks, dcp=ranks, interleave=interleave)).groups
+    (group,) = lay_out([made], Parallel(cp=ranks, interleave=interleave)).groups
     return [Shard(group, rank) for rank in range(ranks)]
 
 
@@ -103,6 +103,19 @@ class Case:
             for p, each in self.rows.items()
         }  # fmt: skip
 
+    @property
+    def pages(self) -> npt.NDArray[np.int64]:
+        """[spans, pages]"""
+        return np.array([span.pages for span in SPANS])
+
+    def error(self, found: Sequence[npt.NDArray[np.float32]]) -> float:
+        """The largest of a head's output, relative in L2, of what was found for each span [count or more, heads, width]."""
+        worst = 0.0
+        for out, dense in zip(found, self.dense(), strict=True):
+            errors = np.linalg.norm(out[: len(dense)] - dense, axis=-1) / np.linalg.norm(dense, axis=-1)
+            worst = max(worst, np.nan_to_num(errors, nan=np.inf).max())
+        return worst
+
 
 def grid(batch: Batch, values: npt.NDArray[Any], rest: int) -> npt.NDArray[np.int32]:
     """[tokens] -> [spans, n]"""
@@ -134,16 +147,14 @@ def worst(case: Case, ranks: int, interleaves: Sequence[int], *variants: Attenti
         of = shards(case.kind, ranks, interleave)
         batches = [batch_of(SPANS, shard) for shard in of]
         reads = Reads(
-            np.stack([np.array([s.pages for s in SPANS])] * ranks),
+            np.stack([grid(b, b.positions, -1) for b in batches]),
+            np.stack([case.pages] * ranks),
             np.stack([shard.rows(np.array([s.start for s in SPANS])) for shard in of]),
             np.stack([grid(b, b.token_bounds, 0) for b in batches]),
             np.stack([grid(b, np.where(b.slots < 0, 999, b.token_bounds - 1), 999) for b in batches]),
         )
         for nth, by_rank in enumerate(run(case.pools(of), reads, np.stack(dealt))):
-            out = np.concatenate(list(np.asarray(by_rank)), axis=2)
-            for i, dense in enumerate(case.dense()):
-                error = np.linalg.norm(out[i, : len(dense)] - dense, axis=-1) / np.linalg.norm(dense, axis=-1)
-                found[nth] = max(found[nth], np.nan_to_num(error, nan=np.inf).max())
+            found[nth] = max(found[nth], case.error(np.concatenate(list(np.asarray(by_rank)), axis=2)))
     return found
 
 
@@ -187,6 +198,25 @@ def test_nothing_and_nothing_is_nothing() -> None:
     assert np.isneginf(np.asarray(lse)).all()
 
 
+def test_what_a_kernel_leaves_where_it_read_nothing_does_not_spread() -> None:
+    """The first token is on rank 0 alone, the second on neither."""
+    lse = np.full((2, 1, 2, 4), -np.inf, np.float32)
+    lse[0, :, 0], out = 3, np.ones((2, 1, 2, 4, 3), np.float32)
+
+    def run(part: Partial) -> list[Partial]:
+        mine, whole = Partial(part.out[0], part.lse[0]), Partial(*(attention.lax.all_gather(x[0], "dcp") for x in part))
+        found = [exchange(mine, 2) for exchange in attention.EXCHANGES.values()] + [attention.merge(whole)]
+        return [Partial(*(x[None] for x in each)) for each in found]
+
+    merged = compiled(mesh_of(2, 2), run, (RANKS,), RANKS)
+    for left in (np.nan, np.inf, 7.0):
+        out[1], out[0, :, 1] = left, left
+        for found in merged(Partial(out, lse)):
+            np.testing.assert_array_equal(found.lse, np.broadcast_to(lse[:1, :, :, :1], found.lse.shape))
+            np.testing.assert_array_equal(found.out[:, :, 0], 1)
+            np.testing.assert_array_equal(found.out[:, :, 1], 0)
+
+
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(EngineError, match=r"one of \['a2a', 'ag_rs'\], not 'ring'"):
         Attention(1.0, 8, 2, "ring")
@@ -194,12 +224,12 @@ def test_an_unknown_exchange_is_refused() -> None:
 
 @pytest.mark.parametrize("case", [case for case in cases.load() if case.level == "merge"], ids=lambda case: case.id)
 def test_the_merge_of_the_conformance_cases(case: cases.Case) -> None:
-    """Of parts as `attend` makes them: natural, and neutral where no token was read."""
+    """Of natural log-sum-exps, -inf where no token was read; outputs are as a kernel left them."""
     [ask] = case.asks
     parts = ask.question["parts"]
     lse, out = (np.array([part[name] for part in parts], np.float32) for name in ("lse", "out"))
     bases = np.array([[np.log(2) if part["base"] == "2" else 1] for part in parts], np.float32)
     some = (np.array([part["tokens"] for part in parts], np.int64) > 0) & ~np.isneginf(lse)
-    found = attention.merge(Partial(jnp.where(some[..., None], out, 0), jnp.where(some, lse * bases, -jnp.inf)))
+    found = jax.jit(attention.merge, compiler_options=QUICK)(Partial(out, np.where(some, lse * bases, -np.inf)))
     for name, array in found._asdict().items():
         np.testing.assert_allclose(array, np.array(ask.expected[name], np.float32), ask.tolerance, ask.tolerance)

@@ -37,6 +37,7 @@ host_devices(8)
 PAGE, PAGES = 16, 24
 PROMPTS = [b"Alice was beginning to get very tired of sitting by her sister", b"So she was considering in her own mind"]
 ALONE, PAIR, DEALT = Layout(), Layout(tp=2, dcp=2, interleave=3), Layout(tp=4, dcp=2, interleave=3)
+CONTEXT = Layout(cp=2, interleave=3)
 
 
 def stated(target: Path, draft: Path, layout: Layout, page: int = PAGE) -> Geometry:
@@ -47,7 +48,7 @@ def stated(target: Path, draft: Path, layout: Layout, page: int = PAGE) -> Geome
 def one(folder: Path, layout: Layout = ALONE, page: int = PAGE, **how: bool) -> tuple[JaxRunner, list[Pool]]:
     """A target's runner, and the pools of its ranks."""
     made = stated(folder, folder, layout, page)
-    pools = [Pool.allocate(made, PAGES, rank=rank) for rank in range(layout.tp)]
+    pools = [Pool.allocate(made, PAGES, rank=rank) for rank in range(layout.ranks)]
     return jax_runner(folder, pools, TARGET, layout, **how), pools
 
 
@@ -71,6 +72,7 @@ def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> li
 @pytest.mark.parametrize(("target", "draft", "layout"), [
     ("gqa", "gqa", DEALT), ("gqa", "mla", DEALT), ("mla", "mla", DEALT),
     ("mla", "gqa", attrs.evolve(DEALT, draft_sharded=True)),
+    ("mla", "gqa", Layout(tp=2, cp=3, interleave=2, draft_sharded=True)),
 ])  # fmt: skip
 def test_tokens_are_those_of_the_torch_engine(target: str, draft: str, layout: Layout) -> None:
     folders = checkpoint.CHECKPOINTS / f"target-{target}", checkpoint.CHECKPOINTS / f"draft-{draft}"
@@ -150,11 +152,12 @@ def drawn(config: ModelConfig, folder: Path) -> Decoder:
     ("biases", Layout(tp=6, dcp=2, replicate_q=True, exchange="ag_rs"), False),
     ("experts", Layout(tp=3, dcp=3, interleave=4), True),
     ("experts", Layout(tp=4), False),
+    ("biases", Layout(tp=2, cp=3, interleave=2), False),
 ])  # fmt: skip
 def test_logits_of_chunks_are_those_of_the_torch_model(
     tmp_path: Path, name: str, layout: Layout, by_token: bool
 ) -> None:
-    """The last with shares that differ: 6 heads and widths of 50 over 4 ranks."""
+    """The third with shares that differ: 6 heads and widths of 50 over 4 ranks."""
     model = drawn(MODELS[name], tmp_path)
     runner, _ = one(tmp_path, layout, page=4, by_token=by_token)
     expected = model.forward(torch.tensor(IDS), torch.arange(len(IDS)), Dense(model.config))
@@ -179,8 +182,9 @@ def raw(pool: Pool) -> dict[str, np.ndarray]:
     return {part: pool.array(TARGET, 0, part).view(np.float32) for part in "kv"}
 
 
-def test_each_rank_stores_its_tokens_and_touches_nothing_else(folder: Path) -> None:
-    runner, pools = one(folder, PAIR, page=4)
+@pytest.mark.parametrize("layout", [PAIR, CONTEXT], ids=["decode", "prefill"])
+def test_each_rank_stores_its_tokens_and_touches_nothing_else(folder: Path, layout: Layout) -> None:
+    runner, pools = one(folder, layout, page=4)
     for pool in pools:
         for rows in raw(pool).values():
             rows.fill(np.nan)
@@ -260,10 +264,8 @@ def test_misuse_is_refused(folder: Path, tmp_path: Path) -> None:
         runner.run([Chunk(IDS[:9], 0, [1, 2])])
     with pytest.raises(EngineError, match="a vocabulary of 40, not 1 to 40"):
         runner.run([Chunk([1, 40], 0, [1])])
-    with pytest.raises(EngineError, match="no context parallelism"):
-        jax_runner(folder, pools, TARGET, Layout(cp=2))
     with pytest.raises(EngineError, match="all 2 ranks"):
-        jax_runner(folder, pools, TARGET, Layout(tp=2))
+        jax_runner(folder, pools, TARGET, CONTEXT)
     with pytest.raises(EngineError, match="not 9: ask for all"):
         host_devices(9)
     drawn(ModelConfig(kind="gqa", kv_heads=4, head_dim=8, **SIZES | {"heads": 8}), tmp_path)

@@ -9,7 +9,7 @@ span alike. The two passes, and the ranks' shares, merge by log-sum-exp (spec/v1
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -19,7 +19,7 @@ from jax import lax
 
 from ..errors import EngineError
 
-__all__ = ["EXCHANGES", "Attention", "Heads", "Partial", "Reads", "attend", "merge"]
+__all__ = ["EXCHANGES", "Attention", "Heads", "Partial", "Reads", "attend", "exchanged", "merge", "rows_of", "union"]
 
 Rows = Mapping[str, jax.Array]
 
@@ -35,7 +35,10 @@ class Partial(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What one rank reads of its pool in a step."""
+    """What one rank computes of a step, and reads of its pool."""
+
+    positions: jax.Array
+    """[spans, n] of the tokens that the rank computes; -1 for padding."""
 
     table: jax.Array
     """[spans, pages] pages of each span's committed rows; no pages where no rank has any."""
@@ -73,27 +76,53 @@ def attend(q: jax.Array, rows: Rows, heads: jax.Array, seen: jax.Array, scale: f
 def merge(parts: Partial) -> Partial:
     """Attention over the union of disjoint sets of tokens, which the first axis counts."""
     total = jax.nn.logsumexp(parts.lse, 0)
-    weights = jnp.exp(parts.lse - jnp.where(jnp.isneginf(total), 0, total))
-    return Partial((parts.out * weights[..., None]).sum(0), total)
+    return Partial(_weighted(parts.out, _weights(parts.lse, total)).sum(0), total)
+
+
+def _weights(lse: jax.Array, most: jax.Array) -> jax.Array:
+    """exp(lse - most); 0 where there is no token at all."""
+    return jnp.exp(lse - jnp.where(jnp.isneginf(most), 0, most))
+
+
+def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
+    """What has no weight is selected away: kernels leave anything where they read no token, and 0 * NaN is NaN."""
+    return jnp.where(weights[..., None] > 0, out * weights[..., None], 0)
 
 
 def _by_sum(part: Partial, ranks: int) -> Partial:
     """Reduce-scatter of weighted outputs and of weights; a maximum over ranks spares the gathering of log-sum-exps."""
     most = lax.pmax(part.lse, "dcp")  # type: ignore[no-untyped-call]
-    weights = jnp.exp(part.lse - jnp.where(jnp.isneginf(most), 0, most))
+    weights = _weights(part.lse, most)
     scatter = functools.partial(lax.psum_scatter, axis_name="dcp", scatter_dimension=2, tiled=True)
-    out, total = scatter(part.out * weights[..., None]), scatter(weights)
+    out, total = scatter(_weighted(part.out, weights)), scatter(weights)
     out = jnp.where(total[..., None] > 0, out / jnp.where(total > 0, total, 1)[..., None], 0)
     return Partial(out, jnp.log(total) + _own(most, ranks))
 
 
 def _by_all_to_all(part: Partial, ranks: int) -> Partial:
-    """One all-to-all of outputs and log-sum-exps, packed; the merge is local."""
+    return exchanged(part, "dcp", ranks, 2)
+
+
+def exchanged(part: Partial, among: str, ranks: int, along: int) -> Partial:
+    """Each rank's piece of axis `along`, merged over the ranks of a mesh axis.
+
+    One all-to-all of outputs and log-sum-exps, packed; the merge is local.
+    """
     packed = jnp.concatenate((part.out, part.lse[..., None]), -1)
-    spans, n, heads, width = packed.shape
-    sent = jnp.moveaxis(packed.reshape(spans, n, ranks, heads // ranks, width), 2, 0)
-    received = lax.all_to_all(sent, "dcp", split_axis=0, concat_axis=0, tiled=True)  # type: ignore[no-untyped-call]
+    shape = packed.shape
+    sent = jnp.moveaxis(packed.reshape(*shape[:along], ranks, -1, *shape[along + 1 :]), along, 0)
+    received = lax.all_to_all(sent, among, split_axis=0, concat_axis=0, tiled=True)  # type: ignore[no-untyped-call]
     return merge(Partial(received[..., :-1], received[..., -1]))
+
+
+def union(parts: Sequence[Partial]) -> Partial:
+    """The same, of parts that are not stacked."""
+    return merge(Partial(*(jnp.stack(each) for each in zip(*parts, strict=True))))
+
+
+def rows_of(pool: Rows, table: jax.Array) -> dict[str, jax.Array]:
+    """What pages [spans, pages] of a pool [pages, rows, KV heads, row_dim] hold: [spans, rows, KV heads, row_dim]."""
+    return {part: x[table].reshape(len(table), -1, *x.shape[2:]) for part, x in pool.items()}
 
 
 EXCHANGES: dict[str, Callable[[Partial, int], Partial]] = {"ag_rs": _by_sum, "a2a": _by_all_to_all}
@@ -138,11 +167,11 @@ class Attention:
             own = _own(q, self.ranks) if self.replicated else q
             causal = jnp.tri(q.shape[1], dtype=bool)[None]
             parts.append(attend(own, new, heads.own, causal, self.scale, self.width))
-        return merge(Partial(*(jnp.stack(each) for each in zip(*parts, strict=True)))).out
+        return union(parts).out
 
     def _over_pool(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> Partial:
         q = q if self.replicated else lax.all_gather(q, "dcp", axis=2, tiled=True)
-        rows = {part: x[reads.table].reshape(len(q), -1, *x.shape[2:]) for part, x in pool.items()}
+        rows = rows_of(pool, reads.table)
         bounds = reads.bounds[:, None]
         if self.by_token:
             span = jnp.arange(len(q))[:, None]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +18,7 @@ from ..engine.description import DRAFT, TARGET, Layout, shards
 from ..errors import EngineError
 from ..models import ModelConfig, TensorParallel, kv_head_of
 from .attention import Attention, Heads
+from .context import ContextAttention
 from .mesh import by_rank, mesh_of
 from .pool import RankPools
 from .programs import Programs
@@ -27,7 +29,7 @@ __all__ = ["jax_hosted", "jax_runner"]
 
 def jax_hosted(folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int) -> Hosted:
     """All ranks of an engine in JAX, on devices that XLA makes of the host's CPU."""
-    pools = [Pool.allocate(geometry, pages, rank=rank) for rank in range(layout.tp)]
+    pools = [Pool.allocate(geometry, pages, rank=rank) for rank in range(layout.ranks)]
     target, draft = (
         jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=True)
     )
@@ -37,28 +39,34 @@ def jax_hosted(folders: tuple[Path, Path], geometry: Geometry, layout: Layout, p
 def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, by_token: bool = False) -> JaxRunner:
     """The model in a checkpoint folder on all ranks, whose pools these are, in rank order; `group` is TARGET or DRAFT.
 
-    `by_token`: see `Attention`. Raises EngineError for ranks of unequal KV heads, and for pools that are not float32.
+    `by_token`: see `Attention`; not with context parallelism. Raises EngineError for ranks of unequal KV heads, and for
+    pools that are not float32.
     """
-    if layout.cp > 1:
-        raise EngineError(f"the JAX engine has no context parallelism of prefill: {layout.cp} CP ranks asked for")
-    if [pool.rank for pool in pools] != list(range(layout.tp)):
-        raise EngineError(f"JAX hosts all {layout.tp} ranks: it needs their pools, in rank order")
+    if [pool.rank for pool in pools] != list(range(layout.ranks)):
+        raise EngineError(f"JAX hosts all {layout.ranks} ranks: it needs their pools, in rank order")
     config, model = checkpoint.load_config(folder), (TARGET, DRAFT).index(group)
     places = [layout.place(model, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
-    dcp = places[0].dcp
-    attention = Attention(
-        config.score_scale, config.value_dim, dcp, layout.exchange, dcp > 1 and places[0].replicate_q, by_token
-    )
-    mesh = mesh_of(layout.tp, dcp)
+    dcp, owned = places[0].dcp, [shards(pool.geometry, pool.rank)[group] for pool in pools]
+    mesh = mesh_of(layout.tp, dcp, layout.cp)
+    attention: Attention | ContextAttention
+    if layout.cp > 1 and owned[0].count > 1:
+        attention = ContextAttention(config.score_scale, config.value_dim, layout.cp)
+    else:
+        replicated = dcp > 1 and places[0].replicate_q
+        attention = Attention(config.score_scale, config.value_dim, dcp, layout.exchange, replicated, by_token)
     states = [checkpoint.state(folder, place) for place in places]
-    weights = {name: by_rank(mesh, _padded([state[name].numpy() for state in states])) for name in states[0]}
+
+    def dealt(pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
+        """One of each TP rank -> on all ranks."""
+        return by_rank(mesh, _padded(pieces) * layout.cp)
+
+    weights = {name: dealt([state[name].numpy() for state in states]) for name in states[0]}
     heads = Heads(
-        by_rank(mesh, _padded([_kv_heads(config, place, place.together) for place in places])),
-        by_rank(mesh, _padded([_kv_heads(config, place, place) for place in places])),
+        dealt([_kv_heads(config, place, place.together) for place in places]),
+        dealt([_kv_heads(config, place, place) for place in places]),
     )
     return JaxRunner(
-        Programs(config, attention, mesh), weights, heads, RankPools(pools, group, config, mesh),
-        [shards(pool.geometry, pool.rank)[group] for pool in pools],
+        Programs(config, attention, mesh), weights, heads, RankPools(pools, group, config, mesh), owned,
     )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""Where the ranks of an engine are: one device each, in a mesh of groups that hold the same KV heads."""
+"""Where the ranks of an engine are: one device each, in a mesh whose axes are the ways in which they divide work.
+
+Ranks along `cp` deal the tokens of a prefill step; those of a `group` along `dcp` hold the same KV heads.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import EngineError
 
-__all__ = ["EVERYWHERE", "RANKS", "by_rank", "everywhere", "host_devices", "mesh_of"]
+__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "host_devices", "mesh_of", "placed"]
 
-RANKS = PartitionSpec(("group", "dcp"))  # type: ignore[no-untyped-call]
+RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is dealt out over ranks."""
+DEALT = PartitionSpec("cp")  # type: ignore[no-untyped-call]
+"""An array whose first axis is dealt out over `cp`, the same on all ranks of a group."""
 EVERYWHERE = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
@@ -33,18 +38,17 @@ def host_devices(count: int) -> list[jax.Device]:
     return found[:count]
 
 
-def mesh_of(ranks: int, dcp: int) -> Mesh:
-    """`ranks` host devices in rank order, every `dcp` of them a DCP group."""
-    return Mesh(np.array(host_devices(ranks)).reshape(-1, dcp), ("group", "dcp"))
+def mesh_of(tp: int, dcp: int = 1, cp: int = 1) -> Mesh:
+    """A host device for each rank, in rank order: `tp` for each CP rank, every `dcp` of them a DCP group."""
+    return Mesh(np.array(host_devices(cp * tp)).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
 def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
     """Each rank's own array, all of one shape -> [ranks, ...]; a rank's program has [1, ...]."""
-    made: jax.Array = jax.device_put(np.stack(pieces), NamedSharding(mesh, RANKS))
-    return made
+    return placed(mesh, np.stack(pieces), RANKS)
 
 
-def everywhere(mesh: Mesh, array: npt.NDArray[Any]) -> jax.Array:
-    """One array, on every rank."""
-    made: jax.Array = jax.device_put(array, NamedSharding(mesh, EVERYWHERE))
+def placed(mesh: Mesh, array: npt.NDArray[Any], where: PartitionSpec) -> jax.Array:
+    """One array, on every rank or dealt out."""
+    made: jax.Array = jax.device_put(array, NamedSharding(mesh, where))
     return made

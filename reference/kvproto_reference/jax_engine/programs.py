@@ -10,11 +10,12 @@ import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from ..models import ModelConfig
 from .attention import Attention, Heads, Reads
-from .mesh import EVERYWHERE, RANKS
+from .context import ContextAttention
+from .mesh import DEALT, EVERYWHERE, RANKS
 from .model import Weights, block, logits
 
 __all__ = ["Programs", "compiled"]
@@ -33,8 +34,13 @@ class Programs:
     """The compiled functions of a model in one division over a mesh."""
 
     config: ModelConfig
-    attention: Attention
+    attention: Attention | ContextAttention
     mesh: Mesh
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Where the tokens of a step are: all on every rank, or dealt out over `cp`, each with a grid of its own."""
+        return DEALT if isinstance(self.attention, ContextAttention) else EVERYWHERE
 
     def embed(self, weights: Weights, tokens: jax.Array) -> jax.Array:
         """tokens [spans, n] -> x [spans, n, hidden]."""
@@ -47,10 +53,9 @@ class Programs:
         pool: dict[str, jax.Array],
         reads: Reads,
         x: jax.Array,
-        positions: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The next x, and the new rows of each rank by part, [ranks, spans, n, KV heads, row_dim]."""
-        return _layer(self)(weights, heads, pool, reads, x, positions)  # type: ignore[no-any-return]
+        return _layer(self)(weights, heads, pool, reads, x)  # type: ignore[no-any-return]
 
     def head(self, weights: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logits [m, vocab] of these tokens of the step [m], counted along the spans, and the most likely of each."""
@@ -76,24 +81,26 @@ def _mine(tree: Tree) -> Tree:
 
 @functools.cache
 def _embed(p: Programs) -> Callable[..., Any]:
-    return compiled(p.mesh, lambda w, tokens: _mine(w)["embed"][tokens], (RANKS, EVERYWHERE), EVERYWHERE)
+    return compiled(p.mesh, lambda w, tokens: _mine(w)["embed"][tokens], (RANKS, p.tokens), p.tokens)
 
 
 @functools.cache
 def _layer(p: Programs) -> Callable[..., Any]:
-    def program(w: Weights, heads: Heads, pool: Any, reads: Reads, x: jax.Array, positions: jax.Array) -> Any:
-        attend = lambda q, new: p.attention(q, new, pool, _mine(reads), _mine(heads))  # noqa: E731
+    def program(w: Weights, heads: Heads, pool: Any, dealt: Reads, x: jax.Array) -> Any:
+        reads = _mine(dealt)
+        attend = lambda q, new: p.attention(q, new, pool, reads, _mine(heads))  # noqa: E731
         total = lambda summand: lax.psum(summand, ("group", "dcp"))  # type: ignore[no-untyped-call]  # noqa: E731
-        x, rows = block(p.config, _mine(w), x, positions, attend, total)
+        x, rows = block(p.config, _mine(w), x, reads.positions, attend, total)
         return x, {part: new[None] for part, new in rows.items()}
 
-    return compiled(p.mesh, program, (RANKS, RANKS, RANKS, RANKS, EVERYWHERE, EVERYWHERE), (EVERYWHERE, RANKS))
+    return compiled(p.mesh, program, (RANKS, RANKS, RANKS, RANKS, p.tokens), (p.tokens, RANKS))
 
 
 @functools.cache
 def _head(p: Programs) -> Callable[..., Any]:
     def program(w: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = lax.all_gather(x, "cp", tiled=True) if p.tokens == DEALT else x
         found = logits(p.config, _mine(w), x.reshape(-1, x.shape[-1])[wanted])
         return found, jnp.argmax(found, -1)
 
-    return compiled(p.mesh, program, (RANKS, EVERYWHERE, EVERYWHERE), EVERYWHERE)
+    return compiled(p.mesh, program, (RANKS, p.tokens, EVERYWHERE), EVERYWHERE)

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ..attention.batch import Batch
 from ..cache.sharding import Ints, Shard
 from ..engine.runner import Chunk, Computed, Logits, Runner, assemble
 from ..errors import EngineError
-from .attention import Heads, Reads
-from .mesh import by_rank, everywhere
+from .attention import Attention, Heads, Reads
+from .mesh import DEALT, EVERYWHERE, by_rank, placed
 from .pool import RankPools
 from .programs import Programs
 
@@ -40,7 +41,6 @@ class _Step:
     """The arrays of a step on the devices, and where the host puts its rows."""
 
     tokens: jax.Array
-    positions: jax.Array
     reads: Reads
     wanted: jax.Array
     count: int
@@ -74,7 +74,7 @@ class JaxRunner(Runner):
         x = self._programs.embed(self._top, step.tokens)
         for layer, weights in enumerate(self._layers):
             pool = self._pools.read(layer)
-            x, rows = self._programs.layer(weights, self._heads, pool, step.reads, x, step.positions)
+            x, rows = self._programs.layer(weights, self._heads, pool, step.reads, x)
             self._pools.write(layer, rows, step.places)
             if computed is not None:
                 computed(layer)
@@ -83,44 +83,82 @@ class JaxRunner(Runner):
     def _step(self, chunks: Sequence[Chunk]) -> _Step:
         """Spans, tokens, pages and wanted tokens are padded to powers of two, so that few programs compile."""
         made = [assemble(chunks, shard, whole=False) for shard in self._shards]
-        batch, tokens, wanted = made[0]
+        batches, (_, tokens, wanted) = [each for each, _, _ in made], made[0]
         for chunk in chunks:
             self._pools.check(chunk.pages[: self.shard.pages(chunk.stop)])
         if tokens.min() < 0 or tokens.max() >= self.vocab:  # XLA would take others in their place
             raise EngineError(f"tokens must be of a vocabulary of {self.vocab}, not {tokens.min()} to {tokens.max()}")
-        lengths = np.diff(batch.starts)
-        longest = 1 if lengths.max() == 1 else _power(int(lengths.max()), TOKENS)
-        shape = _power(len(chunks), SPANS if longest <= TOKENS else 1), longest
-        cells = np.concatenate([span * shape[1] + np.arange(length) for span, length in enumerate(lengths)])
+        dealt, ranks = self._programs.tokens == DEALT, len(made)
+        lead = range(0, ranks, ranks // self.shard.count if dealt else ranks)  # what they compute is all of the step
+        grid = _Grid.of([np.flatnonzero(b.slots >= 0) if dealt else np.arange(b.tokens) for b in batches], batches[0])
 
-        def grid(values: npt.NDArray[Any], rest: int = 0) -> npt.NDArray[np.int32]:
-            """[tokens] -> [spans, n]."""
-            out = np.full(shape, rest, np.int32)
-            out.flat[cells] = values
-            return out
-
-        by_token = self._programs.attention.by_token
+        attention = self._programs.attention
+        by_token = isinstance(attention, Attention) and attention.by_token
         read = [self.shard.pages(chunk.stop if by_token else chunk.start) for chunk in chunks]
-        table = np.zeros((shape[0], _power(max(read), PAGES) if max(read) else 0), np.int32)
+        table = np.zeros((grid.shape[0], _power(max(read), PAGES) if max(read) else 0), np.int32)
         for row, chunk, pages in zip(table, chunks, read, strict=False):
             row[:pages] = chunk.pages[:pages]
         mesh, beyond = self._programs.mesh, np.iinfo(np.int32).max
-        most = shape[0] * (shape[1] if any(chunk.every for chunk in chunks) else 1)
-        batches = [each for each, _, _ in made]
+
+        def each(values: Sequence[npt.NDArray[Any]], rest: int) -> jax.Array:
+            """[tokens] of every rank -> [spans, n] of what it computes."""
+            return by_rank(mesh, [grid.fill(rank, of, rest) for rank, of in enumerate(values)])
+
         reads = Reads(
-            by_rank(mesh, [table] * len(made)),
-            by_rank(mesh, [np.pad(b.bounds, (0, shape[0] - len(chunks))) for b in batches]),
-            by_rank(mesh, [grid(b.token_bounds) for b in batches]),
-            by_rank(mesh, [grid(np.where(b.slots < 0, beyond, b.token_bounds - 1), beyond) for b in batches]),
+            each([b.positions for b in batches], -1),
+            by_rank(mesh, [table] * ranks),
+            by_rank(mesh, [np.pad(b.bounds, (0, grid.shape[0] - len(chunks))) for b in batches]),
+            each([b.token_bounds for b in batches], 0),
+            each([np.where(b.slots < 0, beyond, b.token_bounds - 1) for b in batches], beyond),
         )
+        cells = np.zeros(len(tokens), np.int64)
+        for nth, rank in enumerate(lead):
+            cells[grid.which[rank]] = nth * grid.size + grid.cells[rank]
+        most = grid.shape[0] * (grid.shape[1] * len(lead) if any(chunk.every for chunk in chunks) else 1)
         return _Step(
-            tokens=everywhere(mesh, grid(tokens)),
-            positions=everywhere(mesh, grid(batch.positions)),
+            tokens=placed(mesh, np.concatenate([grid.fill(rank, tokens, 0) for rank in lead]), self._programs.tokens),
             reads=reads,
-            wanted=everywhere(mesh, np.pad(cells[wanted], (0, most - len(wanted)))),
+            wanted=placed(mesh, np.pad(cells[wanted], (0, most - len(wanted))), EVERYWHERE),
             count=len(wanted),
-            places=[(cells[b.slots >= 0], b.slots[b.slots >= 0]) for b in batches],
+            places=[grid.stored(rank, b.slots) for rank, b in enumerate(batches)],
         )
+
+
+@attrs.frozen(eq=False)
+class _Grid:
+    """Where each rank has the tokens of a step that it computes: in a grid [spans, n] of its own."""
+
+    which: Sequence[Ints]
+    """Of each rank, the tokens that it computes, counted along the step."""
+    cells: Sequence[Ints]
+    """Of each rank, their cells in the grid."""
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, which: Sequence[Ints], batch: Batch) -> _Grid:
+        """All grids have one shape, which `batch` and the longest part of a span give."""
+        span = np.repeat(np.arange(len(batch.spans)), np.diff(batch.starts))
+        nth = [np.arange(len(mine)) - np.searchsorted(span[mine], span[mine]) for mine in which]
+        longest = 1 + max(int(places.max(initial=0)) for places in nth)
+        longest = 1 if longest == 1 else _power(longest, TOKENS)
+        cells = [span[mine] * longest + places for mine, places in zip(which, nth, strict=True)]
+        return cls(which, cells, (_power(len(batch.spans), SPANS if longest <= TOKENS else 1), longest))
+
+    @property
+    def size(self) -> int:
+        """Cells."""
+        return self.shape[0] * self.shape[1]
+
+    def fill(self, rank: int, values: npt.NDArray[Any], rest: int) -> npt.NDArray[np.int32]:
+        """[tokens of the step] -> [spans, n], with `rest` for padding."""
+        out = np.full(self.shape, rest, np.int32)
+        out.flat[self.cells[rank]] = values[self.which[rank]]
+        return out
+
+    def stored(self, rank: int, slots: Ints) -> tuple[Ints, Ints]:
+        """Of the slots [tokens of the step] those that the rank has, after their cells; see `RankPools.write`."""
+        mine = slots[self.which[rank]]
+        return self.cells[rank][mine >= 0], mine[mine >= 0]
 
 
 SPANS, TOKENS, PAGES = 4, 8, 8

@@ -1,0 +1,47 @@
+"""Prefill with context parallelism: each rank along the mesh's axis `cp` computes, and stores, the tokens that it owns.
+
+Keys and values of a step's tokens are gathered, so that each rank attends with its own queries to all of them, by their
+positions; to what was committed before, each rank attends with everybody's queries over its own rows, and the parts are
+merged: what DCP does along heads, along tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .attention import Heads, Partial, Reads, Rows, attend, exchanged, rows_of, union
+
+__all__ = ["ContextAttention"]
+
+
+@attrs.frozen
+class ContextAttention:
+    """Attention of a layer for the tokens that one of `ranks` CP ranks owns of each span."""
+
+    scale: float
+    width: int
+    """Elements of a head's output."""
+    ranks: int
+
+    def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
+        """q [spans, n, heads, row_dim] and new rows [spans, n, KV heads, row_dim] by part, of this rank's tokens.
+
+        pool [pages, rows, KV heads, row_dim] by part -> [spans, n, heads, width].
+        """
+        gather = functools.partial(lax.all_gather, axis_name="cp", axis=1, tiled=True)
+        rows, at = {part: gather(x) for part, x in new.items()}, gather(reads.positions)[:, None]
+        seen = (at >= 0) & (at <= reads.positions[..., None])
+        parts = [self._attend(q, rows, heads, seen)]
+        if reads.table.shape[1]:
+            rows = rows_of(pool, reads.table)
+            held = jnp.arange(next(iter(rows.values())).shape[1]) < reads.bounds[:, None, None]
+            parts.append(exchanged(self._attend(gather(q), rows, heads, held), "cp", self.ranks, 1))
+        return union(parts).out
+
+    def _attend(self, q: jax.Array, rows: Rows, heads: Heads, seen: jax.Array) -> Partial:
+        return attend(q, rows, heads.own, seen, self.scale, self.width)
