@@ -9,6 +9,7 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.node.offering import LEASE
+from kvproto.node.registrar import Spread
 from kvproto.node.sink import QUARANTINE
 from kvproto.node.source import PART_BYTES
 from kvproto.wire.enums import ErrorCode
@@ -44,6 +45,9 @@ class Options:
             if the peer says "pages" too. It costs both sides a pass over their memory for each page.
         measured: What `kvproto probe` measured here; transports that are named choose by it how to move runs of each
             length.
+        spread: Which source ranks are read from where several hold the same bytes, if both sides say the same: "even"
+            deals layers over all of them; "few" awaits as few as send at most twice what the busiest sends by "even"
+            (feature FEW_SOURCES); "one" awaits the fewest, whatever they send (feature SPREAD_ONE).
         pull: Whether the sink reads instead of the source writing, if both sides say so (feature PULL).
         insecure: Whether loopback TCP may be used without encryption.
         thread: Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`.
@@ -63,6 +67,13 @@ class Options:
     def _check_verify(self, field: attrs.Attribute[Any], value: Any) -> None:
         if not (isinstance(value, bool) or value == "pages"):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.verify", 'True, False or "pages"', repr(value))
+
+    spread: Spread = attrs.field(default="even")
+
+    @spread.validator
+    def _check_spread(self, field: attrs.Attribute[Any], value: Any) -> None:
+        if value not in ("even", "few", "one"):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.spread", '"even", "few" or "one"', repr(value))
 
     measured: Sequence[Measured] = ()
     pull: bool = False

@@ -73,6 +73,7 @@ class Sink(Door):
         self._node = SinkNode(
             party, pool, Dialer(chosen.insecure), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
+            spread=chosen.spread,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
         for (engine, replica), _, address in named:

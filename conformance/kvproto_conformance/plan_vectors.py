@@ -81,6 +81,17 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         ["SPREAD_ONE"],
         "the same, replicas read from the lowest",
     )
+    yield (
+        "mla-gqa-8-4-few",
+        "KVP-PLAN-FEW",
+        (mixed(8), mixed(4)),
+        ["FEW_SOURCES"],
+        "the same, and at most twice the load",
+    )
+    few = [mixed(8, 61), mixed(3, 61)]
+    yield "mla-gqa-8-3-few", "KVP-PLAN-FEW", (few[0], few[1]), ["FEW_SOURCES"], "each sink rank has two runs"
+    both = ["SPREAD_ONE", "FEW_SOURCES"]
+    yield "mla-gqa-8-3-both", "KVP-PLAN-SPREAD", (few[0], few[1]), both, "SPREAD_ONE decides where both are chosen"
     for replica in (1, 2, 7):
         yield (
             f"mla-gqa-8-4-replica-{replica}",

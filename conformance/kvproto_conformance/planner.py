@@ -14,12 +14,12 @@ from typing import Any
 
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import PART_NAMES
+from kvproto_conformance.electing import Piece, elect
 
 __all__ = ["plan"]
 
 Json = dict[str, Any]
 Row = tuple[int, ...]
-_SPREAD_ONE, _COLD_DRAFT = "SPREAD_ONE", "COLD_DRAFT"
 _STRICTNESS = {"EQUAL": 0, "WARN": 1, "IGNORE": 2}
 
 
@@ -29,13 +29,14 @@ def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
         _names(side)
     _facts(source, sink)
     cold = set()
-    if _COLD_DRAFT in features:
-        cold = {g["model"] for g in sink["groups"]} - {g["model"] for g in source["groups"]} - {"0"}
-    rows: list[Row] = []
+    if "COLD_DRAFT" in features:
+        cold = _models(sink) - _models(source) - {"0"}
+    pieces: list[Piece] = []
     for group in sink["groups"]:
         if group["model"] not in cold:
             for index in range(len(group["parts"])):
-                rows += _part(source, sink, group, index, _SPREAD_ONE in features)
+                pieces += _part(source, sink, group, index)
+    rows = _rows(pieces, elect(pieces, int(sink["replica"]), features), sink)
     routes: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         routes[row[0], row[1], row[2]].append(row)
@@ -96,8 +97,13 @@ def _owners(
     return found
 
 
-def _part(source: Json, sink: Json, group: Json, index: int, lowest: bool) -> list[Row]:
-    """The boxes of one part of one group of the sink, as rows of the digest."""
+def _models(side: Json) -> set[str]:
+    """Models of which some rank owns something."""
+    return {g["model"] for g in side["groups"] if _held(side, g)}
+
+
+def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:
+    """The pieces of one part of one group of the sink, each of one layer."""
     part, model = group["parts"][index]["name"], group["model"]
     at = f"groups[{group['name']}]"
     layers = sorted(
@@ -106,23 +112,33 @@ def _part(source: Json, sink: Json, group: Json, index: int, lowest: bool) -> li
     known = any(
         g["model"] == model and p["name"] == part and _held(source, g) for g in source["groups"] for p in g["parts"]
     )
-    cells: dict[Row, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    pieces: list[Piece] = []
     for layer in layers:
         have, want = _owners(source, model, part, layer), _owners(sink, model, part, layer, group["id"])
         if not have:
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
         _compare(have[0][1], group, part, at)
         for some, needing in _families(have, want, group["parts"][index].get("encoding"), at, part):
-            _elect_layer(some, needing, layer, sink, group, at, part, lowest, cells)
-    rows: list[Row] = []
-    for (a, b, c, d), spans in cells.items():
-        for first, last, lo, hi in _join(spans):
-            rows.append((a, b, int(group["id"]), int(model), first, last, index, lo, hi, c, d, int(sink["replica"])))
-    return rows
+            pieces += _cut(some, needing, layer, group, index, at)
+    return pieces
 
 
 Owner = tuple[int, Json, int, int, int]
-Cells = dict[Row, dict[int, list[tuple[int, int]]]]
+
+
+def _rows(pieces: list[Piece], elected: list[dict[int, int]], sink: Json) -> list[Row]:
+    """The boxes of all pieces, as rows of the digest."""
+    models = {int(g["id"]): int(g["model"]) for g in sink["groups"]}
+    cells: dict[Row, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for piece, sources in zip(pieces, elected, strict=True):
+        for rank, chosen in sources.items():
+            key = chosen, rank, piece.group, models[piece.group], piece.part, piece.c, piece.d
+            cells[key][piece.layer].append((piece.lo, piece.hi))
+    rows: list[Row] = []
+    for (a, b, group, model, index, c, d), spans in cells.items():
+        for first, last, lo, hi in _join(spans):
+            rows.append((a, b, group, model, first, last, index, lo, hi, c, d, int(sink["replica"])))
+    return rows
 
 
 def _families(
@@ -144,40 +160,23 @@ def _families(
     return found
 
 
-def _elect_layer(
-    have: list[Owner],
-    want: list[Owner],
-    layer: int,
-    sink: Json,
-    group: Json,
-    at: str,
-    part: str,
-    lowest: bool,
-    cells: Cells,
-) -> None:
-    """One source for every piece of one layer, and every sink rank that needs it."""
+def _cut(have: list[Owner], want: list[Owner], layer: int, group: Json, index: int, at: str) -> list[Piece]:
+    """One layer cut wherever an interval of either side begins or ends, for each pair of token classes."""
     cuts = sorted({x for o in have + want for x in o[2:4]})
+    pieces = []
     for lo, hi in zip(cuts, cuts[1:], strict=False):
         for c, d in _classes(have[0][1], group, at):
-            candidates = sorted({o[0] for o in have if o[2] <= lo and hi <= o[3] and o[4] == c})
-            needy = sorted({o[0] for o in want if o[2] <= lo and hi <= o[3] and o[4] == d})
+            candidates = tuple(sorted({o[0] for o in have if o[2] <= lo and hi <= o[3] and o[4] == c}))
+            needy = tuple(sorted({o[0] for o in want if o[2] <= lo and hi <= o[3] and o[4] == d}))
             if needy and not candidates:
-                raise Refusal("COVERAGE", f"{at}.parts[{part}]")
-            for j, rank in enumerate(needy):
-                m, n = len(needy), len(candidates)
-                place = _places(sink, rank).index((int(group["id"]), layer))
-                chosen = j * n // m if lowest or m >= n else (place * m + j + int(sink["replica"])) % n
-                cells[candidates[chosen], rank, c, d][layer].append((lo, hi))
+                raise Refusal("COVERAGE", f"{at}.parts[{group['parts'][index]['name']}]")
+            if needy:
+                pieces.append(Piece(int(group["id"]), layer, index, lo, hi, c, d, candidates, needy))
+    return pieces
 
 
 def _held(side: Json, group: Json) -> bool:
     return any(s["group"] == group["id"] for r in side["ranks"] for s in r["owns"])
-
-
-def _places(side: Json, number: int) -> list[tuple[int, int]]:
-    """(group, layer) of all that a rank owns, in order."""
-    rank = next(r for r in side["ranks"] if int(r["rank"]) == number)
-    return [(int(s["group"]), int(x)) for s in rank["owns"] for x in s["layers"]]
 
 
 def _compare(src: Json, dst: Json, part: str, at: str) -> None:

@@ -69,6 +69,11 @@ def add(commands: Any) -> None:
             "--spread-one", action="store_true", help="feature SPREAD_ONE: replicas are read from the lowest rank"
         )
         one.add_argument(
+            "--few-sources",
+            action="store_true",
+            help="feature FEW_SOURCES: few of the ranks with the same bytes are awaited",
+        )
+        one.add_argument(
             "--cold-draft", action="store_true", help="feature COLD_DRAFT: a draft that prefill lacks starts cold"
         )
         if name == "plan":
@@ -111,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    features = [f for f, on in ((Feature.SPREAD_ONE, args.spread_one), (Feature.COLD_DRAFT, args.cold_draft)) if on]
+    features = [
+        f for f in (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT) if getattr(args, f.name.lower())
+    ]
     try:
         made = plan(source, sink, features)
     except KvprotoError as error:

@@ -17,13 +17,22 @@ from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["PeerMapping", "features_of", "map_peer", "register"]
+__all__ = ["PeerMapping", "Spread", "features_of", "map_peer", "register"]
 
 
-def features_of(transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool) -> tuple[Feature, ...]:
+Spread = Literal["even", "few", "one"]
+"""Which of the ranks that hold the same bytes are read from: all alike, few of them, or the lowest that will do."""
+
+
+def features_of(
+    transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool, spread: Spread = "even"
+) -> tuple[Feature, ...]:
     """Features that a side offers: those of its transports, and what its engine chose."""
     found = {feature for transport in transports for feature in transport.capabilities.features}
-    chosen = {Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull}
+    chosen = {
+        Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
+        Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
+    }  # fmt: skip
     return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 
 

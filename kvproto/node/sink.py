@@ -12,7 +12,7 @@ from kvproto.net import Dialer
 from kvproto.node.link import Here, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
-from kvproto.node.registrar import features_of
+from kvproto.node.registrar import Spread, features_of
 from kvproto.node.told import Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
@@ -37,13 +37,14 @@ class SinkNode:
     def __init__(
         self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
+        spread: Spread = "even",
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
         self.pool, self._dialer = pool, dialer
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._here = Here(
-            party, pool, self.transports, readers if pull else (), features_of(self.transports, verify, pull),
+            party, pool, self.transports, readers if pull else (), features_of(self.transports, verify, pull, spread),
             Quarantine(pool.layout, quarantine),
         )  # fmt: skip
         self.sources: dict[Replica, str] = {}

@@ -16,7 +16,7 @@ from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.pool import RankPool
 from kvproto.node.progress import Part, SendProgress
-from kvproto.node.registrar import PeerMapping, features_of, map_peer, register
+from kvproto.node.registrar import PeerMapping, Spread, features_of, map_peer, register
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
 from kvproto.node.told import Copied, RequestOver
@@ -48,12 +48,13 @@ class SourceNode:
         self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *,
         verify: bool | Literal["pages"] = True, transports: Sequence[Transport] = (), pull: bool = False,
         part_bytes: int = PART_BYTES, lease: float = LEASE, first_part_ratio: float | None = None,
+        spread: Spread = "even",
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; `endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, lease
         self.transports = tuple(transports) or (default(pool.memories),)
         self.endpoint = SourceEndpoint(
-            party, pool.layout.geometry, dict(endpoints), features_of(self.transports, verify, pull),
+            party, pool.layout.geometry, dict(endpoints), features_of(self.transports, verify, pull, spread),
             secrets.randbits(62) | 1, this_process(),
         )  # fmt: skip
         self._scheduler = Scheduler(part_bytes, first_part_ratio)

@@ -1,9 +1,10 @@
-"""Who could send each byte to whom, and which of them does (spec/v1/planning.md, steps 3 and 4)."""
+"""Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, step 3)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -13,12 +14,10 @@ import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
 from kvproto.planning.geometry import Geometry, Group, deal
+from kvproto.planning.spreading import Layers, Piece, Ranks, joined
 from kvproto.wire.enums import ErrorCode
 
-__all__ = [
-    "MOST_PIECES", "Cells", "Claim", "Claims", "Layers", "Places", "alike", "claims_of", "elect", "joined", "places_of",
-    "whole",
-]  # fmt: skip
+__all__ = ["MOST_PIECES", "Claim", "Claims", "alike", "claims_of", "cut", "whole"]
 
 
 _MOST_PAIRS = 1 << 16
@@ -44,13 +43,6 @@ class Claim:
 
 Claims = dict[tuple[int, str], list[Claim]]
 """(model, part name) -> claims."""
-Layers = tuple[tuple[int, int], ...]
-Key = tuple[int, int, int, int]
-"""(source rank, sink rank, source class, sink class)"""
-Places = dict[tuple[int, int], tuple[int, npt.NDArray[np.int64]]]
-"""(rank, group id) -> place of the group's first layer among all layers of the rank, and its layer ids [layers]."""
-Cells = dict[Key, list[tuple[int, int, Layers]]]
-"""(first byte, byte after the last, layers) of the lane axis, by who sends which token class to whom."""
 
 
 def claims_of(geometry: Geometry) -> Claims:
@@ -68,20 +60,10 @@ def claims_of(geometry: Geometry) -> Claims:
     return claims
 
 
-def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, with those that touch made one."""
-    made: list[tuple[int, int]] = []
-    for lo, hi in intervals:
-        if made and made[-1][1] == lo:
-            made[-1] = (made[-1][0], hi)
-        else:
-            made.append((lo, hi))
-    return made
-
-
 def _intervals(numbers: npt.NDArray[Any]) -> Layers:
     """Ascending numbers [n] as intervals [lo, hi)."""
-    return tuple(joined((n, n + 1) for n in numbers.tolist()))
+    lo, hi = int(numbers[0]), int(numbers[-1]) + 1
+    return ((lo, hi),) if hi - lo == numbers.size else tuple(joined((n, n + 1) for n in numbers.tolist()))
 
 
 Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
@@ -108,17 +90,6 @@ def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
     return found
 
 
-def places_of(geometry: Geometry) -> Places:
-    """Number all layers that each rank owns, group after group, hand-off groups included (KVP-PLAN-EXACT)."""
-    found: Places = {}
-    for rank in geometry.ranks:
-        start = 0
-        for share in rank.owns:
-            found[rank.rank, share.group] = start, share.layers.astype(np.int64)
-            start += share.layers.size
-    return found
-
-
 def whole(
     sources: tuple[Claim, ...], sinks: tuple[Claim, ...], part: str
 ) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...]]]:
@@ -139,56 +110,58 @@ def whole(
         yield some, tuple(c for c in sinks if tuple(owned[1][c.rank]) == spans)
 
 
-def elect(
-    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, places: Places, ordinal: int, part: str,
-    cells: Cells, most: int,
-) -> int:  # fmt: skip
-    """Choose a source for each cell of each sink and add it to `cells`; without `places` layers are not dealt.
+def cut(
+    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: str, most: int, pieces: list[Piece]
+) -> int:
+    """Cut what both sides claim into pieces that the same ranks own throughout, and add them to `pieces`.
 
-    Returns how many pieces these were, times layers: `most` at most. Raises COVERAGE (KVP-PLAN-COVER), ROW_MISMATCH
+    Returns how many were looked at, times layers: `most` at most. Raises COVERAGE (KVP-PLAN-COVER), ROW_MISMATCH
     (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
     """
     cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
-    pairs = _class_pairs(sources[0].group, sinks[0].group)
+    dst = sinks[0].group
+    pairs = _class_pairs(sources[0].group, dst)
     at = {x: i for i, x in enumerate(cuts)}
-    pieces = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
-    pieces *= sum(hi - lo for lo, hi in layers)
-    where = f"groups[{sinks[0].group.name}].parts[{part}]"
-    if pieces > most:
-        mine, yours = f"at most {MOST_PIECES} pieces times layers", str(MOST_PIECES - most + pieces)
+    number = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
+    number *= sum(hi - lo for lo, hi in layers)
+    where = f"groups[{dst.name}].parts[{part}]"
+    if number > most:
+        mine, yours = f"at most {MOST_PIECES} pieces times layers", str(MOST_PIECES - most + number)
         raise incompatible(ErrorCode.TOO_LARGE, where, mine, yours, "cut lanes at fewer places")
     have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
-    numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
-    dealt: dict[tuple[int, int, int, int], dict[int, Layers]] = {}
-    for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    index = [p.name for p in dst.parts].index(part)
+    for i, (lo, hi) in enumerate(pairwise(cuts)):
         for c, d in pairs:
             needy, candidates = want[i].get(d, ()), have[i].get(c, ())
             if needy and not candidates:
-                mine, yours = f"no rank owns bytes {lo}..{hi} of cp rank {c}", f"rank {needy[0]} needs them"
-                raise incompatible(ErrorCode.COVERAGE, where, mine, yours, "state every rank in the Description")
-            few, many = len(candidates), len(needy)
-            for j, rank in enumerate(needy):
-                if many >= few or not places:
-                    cells[candidates[j * few // many], rank, c, d].append((lo, hi, layers))
-                    continue
-                key = (rank, few, many, j)
-                if key not in dealt:
-                    start, held = places[rank, sinks[0].group.id]
-                    turn = ((start + np.searchsorted(held, numbers)) * many + j + ordinal) % few
-                    dealt[key] = {k: _intervals(numbers[turn == k]) for k in np.unique(turn).tolist()}
-                for k, share in dealt[key].items():
-                    cells[candidates[k], rank, c, d].append((lo, hi, share))
-    return pieces
+                mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
+                raise incompatible(
+                    ErrorCode.COVERAGE,
+                    where,
+                    mine,
+                    f"rank {needy[0]} needs them",
+                    "state every rank in the Description",
+                )
+            if needy:
+                pieces.append(Piece(dst.id, index, lo, hi, c, d, layers, candidates, needy))
+    return number
 
 
-def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, list[int]]]:
+def _text(layers: Layers) -> str:
+    """Layers for people."""
+    one = len(layers) == 1 and layers[0][1] - layers[0][0] == 1
+    spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in layers)
+    return f"layer{'s' * (not one)} {spans}"
+
+
+def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, Ranks]]:
     """For each interval between two cuts: the ranks that own it, ascending, by cp rank."""
     at = {x: i for i, x in enumerate(cuts)}
     found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
     for claim in claims:
         for i in range(at[claim.lo], at[claim.hi]):
             found[i][claim.cp_rank].add(claim.rank)
-    return [{k: sorted(v) for k, v in row.items()} for row in found]
+    return [{k: tuple(sorted(v)) for k, v in row.items()} for row in found]
 
 
 def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:

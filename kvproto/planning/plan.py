@@ -17,19 +17,9 @@ import attrs
 import numpy as np
 
 from kvproto.planning.compare import check_facts, check_pair, differences, missing
-from kvproto.planning.election import (
-    MOST_PIECES,
-    Cells,
-    Claim,
-    Layers,
-    alike,
-    claims_of,
-    elect,
-    joined,
-    places_of,
-    whole,
-)  # fmt: skip
+from kvproto.planning.election import MOST_PIECES, Claim, Claims, alike, claims_of, cut, whole
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.spreading import Layers, Piece, elect, joined
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -113,32 +103,42 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     """
     check_facts(source, sink)
     have, want = claims_of(source), claims_of(sink)
-    cold = _cold(source, sink) if Feature.COLD_DRAFT in features else ()
-    places = {} if Feature.SPREAD_ONE in features else places_of(sink)
+    cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
+    groups = {g.id: g for g in sink.groups}
+    cells: dict[tuple[int, ...], list[tuple[int, int, Layers]]] = defaultdict(list)
+    for piece, shares in elect(_pieces(sink, have, want, cold), sink.replica, features):
+        for a, b, layers in shares:
+            cell = piece.group, piece.part, a, b, piece.source_class, piece.sink_class
+            cells[cell].append((piece.lo, piece.hi, layers))
     boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
     rows: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
-    shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
     homes = {key: _homes(claims) for key, claims in have.items()}
+    for (group, index, a, b, c, d), spans in cells.items():
+        model = groups[group].model
+        home = homes[model, groups[group].parts[index].name]
+        for lo, hi, x, y in _merge(spans):
+            rows[a, b, group].append((a, b, group, model, lo, hi, index, x, y, c, d, sink.replica))
+            # the digest does not know the source's groups; lowering does
+            for from_, to, id in _within(home, lo, hi):
+                boxes[a, b, group].append(Box(model, from_, to, index, x, y, c, d, id))
+    routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
+    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
+
+
+def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> list[Piece]:
+    """All that the sink's ranks need, cut by owners; raises what does not fit, in the order of the sink's groups."""
+    shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
+    pieces: list[Piece] = []
     left = MOST_PIECES
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts)]:
-        if dst.model in cold:
-            continue
         key = dst.model, part
-        cells: Cells = defaultdict(list)
-        for sources, sinks, layers in shared.get(key, {}).get(dst.id, ()):
+        for sources, sinks, layers in () if dst.model in cold else shared.get(key, {}).get(dst.id, ()):
             if not sources:
                 raise missing(dst, part, layers[0][0], [name for model, name in have if model == dst.model])
             check_pair(sources[0].group, dst, part)
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                left -= elect(some, needy, layers, places, sink.replica, part, cells, left)
-        for (a, b, c, d), spans in cells.items():
-            for lo, hi, x, y in _merge(spans):
-                rows[a, b, dst.id].append((a, b, dst.id, dst.model, lo, hi, index, x, y, c, d, sink.replica))
-                # the digest does not know the source's groups; lowering does
-                for from_, to, id in _within(homes[key], lo, hi):
-                    boxes[a, b, dst.id].append(Box(dst.model, from_, to, index, x, y, c, d, id))
-    routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
-    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
+                left -= cut(some, needy, layers, part, left, pieces)
+    return pieces
 
 
 Homes = list[tuple[int, int, int]]
@@ -164,10 +164,9 @@ def _within(homes: Homes, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         lo, i = end, i + 1
 
 
-def _cold(source: Geometry, sink: Geometry) -> tuple[int, ...]:
-    """Draft models of the sink of which the source has no group at all."""
-    known = {g.model for g in source.groups}
-    return tuple(sorted({g.model for g in sink.groups if g.model} - known))
+def _cold(have: Claims, want: Claims) -> tuple[int, ...]:
+    """Draft models of the sink of which no source rank owns anything."""
+    return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))
 
 
 def _merge(spans: list[tuple[int, int, Layers]]) -> Iterator[tuple[int, int, int, int]]:

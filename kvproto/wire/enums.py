@@ -151,6 +151,8 @@ class Feature(IntEnum):
     """Memory is registered again, or given up, while the session goes on: a second Register, Unregister."""
     VERIFY_PAGES = 9
     """Beside VERIFY: checksums of each layer and page, so that a difference is found, not only noticed."""
+    FEW_SOURCES = 10
+    """Each sink rank reads from as few sources as leave the busiest at most twice what it sends by dealing."""
 
 
 class ErrorCode(IntEnum):

@@ -14,9 +14,16 @@ from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import Geometry
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan as second
+from tests.plan.test_spreading import odd_world
 from tests.plan.worlds import caches, side
 
-FEATURES = [(), (Feature.SPREAD_ONE,), (Feature.COLD_DRAFT,), (Feature.SPREAD_ONE, Feature.COLD_DRAFT)]
+FEATURES = [
+    (),
+    (Feature.SPREAD_ONE,),
+    (Feature.FEW_SOURCES,),
+    (Feature.COLD_DRAFT,),
+    (Feature.FEW_SOURCES, Feature.SPREAD_ONE, Feature.COLD_DRAFT),
+]
 
 
 def ours(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any:
@@ -49,6 +56,16 @@ def test_two_planners_agree(seed: int) -> None:
         source, sink = opaque(source), opaque(sink)
     if rng.random() < 0.1:
         sink = attrs.evolve(source, replica=sink.replica)
+    features = rng.choice(FEATURES)
+    assert ours(source, sink, features) == theirs(source, sink, features)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_two_planners_elect_alike(seed: int) -> None:
+    """KVP-PLAN-TURN, KVP-PLAN-FEW: virtual stages and odd sets of owners."""
+    rng = random.Random(seed)
+    source, sink = odd_world(rng)
     features = rng.choice(FEATURES)
     assert ours(source, sink, features) == theirs(source, sink, features)
 

@@ -121,6 +121,7 @@ def test_layouts() -> None:
     ("field", "value"),
     [
         ("verify", "page"),
+        ("spread", "least"),
         ("part_bytes", 0),
         ("lease", 0),
         ("quarantine", 1.5),

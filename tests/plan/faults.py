@@ -185,19 +185,19 @@ CASES: dict[str, Callable[[], None]] = {
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
-        "heads_dropped", "planning/election.py", "few, many = len(candidates), len(needy)", "few, many = len(candidates), len(needy)\n"
-        "            if candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                continue"),
+        "heads_dropped", "planning/election.py", "have[i].get(c, ())", "have[i].get(c, ())\n"
+        "            if candidates and candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                continue"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "planning/election.py", "candidates[j * few // many]", "sources[min(rank * len(sources) // len(sinks), len(sources) - 1)].rank"),
+        "heads_dropped", "planning/election.py", "layers, candidates, needy)",
+        "layers, (sources[min(needy[0] * len(sources) // len(sinks), len(sources) - 1)].rank,), needy)"),
     "each replica sends": (
-        "replicas_written_again", "planning/election.py", "append((lo, hi, share))", "append((lo, hi, layers))"),
+        "replicas_written_again", "planning/spreading.py", "needy[k // len(candidates)], some)", "needy[k // len(candidates)], layers)"),
     "a rank with a layer has all of its heads": (
         "empty_ranks_shadow", "planning/election.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
         "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
         "    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
-        "draft_shards_lost", "planning/election.py", "for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):\n        for c, d",
-        "for i, (lo, hi) in enumerate(zip(cuts[:1], cuts[1:], strict=False)):\n        for c, d"),
+        "draft_shards_lost", "planning/election.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
         "draft_shards_lost", "planning/plan.py", "routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))",
         "firsts = {k[1]: k[0] for k in sorted(boxes, reverse=True)}\n    routes = (Route(*key, tuple(sorted(boxes[key])), "

@@ -6,6 +6,7 @@ for, by walking tokens one by one and counting; and who must send what, by elect
 
 import functools
 import hashlib
+import itertools
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,25 +183,30 @@ def boxes(source: Geometry, sink: Geometry) -> list[Row]:
     """Every box of the plan, elected byte by byte, joined as the spec says, as the rows of the digest."""
     have, want = owners(source), owners(sink)
     sources, sinks = group_of(source), group_of(sink)
-    layers_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for (model, part, layer, _), ranks in want.items():
-        for rank in ranks:
-            layers_of[rank].add((sinks[model, part, layer].id, layer))
-    place = {rank: {x: i for i, x in enumerate(sorted(found))} for rank, found in layers_of.items()}
-    cells: dict[Row, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    asked: list[tuple[Coordinate, int, int, tuple[int, ...], tuple[int, ...]]] = []
     for (model, part, layer, byte), ranks in sorted(want.items()):
+        for c, d in meeting(sources[model, part, layer], sinks[model, part, layer]):
+            needy = tuple(sorted(r for r, k in ranks.items() if k == d))
+            able = tuple(sorted(r for r, k in have[model, part, layer, byte].items() if k == c))
+            asked.append(((model, layer, part, 0, byte), c, d, able, needy))
+    turn = {
+        unit: n + sink.replica
+        for _, units in itertools.groupby(
+            sorted({
+                (able, sinks[at[0], at[2], at[1]].id, at[1], needy, rank)
+                for at, _, _, able, needy in asked if len(needy) < len(able) for rank in needy
+            }),
+            key=lambda unit: unit[0],
+        )
+        for n, unit in enumerate(units)
+    }  # fmt: skip
+    cells: dict[Row, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (model, layer, part, _, byte), c, d, able, needy in asked:
         dst = sinks[model, part, layer]
-        for c, d in meeting(sources[model, part, layer], dst):
-            needy = sorted(r for r, k in ranks.items() if k == d)
-            able = sorted(r for r, k in have[model, part, layer, byte].items() if k == c)
-            for j, rank in enumerate(needy):
-                m = len(needy)
-                if m >= len(able):
-                    chosen = able[j * len(able) // m]
-                else:
-                    chosen = able[(place[rank][dst.id, layer] * m + j + sink.replica) % len(able)]
-                index = [p.name for p in dst.parts].index(part)
-                cells[chosen, rank, dst.id, model, index, c, d][layer].append(byte)
+        index = [p.name for p in dst.parts].index(part)
+        for j, rank in enumerate(needy):
+            place = turn.get((able, dst.id, layer, needy, rank), j * len(able) // len(needy))
+            cells[able[place % len(able)], rank, dst.id, model, index, c, d][layer].append(byte)
     found = []
     for (a, b, group, model, index, c, d), by_layer in cells.items():
         open_: dict[tuple[int, int], int] = {}

@@ -310,7 +310,7 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
                "groups[draft].rows", "64 rows of 256 bytes a lane", "32 rows of 256 bytes a lane"),
     "pairs of cp ranks": (changed(cp_size=257), changed(cp_size=256), ErrorCode.ROW_MISMATCH, "groups[draft].cp_size", "257", "256"),  # KVP-PLAN-DEALS
     "nobody": (attrs.evolve(PAGED, ranks=PAGED.ranks[:1]), PAGED, ErrorCode.COVERAGE, "groups[draft].parts[k]",
-               "no rank owns bytes 1024..2048 of cp rank 0", "rank 1 needs them"),
+               "no rank of cp rank 0 owns bytes 1024..2048 of layers 0-1", "rank 1 needs them"),
 }  # fmt: skip
 
 
@@ -346,6 +346,18 @@ def test_draft_that_prefill_lacks_starts_cold_if_both_agreed() -> None:
         plan(engine(2, [GQA], [1]), sink, (Feature.COLD_DRAFT,))
     with pytest.raises(PlanError):
         plan(engine(2, [MLA, GQA], [2, 1]), engine(1, [MLA, GQA], [2, 2]), (Feature.COLD_DRAFT,))
+
+
+def test_a_draft_that_the_source_states_and_no_rank_owns_is_lacked() -> None:
+    """KVP-PLAN-COLD: the group is in the Description, but nobody has a layer of it."""
+    nobody = attrs.evolve(engine(2, [MLA], [2]), groups=(MLA, GQA))
+    sink = engine(1, [MLA, GQA], [2, 1])
+    with pytest.raises(PlanError) as caught:
+        plan(nobody, sink)
+    assert caught.value.code == ErrorCode.PART_MISSING
+    assert plan(nobody, sink, (Feature.COLD_DRAFT,)).cold == (1,)
+    # a draft that no rank of the sink owns is not started, cold or warm
+    assert plan(nobody, attrs.evolve(sink, ranks=nobody.ranks[:1]), (Feature.COLD_DRAFT,)).cold == ()
 
 
 def test_a_draft_that_nobody_wants_is_not_sent() -> None:
