@@ -44,6 +44,8 @@ class Arrived:
         checksums: By source rank and group name: 64 bits, equal on both sides; empty without VERIFY.
         bytes: Written by each source rank.
         seconds: From `fetch` to the last byte.
+        since: By group name: the first token that is here, of groups that were fetched `late` and begin later than was
+            asked for. Rows below it are not those of the prompt.
     """
 
     fetch: Fetch
@@ -52,6 +54,7 @@ class Arrived:
     checksums: Mapping[tuple[int, str], int]
     bytes: Mapping[int, int]
     seconds: float
+    since: Mapping[str, int] = {}
 
 
 @attrs.frozen

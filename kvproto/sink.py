@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -98,15 +98,18 @@ class Sink(Door):
 
     def fetch(
         self, ticket: Ticket, prompt: Prompt, pages: PageTables, *, cached: int | Mapping[str, int] = 0,
-        tokens: int | None = None, on_done: Callable[[Fetch], object] | None = None,
+        tokens: int | None = None, late: bool | Collection[str] = False,
+        on_done: Callable[[Fetch], object] | None = None,
     ) -> Fetch:  # fmt: skip
         """Have tokens [cached, tokens) of a request written into these pages.
 
         `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes;
-        what is not needed is left alone. `cached` is the number of tokens that the pages hold already, of all groups or
-        by name; `tokens` is where the fetch ends (None: with the prompt). Name a page only when all device work that
-        used it has completed, and leave it alone until the handle is done and, if it is lost, `pages_free`. `on_done`
-        is called when it is over.
+        what is not needed is left alone. `cached` is the token with which the fetch begins, of all groups or by name:
+        what the pages hold already, or what a window has no pages for. `tokens` is where it ends (None: with the
+        prompt). Where the source does not hold the first tokens any more, the fetch is lost with NOT_HELD, or begins
+        later where `late` says that it may, of all groups or of those named: `Arrived.since` tells. Name a page only
+        when all device work that used it has completed, and leave it alone until the handle is done and, if it is lost,
+        `pages_free`. `on_done` is called when it is over.
 
         Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call, and
         with PEER_LOST where the source ends or restarts first: its tickets end with it.
@@ -119,7 +122,7 @@ class Sink(Door):
         most, key, digest = len(prompt), bytes(ticket.key), prompt.digest
         seconds = ticket.deadline / 1000
         end = most if tokens is None else check_whole("tokens", tokens, 1, most, f"1 to {most}, the prompt's")
-        grants = grants_of(self.pool.layout, pages, cached, end)
+        grants = grants_of(self.pool.layout, pages, cached, end, late)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
             known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"
@@ -157,7 +160,8 @@ class Sink(Door):
                     handoff.setdefault(names[group], {})[part] = data
                 sums = {(writer, names[group]): value for (writer, group), value in event.checksums.items()}
                 arrived = Arrived(
-                    fetch, event.outcome == Outcome.FINISHED, handoff, sums, event.bytes, event.seconds
+                    fetch, event.outcome == Outcome.FINISHED, handoff, sums, event.bytes, event.seconds,
+                    {names[group]: first for group, first in event.since.items()},
                 )  # fmt: skip
                 fetch._end(arrived)
                 return arrived

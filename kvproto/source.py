@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvproto.copying.grants import items_needed
+from kvproto.copying.late import items_before
 from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import Listener
-from kvproto.node.pages import IntArray, PageTables, tables_of
+from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
 from kvproto.node.told import Copied, RequestOver, RequestUnwanted, shared_event
@@ -44,20 +45,26 @@ class Request(Handle[Over]):
         self._finished = False
         self._tables: dict[int, IntArray] = {}
         """Pages that rows were said to be in, by group id."""
+        self._since: dict[int, int] = {}
+        """First tokens whose pages are there, by group id."""
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
-        after: int | None = None,
+        after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
         """Say that positions [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
 
         What is there is copied while prefill goes on: by the I/O thread or the next `step`, so that a forward is not
-        held up. `after` is the handle of a CUDA event after which the rows are there. Harmless once the request is
-        over, as it is when its deadline passes. Raises LocalError for pages or tokens that cannot be.
+        held up. `after` is the handle of a CUDA event after which the rows are there. `since` is the first token whose
+        rows are still there, of all groups that hold rows of tokens or by name (None: as said before): pages before it
+        may be in use again, what the table names there means nothing, and a sink that asks for them is refused
+        (KVP-GRANT-HELD). Harmless once the request is over, as it is when its deadline passes. Raises LocalError for
+        pages or tokens that cannot be.
         """
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
-        items = tables_of(self._source.pool.layout, pages, tokens)
+        held = since_of(self._source.pool.layout, since, self._since, tokens)
+        items = tables_of(self._source.pool.layout, pages, tokens, held)
         self._check_open("computed")
         span = self._source._layers(model)
         if layers is not None:
@@ -65,30 +72,31 @@ class Request(Handle[Over]):
             if not _is_span(layers) or not 0 <= layers[0] <= layers[1] <= depth:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
             span = int(layers[0]), int(layers[1])
-        self._agree(items, tokens)
-        computed = Computed(items, tokens, span, model, after)
+        self._agree(items, tokens, held)
+        computed = Computed(items, tokens, span, model, after, held)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 
     def finish(
         self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
-        finished: bool = False, after: int | None = None,
+        finished: bool = False, after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
         """Say that prefill is over: positions [0, `tokens`) are in the pages (None: the whole prompt).
 
         `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says
-        that the first token ends the text. The pages stay as they are until this handle is done. Harmless once the
-        request is over. Raises LocalError.
+        that the first token ends the text; `since` is as for `computed`. The pages from there on stay as they are until
+        this handle is done. Harmless once the request is over. Raises LocalError.
         """
         number = self._checked(len(self.prompt) if tokens is None else tokens)
-        items = tables_of(self._source.pool.layout, pages, number)
+        held = since_of(self._source.pool.layout, since, self._since, number)
+        items = tables_of(self._source.pool.layout, pages, number, held)
         data = _handoff(self._source.geometry, self._source.pool.rank, {} if handoff is None else handoff)
         check_type("finished", finished, bool, "True or False")
         _check_after(after)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
-        self._agree(items, number)
+        self._agree(items, number, held)
         self._finished = True
-        finished_ = Finished(items, number, outcome, data, after)
+        finished_ = Finished(items, number, outcome, data, after, held)
         # a large request is left to the I/O thread, so that its copy does not hold the engine up
         small = number * self._source._token_bytes <= _AT_ONCE
         self._post(lambda: self._source._node.finish(self._key, finished_), wait=small)
@@ -109,24 +117,29 @@ class Request(Handle[Over]):
     def _give_up(self, error: KvprotoError) -> None:
         self._source._node.refuse(self._key, error)
 
-    def _agree(self, items: Mapping[int, IntArray], tokens: int) -> None:
-        """Keep the pages of the tokens computed so far; raises BAD_GRANT where an earlier call named other pages."""
-        layout = self._source.pool.layout
+    def _agree(self, items: Mapping[int, IntArray], tokens: int, since: dict[int, int]) -> None:
+        """Keep the pages of the tokens computed so far; raises BAD_GRANT where an earlier call named other pages, and
+        ITEM_ALIAS for a page that is named twice.
+        """
+        layout, tables = self._source.pool.layout, dict(self._tables)
         for id, table in items.items():
-            group = layout.group(id)
-            before, now = self._tables.get(id), table[: items_needed(group, layout.owns(id).cp_rank, 0, tokens)]
+            group, cp_rank = layout.group(id), layout.owns(id).cp_rank
+            before, now = tables.get(id), table[: items_needed(group, cp_rank, 0, tokens)]
+            skip = items_before(group, cp_rank, since.get(id, 0))
             if before is not None:
-                both = min(before.size, now.size)
-                differ = np.flatnonzero(before[:both] != now[:both])
+                both = slice(skip, min(before.size, now.size))
+                differ = np.flatnonzero(before[both] != now[both])
                 if differ.size:
-                    i = int(differ[0])
+                    i = skip + int(differ[0])
                     advice = "the rows of an earlier computed are in the page it named; name the same one"
                     raise LocalError(
                         ErrorCode.BAD_GRANT, f'pages["{group.name}"][{i}]', f"page {before[i]}, as said before",
                         f"page {now[i]}", advice,
                     )  # fmt: skip
             if before is None or now.size > before.size:
-                self._tables[id] = now
+                check_distinct(group, now[skip:], skip)
+                tables[id] = now
+        self._tables, self._since = tables, since
 
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:

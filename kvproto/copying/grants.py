@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
@@ -13,7 +14,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["check_grants", "items_needed", "rows_of"]
+__all__ = ["check_grants", "distinct", "items_needed", "rows_of"]
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -96,7 +97,7 @@ def _check_items(
     pool = columns[grant.group].items
     if int(items.max()) >= pool:
         raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(items.max())), "name items of the pool")
-    if written and not _distinct(items, pool):
+    if written and not distinct(items, pool):
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
 
@@ -104,7 +105,7 @@ _FEW = 256
 """Items up to which Python's own set is the faster."""
 
 
-def _distinct(items: UIntArray, pool: int) -> bool:
+def distinct(items: UIntArray | npt.NDArray[np.int64], pool: int) -> bool:
     """Whether no item comes twice; items are below `pool`."""
     if items.size <= _FEW or pool > 64 * items.size:
         return len(set(items.tolist())) == items.size

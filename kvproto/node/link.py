@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram, windows
 from kvproto.errors import KvprotoError, RemoteError
@@ -19,9 +20,10 @@ from kvproto.node.registrar import register
 from kvproto.node.told import Received, TransferLost, TransferProven
 from kvproto.session import Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
+from kvproto.session.push import Unpacker
 from kvproto.transport.base import StagedDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
-from kvproto.wire.messages import Done, Grants
+from kvproto.wire.messages import Done, Grants, Offer
 
 __all__ = ["Here", "SourceLink"]
 
@@ -168,10 +170,7 @@ class SourceLink:
         waiting, self._waiting = self._waiting, {}
         for number, wanted in waiting.items():
             try:
-                unpackers = {
-                    writer: self._deliveries[writer].unpacker(self._expected.program(writer, wanted.grants))
-                    for writer in self.endpoint.staged()
-                }
+                unpackers = {writer: self._unpacker(writer, wanted.grants) for writer in self.endpoint.staged()}
                 inner = self.endpoint.transfer(
                     wanted.ticket, wanted.content, dict(wanted.grants), time.monotonic(), unpackers
                 )
@@ -180,12 +179,28 @@ class SourceLink:
                 continue
             self._numbers[inner], self._grants[number] = number, wanted.grants
 
+    def _unpacker(self, writer: int, grants: Mapping[int, Grants]) -> Unpacker:
+        """What makes the unpacker of a source rank's stream; raises BAD_GRANT."""
+        assert self._expected is not None
+        delivery, expected = self._deliveries[writer], self._expected
+        whole = delivery.unpacker(expected.program(writer, grants))
+        return lambda begins: (
+            delivery.unpacker(expected.program(writer, self._begun(grants, begins))) if begins else whole
+        )
+
+    def _begun(self, grants: Mapping[int, Grants], begins: Mapping[int, int]) -> Mapping[int, Grants]:
+        """What was asked for, as far as a source rank holds it."""
+        if not begins:
+            return grants
+        return {g.group: g for g in begun(self._here.pool.layout, tuple(grants.values()), begins)}
+
     def _hear(self, event: Any) -> list[Any]:
         match event:
             case RegisterAsked():
                 self._puller.map(event)
             case Offered():
                 grants = self._grants[self._numbers[event.transfer]]
+                grants = self._begun(grants, _begins(event.offer))
                 self._puller.offered(event, windows(grants.values()))
             case Arrived():
                 return [self._received(event)]
@@ -234,9 +249,11 @@ class SourceLink:
         self._deadlines.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
+        since: dict[int, int] = {}
         assert self._expected is not None
         try:
             for done in event.done:
+                since |= {group: max(first, since.get(group, 0)) for group, first in _begins(done).items()}
                 handoff |= self._expected.handoff(done)
                 if Feature.VERIFY in self.endpoint.features():
                     sums |= self._verify(done, grants)
@@ -245,13 +262,13 @@ class SourceLink:
         finished = all(d.outcome == Outcome.FINISHED for d in event.done)
         return Received(
             number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,
-            {d.writer: d.bytes for d in event.done}, event.seconds,
+            {d.writer: d.bytes for d in event.done}, event.seconds, since,
         )  # fmt: skip
 
     def _verify(self, done: Done, grants: Mapping[int, Grants]) -> dict[tuple[int, int], int]:
         """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
         assert self._expected is not None
-        program = self._expected.program(done.writer, grants)
+        program = self._expected.program(done.writer, self._begun(grants, _begins(done)))
 
         def take(some: CopyProgram) -> Mapping[int, int]:
             return self._here.transports[0].checksums(some, self._here.pool.memories, sink=True)
@@ -278,6 +295,10 @@ class SourceLink:
 
 
 _UNANSWERED = "the ticket's deadline passed and the source at {} has not answered: see that it runs"
+
+
+def _begins(said: Done | Offer) -> dict[int, int]:
+    return {begin.group: begin.first for begin in said.begins or ()}
 
 
 def _gone(seed: str) -> RemoteError:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.grants import items_needed, rows_of
+from kvproto.copying.grants import distinct, items_needed, rows_of
+from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, check_whole, type_name
-from kvproto.planning.geometry import Group, owned_before
+from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["IntArray", "PageTables", "grants_of", "tables_of"]
+__all__ = ["IntArray", "PageTables", "Since", "check_distinct", "grants_of", "since_of", "tables_of"]
 
 _ANY = 1 << 62
 IntArray = npt.NDArray[np.int64]
 PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
 """By group name: the request's page table from token 0 on, or its slot."""
+Since = int | Mapping[str, int]
+"""The first token whose pages are there: of all groups with pages of tokens or rings, or by group name."""
 
 
 class PagesInUse:
@@ -62,8 +66,12 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
     return [(id, grant.items.tolist()) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
 
 
-def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict[int, IntArray]:
+def tables_of(
+    layout: RankLayout, pages: PageTables, tokens: int | None, since: Mapping[int, int]
+) -> dict[int, IntArray]:  # fmt: skip
     """Page tables by group id, of the groups that this rank owns, with room for `tokens` (None: not checked).
+
+    Entries of pages that lie before `since`, by group id, may be anything: engines name a null page there, or -1.
 
     Tables of groups that other ranks own are passed over, so that all ranks may make the same call. Raises LocalError:
     BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
@@ -84,39 +92,89 @@ def tables_of(layout: RankLayout, pages: PageTables, tokens: int | None) -> dict
                 f"none of {name!r}",
             )
         path = f'pages["{name}"]'
-        table = _table(pages[name], path)
-        most = layout.columns[group.id].items
-        if table.size and not 0 <= int(table.min()) <= int(table.max()) < most:
-            wrong = np.flatnonzero((table < 0) | (table >= most))
+        table, cp_rank = _table(pages[name], path), layout.owns(group.id).cp_rank
+        most, skip = layout.columns[group.id].items, items_before(group, cp_rank, since.get(group.id, 0))
+        if table[skip:].size and not 0 <= int(table[skip:].min()) <= int(table[skip:].max()) < most:
+            wrong = skip + np.flatnonzero((table[skip:] < 0) | (table[skip:] >= most))
             raise LocalError(
                 ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
-                "name pages of the pool",
+                "name pages of the pool; state those that are gone by `since`, or `cached` at a sink",
             )  # fmt: skip
-        need = 0 if tokens is None else items_needed(group, layout.owns(group.id).cp_rank, 0, tokens)
+        need = 0 if tokens is None else items_needed(group, cp_rank, 0, tokens)
         if table.size < need:
             raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}", "name the pages from token 0 on")
         found[group.id] = table
     return found
 
 
-def grants_of(layout: RankLayout, pages: PageTables, cached: int | Mapping[str, int], tokens: int) -> dict[int, Grants]:
+def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int) -> dict[int, int]:
+    """First tokens whose pages are there, by group id, where that is not token 0; what is not `given` is as `before`.
+
+    Raises LocalError: BAD_GRANT for a group that holds no rows of tokens, a token beyond `tokens`, or one below what
+    was said before.
+    """
+    groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
+    if given is None:
+        return dict(before)
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(groups, check_whole("since", given, 0, tokens, f"0 to {tokens}, the tokens computed"))
+    found = dict(before)
+    for name, first in given.items():
+        path = f'since["{name}"]'
+        if name not in groups:
+            raise _bad(path, f"groups that hold rows of tokens, {sorted(groups)}", repr(name))
+        first = check_whole(path, first, 0, tokens, f"0 to {tokens}, the tokens computed")
+        if first < found.get(groups[name].id, 0):
+            mine = f"{found[groups[name].id]}, as said before"
+            raise _bad(path, mine, str(first), "pages that are gone do not come back: the number only rises")
+        if first:
+            found[groups[name].id] = first
+    return found
+
+
+def grants_of(
+    layout: RankLayout, pages: PageTables, cached: int | Mapping[str, int], tokens: int,
+    late: bool | Collection[str] = False,
+) -> dict[int, Grants]:  # fmt: skip
     """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them.
 
-    Tables begin with the page of token 0 and may be longer than needed. `cached`: tokens that the pages hold already,
-    for all groups or by name. Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT
-    for a `cached` beyond the prompt.
+    Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
+    begins, for all groups or by name; `late`: whether it may begin later, for all groups or those named. Raises what
+    `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the prompt or a
+    `late` of no group.
     """
-    tables = tables_of(layout, pages, tokens)
+    held, may = _held(layout, cached, tokens), _late(layout, late)
+    tables = tables_of(layout, pages, tokens, held)
     found = {}
-    names = [group.name for group in layout.geometry.groups]
+    for group in layout.geometry.groups:
+        if not kind_of(group).has_memory:
+            found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
+        elif group.id in tables:
+            made = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held[group.id], tokens)
+            found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
+    return found
+
+
+def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
+    """Groups whose windows may begin late."""
+    groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
+    if isinstance(given, bool):
+        return set(groups.values()) if given else set()
+    check_type("late", given, (list, tuple, set, frozenset), "True, False, or names of groups")
+    if unknown := [name for name in given if name not in groups]:
+        raise _bad("late", f"groups that hold rows of tokens, {sorted(groups)}", repr(unknown[0]))
+    return {groups[name] for name in given}
+
+
+def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int) -> dict[int, int]:
+    """The token with which a fetch begins, by group id."""
+    found, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
         cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
     elif unknown := [name for name in cached if name not in names]:
         raise _bad("cached", f"groups of {names}", repr(unknown[0]))
     for group in layout.geometry.groups:
-        if not kind_of(group).has_memory:
-            found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
-        elif group.id in tables:
+        if group.id in layout.columns:
             held = cached if isinstance(cached, int) else cached.get(group.name, 0)
             held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
             if not 0 <= held <= tokens:
@@ -124,7 +182,7 @@ def grants_of(layout: RankLayout, pages: PageTables, cached: int | Mapping[str, 
                     ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {tokens}, the tokens of this fetch",
                     str(held), "pass the tokens that the pages hold already",
                 )  # fmt: skip
-            found[group.id] = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held, tokens)
+            found[group.id] = held
     return found
 
 
@@ -136,25 +194,25 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
     if group.partial and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
         wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
-    need = items_needed(group, cp_rank, first, tokens - first)
-    skip = (
-        owned_before(group, cp_rank, rows_of(group, first, tokens - first)[0]) // group.rows
-        if kind_of(group).paged
-        else 0
-    )
-    items = table[skip : skip + need]
-    if len(set(items.tolist())) != items.size:
+    skip = items_before(group, cp_rank, first)
+    items = table[skip : skip + items_needed(group, cp_rank, first, tokens - first)]
+    check_distinct(group, items, skip)
+    return Grants(
+        group=group.id, first=first, count=tokens - first, valid=tokens, items=items.astype(np.uint32),
+        state_after=tokens if kind_of(group).is_state else None,
+    )  # fmt: skip
+
+
+def check_distinct(group: Group, items: IntArray, skip: int) -> None:
+    """Raise LocalError(ITEM_ALIAS) for a page that is named twice; `skip` pages of the table come before."""
+    if not distinct(items, int(items.max(initial=0)) + 1):
         order = np.argsort(items, kind="stable")
         again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(
             ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once",
             f"page {items[again]} twice, at [{skip + np.flatnonzero(items == items[again])[0]}] and [{skip + again}]",
-            "each page of a request holds tokens of its own",
+            "each page holds tokens of its own; state pages that are gone by `since`, or `cached` at a sink",
         )  # fmt: skip
-    state = {"state_after": tokens} if kind_of(group).is_state else {}
-    return Grants(
-        group=group.id, first=first, count=tokens - first, valid=tokens, items=items.astype(np.uint32), **state
-    )
 
 
 def _table(pages: Any, path: str) -> IntArray:

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.late import begins_of, begun, held_from, items_before
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Window, windows
 from kvproto.errors import RemoteError
@@ -15,7 +16,7 @@ from kvproto.node.progress import Available
 from kvproto.planning.kinds import kind_of
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
-from kvproto.wire.messages import Grants, HandOff
+from kvproto.wire.messages import Begin, Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
 
@@ -38,6 +39,8 @@ class Finished:
     """Bytes of each hand-off part, by group id and part name."""
     after: int | None = None
     """Handle of the device event after which the rows are there; None: they are there."""
+    since: Mapping[int, int] = {}
+    """First tokens whose items hold real rows still, by this side's group id, where that is not token 0."""
 
     @property
     def events(self) -> tuple[int, ...]:
@@ -70,6 +73,8 @@ class Computed:
     """... of this model."""
     after: int | None = None
     """Handle of the device event after which these rows are there; None: they are there."""
+    since: Mapping[int, int] = {}
+    """As of Finished, at this time."""
 
 
 @attrs.define(eq=False)
@@ -81,12 +86,19 @@ class Request:
     tokens: dict[int, int] = attrs.Factory(dict)
     """By model: the most of any layer."""
     finished: Finished | None = None
+    since: Mapping[int, int] = {}
+    """First tokens whose items hold real rows still, by group id; numbers only rise."""
     news: int = 0
     """Rises with every Computed."""
 
+    @property
+    def reach(self) -> tuple[dict[int, int], dict[int, int]]:
+        """What its rows are: the tokens of each model, and where groups begin."""
+        return dict(self.tokens), dict(self.since)
+
     def add(self, computed: Computed) -> None:
         """The engine has computed more."""
-        self.items = computed.items
+        self.items, self.since = computed.items, computed.since
         self.news += 1
         self.tokens[computed.model] = max(self.tokens.get(computed.model, 0), computed.tokens)
         there = Available(computed.tokens, () if computed.after is None else (computed.after,))
@@ -98,7 +110,8 @@ class Request:
 
         Raises BAD_GRANT, STATE_POSITION.
         """
-        ends, sinks, sources = asked_tokens(pair, grants), windows(grants), {}
+        ends, sources = asked_tokens(pair, grants), {}
+        sinks = windows(self.begun(pair, grants))
         if self.finished is not None:
             check_ends(pair, grants, self.finished.tokens)
         for route in pair.routes:
@@ -115,8 +128,22 @@ class Request:
                     window = sinks[route.group]
                     count = max(min(window.count, tokens - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
-                sources[group.id] = Window(0, tokens, items.get(group.id, _NO_ITEMS))
+                first = self.since.get(group.id, 0)
+                skip = items_before(group, pair.source.owns(group.id).cp_rank, first) if first else 0
+                table = items.get(group.id, _NO_ITEMS)[skip:]
+                sources[group.id] = Window(first, max(tokens - first, 0), table)
         return pair.lower(sources, sinks)
+
+    def begins(self, pair: Pair, grants: Sequence[Grants]) -> tuple[Begin, ...]:
+        """Where the late windows of a sink begin, as Done says it (KVP-GRANT-LATE)."""
+        if not self.since:
+            return ()
+        return begins_of(held_from(pair.routes, {g.id: g for g in pair.sink.geometry.groups}, self.since), grants)
+
+    def begun(self, pair: Pair, grants: Sequence[Grants]) -> Sequence[Grants]:
+        """What a sink asked for, as far as it is held."""
+        begins = self.begins(pair, grants)
+        return begun(pair.sink, grants, {b.group: b.first for b in begins}) if begins else grants
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
         """Layers all of whose rows for a sink are there, and the device events that those wait for."""

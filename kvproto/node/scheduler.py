@@ -13,7 +13,7 @@ from kvproto.node.request import Request, asked_tokens, check_ends
 from kvproto.session.events import TransferRequested
 from kvproto.transport.base import Layer, Stream
 from kvproto.wire.enums import Proof
-from kvproto.wire.messages import HandOff
+from kvproto.wire.messages import Begin, HandOff
 
 __all__ = ["NOTHING", "Attempt", "LastPart", "Scheduler", "StreamRows"]
 
@@ -42,8 +42,10 @@ class Attempt:
     progress: SendProgress
     program: CopyProgram | None = None
     """Of the rows that were there when it was made."""
-    lowered: dict[int, int] = attrs.Factory(dict)
-    """Tokens of each model in the program."""
+    lowered: tuple[dict[int, int], dict[int, int]] | None = None
+    """`Request.reach` of the program."""
+    begins: tuple[Begin, ...] = ()
+    """Where its late windows begin, once the last part was handed over."""
     news: int = 0
     """Of the request, when it was looked at last."""
     stream: Stream | None = None
@@ -89,18 +91,19 @@ class Scheduler:
             return []
         if request.finished is not None:
             return self._last(attempt, request)
-        if attempt.news == request.news or attempt.peer.reads:
+        late = attempt.peer.staged and any(g.late for g in attempt.asked.transfer.grants)  # its first Chunk says more
+        if attempt.news == request.news or attempt.peer.reads or late:
             return []
         if not (attempt.peer.staged or self._worth(attempt, request)):
             attempt.news = request.news
             return []
-        if attempt.program is None or attempt.lowered != request.tokens:
+        if attempt.program is None or attempt.lowered != request.reach:
             try:
                 attempt.program = self._lower(attempt, request)
             except KvprotoError:  # it may be that of an item or token which is not there yet
-                attempt.news, attempt.lowered = request.news, {}
+                attempt.news, attempt.lowered = request.news, None
                 return []
-        attempt.news, attempt.lowered = request.news, dict(request.tokens)
+        attempt.news, attempt.lowered = request.news, request.reach
         program = attempt.program
         if attempt.peer.staged:
             return [Part(program, None, (), program.bytes, grows=True)]
@@ -131,6 +134,7 @@ class Scheduler:
         assert finished is not None
         try:
             program = attempt.program = self._lower(attempt, request)
+            attempt.begins = request.begins(attempt.peer.pair, attempt.asked.transfer.grants)
         except KvprotoError as error:
             attempt.failure = error
             return []

@@ -91,15 +91,17 @@ class SourceNode:
         """
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.add(computed)
+            self.endpoint.hold(key, request.since, time.monotonic())
             self._computing.add(key)
             self._news.add(key)
 
     def finish(self, key: bytes, finished: Finished) -> None:
         """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
         if (request := self._requests.get(key)) is not None:  # else it is over
-            request.finished = finished
+            request.finished, request.since = finished, finished.since
             self._computing.discard(key)
             self._news.add(key)
+            self.endpoint.hold(key, finished.since, time.monotonic())
             self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
@@ -314,7 +316,7 @@ class SourceNode:
         attempt.last = LastPart(now, left, moved, finished.handoffs(attempt.peer.pair))
 
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
-        self.endpoint.chunk(attempt.asked, piece)
+        self.endpoint.chunk(attempt.asked, piece, attempt.begins)
 
     def _complete(self, told: list[Any], heard: bool) -> bool:
         """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether
@@ -336,16 +338,25 @@ class SourceNode:
         request = self._requests.get(asked.key)
         finished = request.finished if request is not None else None
         error = attempt.failure or self._unwanted(attempt)
-        if error is not None or session is None or finished is None or program is None or last is None:
+        if (
+            error is not None
+            or session is None
+            or request is None
+            or finished is None
+            or program is None
+            or last is None
+        ):
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
         sums = self._checksums(attempt, program) if Feature.VERIFY in session.features else None
+        said = finished.outcome, last.handoff, sums, attempt.begins
         if attempt.peer.reads:
-            grants = offered(attempt.peer.pair.routes, self.pool.layout, asked.transfer.grants, finished.items)
-            self.endpoint.offer(asked, now, self._lease, grants, finished.outcome, last.handoff, sums)
+            held = request.begun(attempt.peer.pair, asked.transfer.grants)
+            grants = offered(attempt.peer.pair.routes, self.pool.layout, held, finished.items)
+            self.endpoint.offer(asked, now, self._lease, grants, *said)
             self._offers[attempt.key] = attempt, now
             return []
-        self.endpoint.done(asked, now, program.bytes, finished.outcome, last.handoff, sums)
+        self.endpoint.done(asked, now, program.bytes, *said)
         self._flush()
         return [Copied(asked.key, attempt.peer.pair.sink.rank, last.bytes, now - last.began, last.left)]
 

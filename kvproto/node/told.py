@@ -53,6 +53,8 @@ class Received:
     bytes: Mapping[int, int]
     """Written by each source rank."""
     seconds: float
+    since: Mapping[int, int] = {}
+    """By group id: the first token that is here, of late windows that do not begin where they were asked for."""
 
 
 @attrs.frozen

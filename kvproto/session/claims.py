@@ -8,11 +8,13 @@ frame costs the same however many Transfers wait.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import attrs
 
+from kvproto.copying.late import held_from
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
@@ -30,6 +32,7 @@ from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims"]
 
+_GONE = "ask from there on, or say that the window may begin late"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
@@ -64,6 +67,8 @@ class _Claim:
     finished: bool = False
     unwanted: bool = False
     """Whether the engine was told that nobody who asked wants it any more."""
+    since: Mapping[int, int] = {}
+    """The first tokens of which the engine holds the items, by group id; 0 where none is named."""
     error: KvprotoError | None = None
     """Why the engine cannot produce the request."""
 
@@ -149,6 +154,21 @@ class Claims(Endpoint):
             session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
         claim.waiting.append(user)
         self._serve(claim)
+
+    def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
+        """The engine holds no items of tokens below these, by group id: whoever needs some gets Failed."""
+        claim = self._claims.get(key)
+        if claim is None or claim.since == since:
+            return
+        claim.since = dict(since)
+        for user in claim.take_waiting():
+            try:
+                _check_held(claim, user)
+                claim.waiting.append(user)
+            except RemoteError as error:
+                user.fail(error, now)
+        self._touched.add(key)
+        self._after(now)
 
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
@@ -261,15 +281,29 @@ def _check(claim: _Claim, asking: _User) -> None:
     user = claim.users.get(session.session)
     if user is not None and user.attempt.sequence != transfer.sequence:
         raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
-    if claim.tokens is None:
-        return
-    groups = {g.id: g for g in session.described.sink.groups}
-    for i, grant in enumerate(transfer.grants):
+    if claim.tokens is not None:
+        _check_ends(claim.tokens, asking)
+    _check_held(claim, asking)
+
+
+def _check_ends(tokens: int, user: _User) -> None:
+    """Raise BAD_GRANT where a window ends beyond the prompt (KVP-GRANT-PROMPT)."""
+    groups = {g.id: g for g in user.session.described.sink.groups}
+    for i, grant in enumerate(user.transfer.grants):
         end = max(grant.valid, grant.first + grant.count)
-        if end > claim.tokens and kind_of(groups[grant.group]).has_memory:  # (KVP-GRANT-PROMPT)
-            mine, yours, advice = (
-                f"a prompt of {claim.tokens} tokens",
-                f"tokens up to {end}",
-                "the two prompts differ in length",
-            )
+        if end > tokens and kind_of(groups[grant.group]).has_memory:
+            mine, yours = f"a prompt of {tokens} tokens", f"tokens up to {end}"
+            advice = "the two prompts differ in length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
+
+
+def _check_held(claim: _Claim, user: _User) -> None:
+    """Raise NOT_HELD where a window begins with tokens whose items are gone (KVP-GRANT-HELD)."""
+    if not claim.since:
+        return
+    described = user.session.described
+    held = held_from(described.routes, {g.id: g for g in described.sink.groups}, claim.since)
+    for i, grant in enumerate(user.transfer.grants):
+        if grant.count and not grant.late and grant.first < held.get(grant.group, 0):
+            mine, yours = f"tokens from {held[grant.group]} on", f"tokens from {grant.first} on"
+            raise RemoteError(ErrorCode.NOT_HELD, f"grants[{i}].first", mine, yours, _GONE)

@@ -12,7 +12,7 @@ from kvproto.session.core import Part, Session
 from kvproto.session.events import Fetched
 from kvproto.session.leases import Lease, Loan
 from kvproto.session.limits import MAX_TRANSFERS, PATIENCE
-from kvproto.session.push import Delivery, check_outcome
+from kvproto.session.push import Delivery, check_begins, check_outcome
 from kvproto.session.registering import EPOCH, Holder, registered
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
@@ -28,6 +28,7 @@ class SourcePull(Part):
     def offer(
         self, attempt: SourceAttempt, now: float, end: float, latest: float, grants: tuple[m.Grants, ...],
         outcome: Outcome, handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
+        begins: tuple[m.Begin, ...],
     ) -> None:  # fmt: skip
         """The sink may read these items until `end`; Renew prolongs that up to `latest` (KVP-PUL-OFFER)."""
         session = self._session
@@ -35,6 +36,7 @@ class SourcePull(Part):
         request = session.request(
             m.Offer, now, patience=max(PATIENCE, latest - now), **attempt.ids, writer=session.me.rank, epoch=EPOCH,
             grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff, checksums=checksums,
+            begins=begins or None,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
         attempt.loan = Loan(request, end, latest)
@@ -109,7 +111,7 @@ class SinkPull(Delivery):
         if attempt.lease is not None and attempt.lease.offer == message:
             return
         if attempt.state != TransferState.ABORTING:
-            self._check(message)
+            self._check(attempt, message)
         transfers.heard(attempt)
         session.move(attempt, "Offer")
         if attempt.state == TransferState.OFFERED:
@@ -117,10 +119,11 @@ class SinkPull(Delivery):
             self._renew_in_time(attempt, attempt.lease, now)
             session.host.ended(session, attempt)
 
-    def _check(self, message: m.Offer) -> None:
+    def _check(self, attempt: SinkAttempt, message: m.Offer) -> None:
         """Raise what speaks against an Offer: it is checked like a Transfer, before anything is read."""
         described, epoch = self._session.described, self._holder.epoch
         check_outcome(described, self._session.features, message)
+        check_begins(attempt, message.begins)
         if epoch is None or message.epoch != epoch.number:
             mine = str(epoch.number) if epoch is not None else "none"
             raise RemoteError(ErrorCode.BAD_GRANT, "epoch", mine, str(message.epoch), "name the registered epoch")
@@ -140,7 +143,7 @@ class SinkPull(Delivery):
         attempt.done = m.Done(
             session=session.session, request=offer.request, **attempt.ids, writer=offer.writer,
             groups=np.array(session.described.groups, np.uint32), bytes=count, outcome=offer.outcome,
-            handoff=offer.handoff, checksums=offer.checksums,
+            handoff=offer.handoff, checksums=offer.checksums, begins=offer.begins,
         )  # fmt: skip
         session.move(attempt, "Pulled")
 

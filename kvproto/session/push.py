@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt,
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 
-__all__ = ["Delivery", "SinkPush", "SourcePush", "check_outcome"]
+__all__ = ["Delivery", "SinkPush", "SourcePush", "Unpacker", "check_begins", "check_outcome"]
+
+Unpacker = Callable[[Mapping[int, int]], Any]
+"""Makes what unpacks a stream, from where its late windows begin, by group id."""
 
 
 class SourcePush(Part):
@@ -24,14 +27,14 @@ class SourcePush(Part):
 
     def done(
         self, attempt: SourceAttempt, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
-        checksums: tuple[m.Checksum, ...] | None,
+        checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...],
     ) -> None:  # fmt: skip
         """Every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
         session = self._session
         session.move(attempt, "Done")
         session.request(
             m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(session.described.groups, np.uint32),
-            bytes=written, outcome=outcome, handoff=handoff, checksums=checksums,
+            bytes=written, outcome=outcome, handoff=handoff, checksums=checksums, begins=begins or None,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
 
@@ -48,7 +51,7 @@ class Delivery(Part):
     prover: int | None = None
     """The session whose writer's death is proof; None: our own copies write, and nobody's death proves those."""
 
-    def begin(self, attempt: SinkAttempt, packer: Any) -> None:
+    def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         """A Transfer is about to be sent."""
 
     def finish(self, attempt: SinkAttempt) -> bool:
@@ -85,11 +88,15 @@ class SinkPush(Delivery):
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             check_outcome(self._session.described, self._session.features, message)
+            self._begin_at(attempt, check_begins(attempt, message.begins))
             transfers.heard(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
         self._session.reply(m.DoneAck, message)
+
+    def _begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        """Done says where late windows begin."""
 
     hears: Hears = ((m.Done, _done),)
 
@@ -128,6 +135,19 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
     routed, summed = set(described.groups) - sizes.keys(), [c.group for c in message.checksums]
     if not routed.issuperset(summed):
         raise RemoteError(ErrorCode.WRONG_PEER, "checksums", f"of groups {sorted(routed)}", f"of groups {summed}")
+
+
+def check_begins(attempt: SinkAttempt, begins: tuple[m.Begin, ...] | None) -> dict[int, int]:
+    """Where late windows begin, by group id; raises BAD_GRANT for one that was not asked for so (KVP-GRANT-BEGINS)."""
+    for i, begin in enumerate(begins or ()):
+        if begin.group not in attempt.late:
+            mine, yours = f"late windows of groups {sorted(attempt.late)}", str(begin.group)
+            raise RemoteError(ErrorCode.BAD_GRANT, f"begins[{i}].group", mine, yours, "state late windows alone")
+        first, end = attempt.late[begin.group]
+        if not first < begin.first <= end:
+            mine, advice = f"above {first}, up to {end}", "state a token of the window that was asked for"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"begins[{i}].first", mine, str(begin.first), advice)
+    return {begin.group: begin.first for begin in begins or ()}
 
 
 def _handoff_bytes(described: Described) -> dict[int, int]:

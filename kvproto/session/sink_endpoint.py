@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any
 
 import attrs
 
@@ -14,7 +13,7 @@ from kvproto.session import events as e
 from kvproto.session.core import Endpoint
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
-from kvproto.session.push import SinkPush
+from kvproto.session.push import SinkPush, Unpacker
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.staged import Registration
@@ -144,11 +143,11 @@ class SinkEndpoint(Endpoint):
 
     def transfer(
         self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
-        packers: Mapping[int, Any] | None = None,
+        unpackers: Mapping[int, Unpacker] | None = None,
     ) -> int:  # fmt: skip
         """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
 
-        `grants` by group id; `packers` unpack the streams of the ranks that are `staged`. Raises LocalError before
+        `grants` by group id; `unpackers` for the streams of the ranks that are `staged`. Raises LocalError before
         Ready, and BUSY or TOO_LARGE beyond a source's limits; then nothing was asked.
         """
         if not self.ready or self.plan is None:
@@ -159,7 +158,7 @@ class SinkEndpoint(Endpoint):
         self._next += 1
         for rank, (attempt, request) in made.items():
             session = self._ranks[rank]
-            session.delivery.begin(attempt, (packers or {}).get(rank))
+            session.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
         self._wants[number] = _Want(number, {rank: attempt for rank, (attempt, _) in made.items()}, now)
         self._changed.add(number)

@@ -165,10 +165,10 @@ class SourceEndpoint(Claims):
         if (found := self._attempt(asked)) is not None:
             found[1].copying = True
 
-    def chunk(self, asked: TransferRequested, piece: StagedPiece) -> None:
-        """Bytes of the transfer are in a slot of the sink."""
+    def chunk(self, asked: TransferRequested, piece: StagedPiece, begins: tuple[m.Begin, ...] = ()) -> None:
+        """Bytes of the transfer are in a slot of the sink; `begins`: where its late windows begin."""
         if (found := self._attempt(asked)) is not None:
-            found[0].part(SourceStaged).chunk(found[1], piece)
+            found[0].part(SourceStaged).chunk(found[1], piece, begins)
 
     def _copied(
         self, asked: TransferRequested, proof: Proof = Proof.PROVEN
@@ -181,15 +181,15 @@ class SourceEndpoint(Claims):
 
     def done(
         self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
-        checksums: tuple[m.Checksum, ...] | None,
+        checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
     ) -> None:  # fmt: skip
-        """The copy is complete: `written` bytes are at their destination."""
+        """The copy is complete: `written` bytes are at their destination; `begins`: of late windows."""
         if (found := self._copied(asked)) is not None:
-            found[0].part(SourcePush).done(found[1], now, written, outcome, handoff, checksums)
+            found[0].part(SourcePush).done(found[1], now, written, outcome, handoff, checksums, begins)
 
     def offer(
         self, asked: TransferRequested, now: float, lease: float, grants: tuple[m.Grants, ...], outcome: Outcome,
-        handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
+        handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
     ) -> None:  # fmt: skip
         """The sink may read these items for `lease` seconds, and no longer than the ticket lives."""
         claim = self._claims.get(asked.key)
@@ -198,7 +198,8 @@ class SourceEndpoint(Claims):
         if (end - now) * 1000 < 1:
             self.failed(asked, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
         elif (found := self._copied(asked)) is not None:
-            found[0].part(SourcePull).offer(found[1], now, end, deadline, grants, outcome, handoff, checksums)
+            said = outcome, handoff, checksums, begins
+            found[0].part(SourcePull).offer(found[1], now, end, deadline, grants, *said)
 
     def failed(
         self, asked: TransferRequested, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN

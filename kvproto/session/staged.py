@@ -5,13 +5,14 @@ The slots themselves belong to a transport; the protocols here say what a sessio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
 
 from kvproto.errors import RemoteError
 from kvproto.session.core import Part, Session
-from kvproto.session.push import SinkPush
+from kvproto.session.push import SinkPush, Unpacker, check_begins
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt
 from kvproto.wire import messages as m
@@ -80,10 +81,11 @@ class SourceStaged(Part):
 
     hears = ((m.Credit, _credit),)
 
-    def chunk(self, attempt: SourceAttempt, piece: StagedPiece) -> None:
-        """Bytes of an attempt are in a slot of the sink."""
+    def chunk(self, attempt: SourceAttempt, piece: StagedPiece, begins: tuple[m.Begin, ...]) -> None:
+        """Bytes of an attempt are in a slot of the sink; the first say where late windows begin (KVP-GRANT-LATE)."""
         self._session.move(attempt, "Chunk")
-        self._session.notice(piece.chunk(self._session.session, attempt.sequence, attempt.attempt))
+        chunk = piece.chunk(self._session.session, attempt.sequence, attempt.attempt)
+        self._session.notice(attrs.evolve(chunk, begins=begins) if begins and not chunk.offset else chunk)
 
 
 class SinkStaged(SinkPush):
@@ -98,6 +100,10 @@ class SinkStaged(SinkPush):
     def __init__(self, session: Session, slots: SlotReader) -> None:
         super().__init__(session)
         self._slots = slots
+        self._unopened: dict[tuple[int, int], Unpacker] = {}
+        """Of attempts of which no Chunk has said yet where their windows begin."""
+        self._begins: dict[tuple[int, int], Mapping[int, int]] = {}
+        """Where the windows of the others begin."""
 
     def _chunk(self, message: m.Chunk, now: float) -> None:
         transfers = self._session.part(SinkTransfers)
@@ -107,17 +113,41 @@ class SinkStaged(SinkPush):
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, str(message.sequence))
         transfers.heard(attempt)
         self._session.move(attempt, "Chunk")
-        self._slots.chunk(message)
+        key = attempt.sequence, attempt.attempt
+        try:
+            if key in self._unopened or (message.begins is not None and key in self._begins):
+                self._begin_at(attempt, check_begins(attempt, message.begins))
+        finally:  # its slot comes back
+            self._slots.chunk(message)
 
     hears = (*SinkPush.hears, (m.Chunk, _chunk))
 
-    def begin(self, attempt: SinkAttempt, packer: Any) -> None:
-        self._slots.open(attempt.sequence, attempt.attempt, packer)
+    def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
+        assert unpacker is not None
+        self._unopened[attempt.sequence, attempt.attempt] = unpacker
+        if not attempt.late:
+            self._open(attempt, {})
+
+    def _open(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        """Expect the stream, now that it is known where its windows begin."""
+        unpacker = self._unopened.pop((attempt.sequence, attempt.attempt))
+        self._begins[attempt.sequence, attempt.attempt] = begins
+        self._slots.open(attempt.sequence, attempt.attempt, unpacker(begins))
+
+    def _begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        key = attempt.sequence, attempt.attempt
+        if key in self._unopened:  # its stream is empty
+            self._open(attempt, begins)
+        elif self._begins[key] != begins:
+            mine, yours = (str(dict(sorted(each.items()))) for each in (self._begins[key], begins))
+            raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first Chunk says")
 
     def finish(self, attempt: SinkAttempt) -> bool:
         return self._slots.finish(attempt.sequence, attempt.attempt)
 
     def stop(self, attempt: SinkAttempt) -> bool:
+        for known in (self._unopened, self._begins):
+            known.pop((attempt.sequence, attempt.attempt), None)
         return self._slots.close(attempt.sequence, attempt.attempt)
 
     def free(self, attempt: SinkAttempt) -> bool:

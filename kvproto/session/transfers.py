@@ -265,6 +265,8 @@ class SinkAttempt(Attempt):
     proof: Proof | None = None
     """What Drained said."""
     lease: Lease | None = None
+    late: Mapping[int, tuple[int, int]] = {}
+    """Windows that may begin later: first token and end, by group id."""
     stray: bool = False
     """Whether writes of a copy of our own may still arrive."""
     settled: bool = False
@@ -301,14 +303,16 @@ class SinkTransfers(Part):
         Raises LocalError: BUSY beyond the transfers that the source takes at once, TOO_LARGE beyond its `max_body`.
         """
         session, described = self._session, self._session.described
-        attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now)
+        asked = tuple(grants[g] for g in described.groups)
+        late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
+        attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now, late=late)
         most = session.limits.max_transfers
         if attempt.sequence > session.low_water + most:
             mine = f"{most} transfers at once with {session.name}"
             raise LocalError(ErrorCode.BUSY, "transfer", mine, "one more", "wait until earlier transfers are over")
         request = session.compose(
             m.Transfer, now, **attempt.ids, ticket=key, content=content, source_version=described.of_source.version,
-            sink_version=described.of_sink.version, epoch=EPOCH, grants=tuple(grants[g] for g in described.groups),
+            sink_version=described.of_sink.version, epoch=EPOCH, grants=asked,
             writers=np.array(described.writers, np.uint32), on_error=lambda error, now: self.lose(attempt, error),
         )  # fmt: skip
         return attempt, request

@@ -266,6 +266,8 @@ class ErrorCode(IntEnum):
     """More slots or bytes came than credit allows."""
     TICKET_USED = 0x040F
     """Another transfer uses the ticket, or has used it."""
+    NOT_HELD = 0x0410
+    """The source does not hold the items of the first tokens any more."""
     TOO_LARGE = 0x0501
     """A body, list, array or string is longer than the limit."""
     TOO_DEEP = 0x0502
@@ -337,6 +339,7 @@ ERROR_CLASS: dict[ErrorCode, str] = {
     ErrorCode.STATE_POSITION: "state",
     ErrorCode.CREDIT: "state",
     ErrorCode.TICKET_USED: "state",
+    ErrorCode.NOT_HELD: "state",
     ErrorCode.TOO_LARGE: "limit",
     ErrorCode.TOO_DEEP: "limit",
     ErrorCode.BUSY: "limit",
@@ -401,6 +404,7 @@ ERROR_RECOVERY: dict[ErrorCode, str] = {
     ErrorCode.STATE_POSITION: "give-up",
     ErrorCode.CREDIT: "reconnect",
     ErrorCode.TICKET_USED: "give-up",
+    ErrorCode.NOT_HELD: "give-up",
     ErrorCode.TOO_LARGE: "fix",
     ErrorCode.TOO_DEEP: "fix",
     ErrorCode.BUSY: "retry-later",
@@ -465,6 +469,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.STATE_POSITION: "The source has not the state after exactly that many tokens.",
     ErrorCode.CREDIT: "More slots or bytes came than credit allows.",
     ErrorCode.TICKET_USED: "Another transfer uses the ticket, or has used it.",
+    ErrorCode.NOT_HELD: "The source does not hold the items of the first tokens any more.",
     ErrorCode.TOO_LARGE: "A body, list, array or string is longer than the limit.",
     ErrorCode.TOO_DEEP: "Values are nested deeper than the limit.",
     ErrorCode.BUSY: "The engine has no room at present.",

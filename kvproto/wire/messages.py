@@ -254,6 +254,18 @@ class Grants:
     """Items of the named rank, from the one that holds the first owned row; absent: an intent (feature INTENT). [item] Since 1.0."""
     state_after: int | None = attrs.field(default=None)
     """State groups: the state is the one after this many tokens. [token] Since 1.0."""
+    late: bool | None = attrs.field(default=None)
+    """Whether the window may begin at a later token, where the source does not hold the first; absent: no. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
+class Begin:
+    """Where a window begins that was asked for as late."""
+
+    group: int
+    """The sink's group id. Since 1.0."""
+    first: int
+    """First token that is moved, absolute. [token] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -670,6 +682,8 @@ class Done:
     """Bytes of routed hand-off groups. Since 1.0."""
     checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
     """Feature VERIFY: checksum of each group as sent. Since 1.0."""
+    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    """Where windows begin that were asked for as late and do not begin where they were asked for. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -770,6 +784,8 @@ class Chunk:
     """How many. [byte] Since 1.0."""
     last: bool
     """Whether the stream ends here. Since 1.0."""
+    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    """In the first Chunk of a stream: what Done will say. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -836,6 +852,8 @@ class Offer:
     """Bytes of routed hand-off groups. Since 1.0."""
     checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
     """Feature VERIFY: checksum of each group. Since 1.0."""
+    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    """Where windows begin that were asked for as late and do not begin where they were asked for. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1177,11 +1177,12 @@ _Grants_count = setter(Grants, "count")
 _Grants_valid = setter(Grants, "valid")
 _Grants_items = setter(Grants, "items")
 _Grants_state_after = setter(Grants, "state_after")
+_Grants_late = setter(Grants, "late")
 
 
 def _d_Grants(b: Any, p: int) -> tuple[Grants, int]:
     left = b[p]
-    if not 132 <= left <= 134:
+    if not 132 <= left <= 135:
         raise Doubt
     left -= 132
     p += 1
@@ -1248,12 +1249,21 @@ def _d_Grants(b: Any, p: int) -> tuple[Grants, int]:
                 f6, p = read_uint(b, f6, p)
     else:
         f6 = None
+    if left and b[p] == 7:
+        left -= 1
+        f7 = b[p + 1]
+        if f7 != 194 and f7 != 195:
+            raise Doubt
+        f7 = f7 == 195
+        p = p + 1 + 1
+    else:
+        f7 = None
     if left:
         raise Doubt
     if f2 + f3 > f4:
         raise Doubt
     o = new(Grants)
-    _Grants_group(o, f1); _Grants_first(o, f2); _Grants_count(o, f3); _Grants_valid(o, f4); _Grants_items(o, f5); _Grants_state_after(o, f6)
+    _Grants_group(o, f1); _Grants_first(o, f2); _Grants_count(o, f3); _Grants_valid(o, f4); _Grants_items(o, f5); _Grants_state_after(o, f6); _Grants_late(o, f7)
     return o, p
 
 
@@ -1266,9 +1276,10 @@ def _e_Grants(o: Any, out: list[Any]) -> None:
     f4 = o.valid
     f5 = o.items
     f6 = o.state_after
+    f7 = o.late
     if f2 + f3 > f4:
         raise Doubt
-    out.append(BYTE_OF[134 - (f5 is None) - (f6 is None)])
+    out.append(BYTE_OF[135 - (f5 is None) - (f6 is None) - (f7 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
@@ -1285,6 +1296,56 @@ def _e_Grants(o: Any, out: list[Any]) -> None:
         if f6.__class__ is not int or not 0 <= f6 <= 18446744073709551615:
             raise Doubt
         out += (b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6))
+    if f7 is not None:
+        if f7.__class__ is not bool:
+            raise Doubt
+        out += (b'\x07', b'\xc3' if f7 else b'\xc2')
+
+
+Begin = messages.Begin
+_Begin_group = setter(Begin, "group")
+_Begin_first = setter(Begin, "first")
+
+
+def _d_Begin(b: Any, p: int) -> tuple[Begin, int]:
+    if b[p] != 130:
+        raise Doubt
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    f1 = b[p + 1]
+    p += 2
+    if f1 > 127:
+        f1, p = read_uint(b, f1, p)
+    if f1 > 4294967295:
+        raise Doubt
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        if f2 == 207:
+            (f2,) = u64(b, p)
+            if f2 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f2, p = read_uint(b, f2, p)
+    o = new(Begin)
+    _Begin_group(o, f1); _Begin_first(o, f2)
+    return o, p
+
+
+def _e_Begin(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Begin:
+        raise Doubt
+    f1 = o.group
+    f2 = o.first
+    if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
+        raise Doubt
+    if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
+        raise Doubt
+    out += (b'\x82\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 HandOff = messages.HandOff
@@ -3279,11 +3340,12 @@ _Done_bytes = setter(Done, "bytes")
 _Done_outcome = setter(Done, "outcome")
 _Done_handoff = setter(Done, "handoff")
 _Done_checksums = setter(Done, "checksums")
+_Done_begins = setter(Done, "begins")
 
 
 def _d_Done(b: Any, p: int) -> tuple[Done, int]:
     left = b[p]
-    if not 137 <= left <= 138:
+    if not 137 <= left <= 139:
         raise Doubt
     left -= 137
     p += 1
@@ -3385,6 +3447,16 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
         f10 = tuple(v10)
     else:
         f10 = None
+    if left and b[p] == 11:
+        left -= 1
+        n, p = read_count(b, p + 1, 0, 65536)
+        v11 = []
+        for _ in range(n):
+            x11, p = _d_Begin(b, p)
+            v11.append(x11)
+        f11 = tuple(v11)
+    else:
+        f11 = None
     if left:
         raise Doubt
     if not array_ascends(f6):
@@ -3393,8 +3465,10 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
         raise Doubt
     if f10 is not None and len(f10) > 1 and not ascends([x.group for x in f10]):
         raise Doubt
+    if f11 is not None and len(f11) > 1 and not ascends([x.group for x in f11]):
+        raise Doubt
     o = new(Done)
-    _Done_session(o, f1); _Done_request(o, f2); _Done_sequence(o, f3); _Done_attempt(o, f4); _Done_writer(o, f5); _Done_groups(o, f6); _Done_bytes(o, f7); _Done_outcome(o, f8); _Done_handoff(o, f9); _Done_checksums(o, f10)
+    _Done_session(o, f1); _Done_request(o, f2); _Done_sequence(o, f3); _Done_attempt(o, f4); _Done_writer(o, f5); _Done_groups(o, f6); _Done_bytes(o, f7); _Done_outcome(o, f8); _Done_handoff(o, f9); _Done_checksums(o, f10); _Done_begins(o, f11)
     return o, p
 
 
@@ -3411,13 +3485,16 @@ def _e_Done(o: Any, out: list[Any]) -> None:
     f8 = o.outcome
     f9 = o.handoff
     f10 = o.checksums
+    f11 = o.begins
     if not array_ascends(f6):
         raise Doubt
     if len(f9) > 1 and not ascends([x.group for x in f9]):
         raise Doubt
     if f10 is not None and len(f10) > 1 and not ascends([x.group for x in f10]):
         raise Doubt
-    out.append(BYTE_OF[138 - (f10 is None)])
+    if f11 is not None and len(f11) > 1 and not ascends([x.group for x in f11]):
+        raise Doubt
+    out.append(BYTE_OF[139 - (f10 is None) - (f11 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
@@ -3447,6 +3524,13 @@ def _e_Done(o: Any, out: list[Any]) -> None:
         out.append(write_count(len(f10), 0, 65536))
         for x10 in f10:
             _e_Checksum(x10, out)
+    if f11 is not None:
+        out.append(b'\x0b')
+        if f11.__class__ is not tuple:
+            raise Doubt
+        out.append(write_count(len(f11), 0, 65536))
+        for x11 in f11:
+            _e_Begin(x11, out)
 
 
 DoneAck = messages.DoneAck
@@ -3845,11 +3929,14 @@ _Chunk_slot = setter(Chunk, "slot")
 _Chunk_offset = setter(Chunk, "offset")
 _Chunk_bytes = setter(Chunk, "bytes")
 _Chunk_last = setter(Chunk, "last")
+_Chunk_begins = setter(Chunk, "begins")
 
 
 def _d_Chunk(b: Any, p: int) -> tuple[Chunk, int]:
-    if b[p] != 135:
+    left = b[p]
+    if not 135 <= left <= 136:
         raise Doubt
+    left -= 135
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -3924,8 +4011,22 @@ def _d_Chunk(b: Any, p: int) -> tuple[Chunk, int]:
         raise Doubt
     f8 = f8 == 195
     p = p + 1 + 1
+    if left and b[p] == 9:
+        left -= 1
+        n, p = read_count(b, p + 1, 0, 65536)
+        v9 = []
+        for _ in range(n):
+            x9, p = _d_Begin(b, p)
+            v9.append(x9)
+        f9 = tuple(v9)
+    else:
+        f9 = None
+    if left:
+        raise Doubt
+    if f9 is not None and len(f9) > 1 and not ascends([x.group for x in f9]):
+        raise Doubt
     o = new(Chunk)
-    _Chunk_session(o, f1); _Chunk_sequence(o, f3); _Chunk_attempt(o, f4); _Chunk_slot(o, f5); _Chunk_offset(o, f6); _Chunk_bytes(o, f7); _Chunk_last(o, f8)
+    _Chunk_session(o, f1); _Chunk_sequence(o, f3); _Chunk_attempt(o, f4); _Chunk_slot(o, f5); _Chunk_offset(o, f6); _Chunk_bytes(o, f7); _Chunk_last(o, f8); _Chunk_begins(o, f9)
     return o, p
 
 
@@ -3939,6 +4040,10 @@ def _e_Chunk(o: Any, out: list[Any]) -> None:
     f6 = o.offset
     f7 = o.bytes
     f8 = o.last
+    f9 = o.begins
+    if f9 is not None and len(f9) > 1 and not ascends([x.group for x in f9]):
+        raise Doubt
+    out.append(BYTE_OF[136 - (f9 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 18446744073709551615:
@@ -3953,7 +4058,14 @@ def _e_Chunk(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f8.__class__ is not bool:
         raise Doubt
-    out += (b'\x87\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', b'\xc3' if f8 else b'\xc2',)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', b'\xc3' if f8 else b'\xc2',)
+    if f9 is not None:
+        out.append(b'\t')
+        if f9.__class__ is not tuple:
+            raise Doubt
+        out.append(write_count(len(f9), 0, 65536))
+        for x9 in f9:
+            _e_Begin(x9, out)
 
 
 Credit = messages.Credit
@@ -4162,11 +4274,12 @@ _Offer_lease = setter(Offer, "lease")
 _Offer_outcome = setter(Offer, "outcome")
 _Offer_handoff = setter(Offer, "handoff")
 _Offer_checksums = setter(Offer, "checksums")
+_Offer_begins = setter(Offer, "begins")
 
 
 def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     left = b[p]
-    if not 138 <= left <= 139:
+    if not 138 <= left <= 140:
         raise Doubt
     left -= 138
     p += 1
@@ -4285,6 +4398,16 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
         f11 = tuple(v11)
     else:
         f11 = None
+    if left and b[p] == 12:
+        left -= 1
+        n, p = read_count(b, p + 1, 0, 65536)
+        v12 = []
+        for _ in range(n):
+            x12, p = _d_Begin(b, p)
+            v12.append(x12)
+        f12 = tuple(v12)
+    else:
+        f12 = None
     if left:
         raise Doubt
     if len(f7) > 1 and not ascends([x.group for x in f7]):
@@ -4293,8 +4416,10 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
         raise Doubt
     if f11 is not None and len(f11) > 1 and not ascends([x.group for x in f11]):
         raise Doubt
+    if f12 is not None and len(f12) > 1 and not ascends([x.group for x in f12]):
+        raise Doubt
     o = new(Offer)
-    _Offer_session(o, f1); _Offer_request(o, f2); _Offer_sequence(o, f3); _Offer_attempt(o, f4); _Offer_writer(o, f5); _Offer_epoch(o, f6); _Offer_grants(o, f7); _Offer_lease(o, f8); _Offer_outcome(o, f9); _Offer_handoff(o, f10); _Offer_checksums(o, f11)
+    _Offer_session(o, f1); _Offer_request(o, f2); _Offer_sequence(o, f3); _Offer_attempt(o, f4); _Offer_writer(o, f5); _Offer_epoch(o, f6); _Offer_grants(o, f7); _Offer_lease(o, f8); _Offer_outcome(o, f9); _Offer_handoff(o, f10); _Offer_checksums(o, f11); _Offer_begins(o, f12)
     return o, p
 
 
@@ -4312,13 +4437,16 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
     f9 = o.outcome
     f10 = o.handoff
     f11 = o.checksums
+    f12 = o.begins
     if len(f7) > 1 and not ascends([x.group for x in f7]):
         raise Doubt
     if len(f10) > 1 and not ascends([x.group for x in f10]):
         raise Doubt
     if f11 is not None and len(f11) > 1 and not ascends([x.group for x in f11]):
         raise Doubt
-    out.append(BYTE_OF[139 - (f11 is None)])
+    if f12 is not None and len(f12) > 1 and not ascends([x.group for x in f12]):
+        raise Doubt
+    out.append(BYTE_OF[140 - (f11 is None) - (f12 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
@@ -4354,6 +4482,13 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
         out.append(write_count(len(f11), 0, 65536))
         for x11 in f11:
             _e_Checksum(x11, out)
+    if f12 is not None:
+        out.append(b'\x0c')
+        if f12.__class__ is not tuple:
+            raise Doubt
+        out.append(write_count(len(f12), 0, 65536))
+        for x12 in f12:
+            _e_Begin(x12, out)
 
 
 Pulled = messages.Pulled
@@ -4738,6 +4873,7 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Columns": _d_Columns,
     "RouteRef": _d_RouteRef,
     "Grants": _d_Grants,
+    "Begin": _d_Begin,
     "HandOff": _d_HandOff,
     "Checksum": _d_Checksum,
     "Ticket": _d_Ticket,
@@ -4791,6 +4927,7 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Columns: _e_Columns,
     RouteRef: _e_RouteRef,
     Grants: _e_Grants,
+    Begin: _e_Begin,
     HandOff: _e_HandOff,
     Checksum: _e_Checksum,
     Ticket: _e_Ticket,

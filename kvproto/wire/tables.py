@@ -136,6 +136,11 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (4, "valid", "u64", True, None, None, None),
         (5, "items", "array<u32>", False, None, None, None),
         (6, "state_after", "u64", False, None, None, None),
+        (7, "late", "bool", False, None, None, None),
+    ),
+    "Begin": (
+        (1, "group", "u32", True, None, None, None),
+        (2, "first", "u64", True, None, None, None),
     ),
     "HandOff": (
         (1, "group", "u32", True, None, None, None),
@@ -304,6 +309,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (8, "outcome", "enum:Outcome", True, None, None, None),
         (9, "handoff", "list<struct:HandOff>", True, None, None, None),
         (10, "checksums", "list<struct:Checksum>", False, None, None, None),
+        (11, "begins", "list<struct:Begin>", False, None, None, None),
     ),
     "DoneAck": (
         (1, "session", "u64", True, None, None, None),
@@ -344,6 +350,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (6, "offset", "u64", True, None, None, None),
         (7, "bytes", "u32", True, 1, None, None),
         (8, "last", "bool", True, None, None, None),
+        (9, "begins", "list<struct:Begin>", False, None, None, None),
     ),
     "Credit": (
         (1, "session", "u64", True, None, None, None),
@@ -371,6 +378,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (9, "outcome", "enum:Outcome", True, None, None, None),
         (10, "handoff", "list<struct:HandOff>", True, None, None, None),
         (11, "checksums", "list<struct:Checksum>", False, None, None, None),
+        (12, "begins", "list<struct:Begin>", False, None, None, None),
     ),
     "Pulled": (
         (1, "session", "u64", True, None, None, None),
@@ -463,6 +471,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("groups",), "NOT_ASCENDING"),
         ("ascend", ("handoff", "group"), "NOT_ASCENDING"),
         ("ascend", ("checksums", "group"), "NOT_ASCENDING"),
+        ("ascend", ("begins", "group"), "NOT_ASCENDING"),
+    ),
+    "Chunk": (
+        ("ascend", ("begins", "group"), "NOT_ASCENDING"),
     ),
     "Credit": (
         ("present_iff", ("slots", "kind", "STAGING"), "FIELD_CONFLICT"),
@@ -473,6 +485,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("grants", "group"), "NOT_ASCENDING"),
         ("ascend", ("handoff", "group"), "NOT_ASCENDING"),
         ("ascend", ("checksums", "group"), "NOT_ASCENDING"),
+        ("ascend", ("begins", "group"), "NOT_ASCENDING"),
     ),
 }
 
@@ -521,6 +534,7 @@ UNITS: dict[str, dict[str, str]] = {
     "Columns": {"items": "item", "offset": "byte", "item_stride": "byte", "row_stride": "byte", "lane_stride": "byte"},
     "RouteRef": {"digest": "byte"},
     "Grants": {"first": "token", "count": "token", "valid": "token", "items": "item", "state_after": "token"},
+    "Begin": {"first": "token"},
     "HandOff": {"data": "byte"},
     "Ticket": {"key": "byte", "deadline": "ms"},
     "Content": {"tokens": "token"},

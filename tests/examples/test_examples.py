@@ -90,6 +90,10 @@ def test_pools_that_jax_reads() -> None:
     assert moved == "16384 bytes, equal"
 
 
+def test_a_sliding_window_whose_old_pages_are_given_up() -> None:
+    assert forked("examples/sliding_window.py") == "15232 bytes, equal\n"
+
+
 def test_asyncio() -> None:
     assert forked("examples/asyncio_engine.py") == "8 requests, all equal\n"
 

@@ -120,9 +120,14 @@ class World:
 
     def done(self, address: str, event: TransferRequested, **changes: Any) -> None:
         """Say that the bytes are there."""
-        said: dict[str, Any] = {"handoff": self.handoff(address, event.session), "checksums": (), **changes}
+        said: dict[str, Any] = {
+            "handoff": self.handoff(address, event.session),
+            "checksums": (),
+            "begins": (),
+            **changes,
+        }
         source = self.sources[address]
-        source.done(event, self.now, 1, Outcome.CONTINUE, said["handoff"], said["checksums"])
+        source.done(event, self.now, 1, Outcome.CONTINUE, said["handoff"], said["checksums"], said["begins"])
 
     def handoff(self, address: str, session: int) -> tuple[HandOff, ...]:
         """The first token, where this source rank sends it."""

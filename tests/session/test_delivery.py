@@ -14,6 +14,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState,
 from kvproto.wire.messages import (
     Abort,
     Accepted,
+    Begin,
     Checksum,
     Describe,
     Done,
@@ -567,6 +568,37 @@ def test_the_order_of_the_checks_of_a_transfer() -> None:
         message = attrs.evolve(message, **given)
         (failed,) = world.say(message)
         assert (type(failed), failed.code, failed.path) == (Failed, code, path), changes
+
+
+def test_a_window_that_was_not_asked_for_as_late_begins_where_it_was_asked_for() -> None:
+    """KVP-GRANT-BEGINS, KVP-TRN-REFUSE; the next request is served."""
+    world = Heard()
+    world.asked()
+    world.done("s0", world.events("s0", "TransferRequested")[0], begins=(Begin(group=0, first=4),))
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.error.path) == (ErrorCode.BAD_GRANT, "begins[0].group")
+    assert [(m.code, m.about) for m in world.of(Error, "s0")] == [(ErrorCode.BAD_GRANT, Done.TYPE)]
+    world.serves()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_source_that_gives_up_pages_refuses_who_asks_for_them(late: bool, waits: bool) -> None:
+    """KVP-GRANT-HELD, KVP-TRN-CHECKS: those that wait, and those that come later."""
+    world, made = Heard(), ticket()
+    source, asked = world.sources["s0"], grants(world.pools["d0"], 6)
+    asked = {g: attrs.evolve(grant, late=late or None) for g, grant in asked.items()}
+    source.expect(made, CONTENT, 0.0, 6)
+    steps = [
+        lambda: world.sinks["d0"].transfer(bytes(made.key), CONTENT, asked, 0.0),
+        lambda: source.hold(bytes(made.key), {1: 4}, 0.0),
+    ]
+    for step in steps if waits else reversed(steps):
+        step()
+        world.run()
+    lost = [(e.error.code, e.error.path, e.proof) for e in world.events("d0", "Lost")]
+    assert lost == [(ErrorCode.NOT_HELD, "grants[1].first", Proof.PROVEN)] * (not late)
 
 
 def test_features_that_were_not_chosen_are_not_used() -> None:

@@ -14,7 +14,7 @@ from kvproto.session.events import Offered, RegisterAsked, TransferRequested
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
-from kvproto.wire.messages import Abort, Done, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
+from kvproto.wire.messages import Abort, Begin, Done, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
 from tests.session.driver import PAGES, World, geometry, grants, ticket
 
@@ -223,10 +223,10 @@ BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "writer": ({"writer": 1}, ErrorCode.WRONG_PEER),
     "epoch": ({"epoch": 2}, ErrorCode.BAD_GRANT),
     "handoff": ({"handoff": (HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
+    "begins": ({"begins": (Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
 }
 BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
     "beyond the pool": (np.array([0, PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
-    "twice": (np.array([3, 3], np.uint32), ErrorCode.ITEM_ALIAS),
     "too few": (np.array([3], np.uint32), ErrorCode.BAD_GRANT),
     "none": (None, ErrorCode.BAD_GRANT),
 }

@@ -14,7 +14,7 @@ from kvproto.session import Registration
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Chunk, Credit, Error, Handle
+from kvproto.wire.messages import Begin, Chunk, Credit, Error, Handle
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twisted
@@ -57,22 +57,32 @@ class Staged(World):
         link = Link(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
         source.accept_register(self.transport, link if self.transport == Transport.NIXL else None)
 
-    def ask(self, name: str = "d0") -> int:
-        """A request that is finished at every source; its stream has LENGTH bytes from each."""
+    def ask(self, name: str = "d0", late: bool = False) -> int:
+        """A request that is finished at every source; its stream has LENGTH bytes from each, one less for each token
+        with which its late window of the target begins.
+        """
         made = ticket()
         for source in self.sources.values():
             source.expect(made, CONTENT, self.now)
             source.finish(bytes(made.key))
-        sink, pages = self.sinks[name], [Bytes(bytearray(LENGTH), self.events_) for _ in self.sources]
-        packers = dict(enumerate(pages))
-        number = sink.transfer(bytes(made.key), CONTENT, grants(self.pools[name], 6), self.now, packers)
+        sink = self.sinks[name]
+        asked = grants(self.pools[name], 6)
+        asked[0] = attrs.evolve(asked[0], late=late or None)
+        unpackers = {
+            rank: lambda begins: Bytes(bytearray(LENGTH - begins.get(0, 0)), self.events_)
+            for rank in range(len(self.sources))
+        }
+        number = sink.transfer(bytes(made.key), CONTENT, asked, self.now, unpackers)
         self.run()
         return number
 
-    def chunk(self, slot: int, offset: int, bytes_: int, last: bool = False, address: str = "s0") -> None:
+    def chunk(
+        self, slot: int, offset: int, bytes_: int, last: bool = False, address: str = "s0",
+        begins: tuple[Begin, ...] = (),
+    ) -> None:  # fmt: skip
         """The source says that bytes of the last transfer asked of it are in a slot."""
         serve = self.events(address, "TransferRequested")[-1]
-        self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last))
+        self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last), begins)
         self.run()
 
     def stream(self, address: str = "s0") -> None:
@@ -256,6 +266,56 @@ def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
     assert sink.ready
+
+
+def begin(first: int, group: int = 0) -> tuple[Begin, ...]:
+    return (Begin(group=group, first=first),)
+
+
+def test_the_first_chunk_says_where_a_late_window_begins() -> None:
+    """KVP-GRANT-LATE: the stream is as much shorter; Done says the same."""
+    world = Staged()
+    world.ask(late=True)
+    world.chunk(0, 0, SLOT, begins=begin(4))
+    for k in range(SLOT, LENGTH - 4, SLOT):
+        world.chunk(k // SLOT, k, SLOT, k + SLOT >= LENGTH - 4)
+    (asked,) = world.events("s0", "TransferRequested")
+    world.done("s0", asked, begins=begin(4))
+    world.run()
+    world.happen()
+    (arrived,) = world.events("d0", "Arrived")
+    assert [each.begins for each in arrived.done] == [begin(4)]
+    assert [m.begins for _, m in world.frames if isinstance(m, Chunk)] == [begin(4), None, None]
+
+
+@pytest.mark.parametrize(
+    ("late", "chunk", "done", "path"),
+    [
+        (False, begin(4), None, "begins[0].group"),
+        (True, begin(4, 1), None, "begins[0].group"),
+        (True, begin(0), None, "begins[0].first"),
+        (True, begin(7), None, "begins[0].first"),
+        (True, begin(4), begin(3), "begins"),
+        (True, begin(4), (), "begins"),
+        (True, (), begin(4), "begins"),
+    ],
+)
+def test_windows_that_cannot_begin_there_are_refused(
+    late: bool, chunk: tuple[Begin, ...], done: tuple[Begin, ...] | None, path: str
+) -> None:
+    """KVP-GRANT-BEGINS: the slot comes back, and the next request is served."""
+    world = Staged()
+    world.ask(late=late)
+    world.chunk(0, 0, SLOT, begins=chunk)
+    if done is not None:
+        world.done("s0", world.events("s0", "TransferRequested")[-1], begins=done)
+        world.run()
+    world.happen()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.error.path) == (ErrorCode.BAD_GRANT, path)
+    assert lost.proof == Proof.PROVEN
+    world.events_.clear()
+    still_serves(world, "d0")
 
 
 def test_a_credit_for_what_the_source_has_or_for_no_slot_is_refused() -> None:

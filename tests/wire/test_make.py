@@ -146,11 +146,11 @@ def test_lock_names_a_changed_clause(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_lock_names_a_changed_field_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copied(monkeypatch, tmp_path)
     facts = load()
-    field(facts, "Done", -1).update(id=11)
+    field(facts, "Done", -1).update(id=12)
     (line,) = lock.differences(facts)
-    assert line.startswith("registry.lock: message.Done.checksums was id=10")
+    assert line.startswith("registry.lock: message.Done.begins was id=11")
     del facts["message"]["Done"]["field"][-1]
-    assert "registry.lock: message.Done.checksums is gone" in lock.differences(facts)
+    assert "registry.lock: message.Done.begins is gone" in lock.differences(facts)
 
 
 def test_lock_names_a_changed_vector_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
