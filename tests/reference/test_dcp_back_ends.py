@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from kvproto_reference.attention.flashinfer_kernel import FlashInferKernel, kern
 from kvproto_reference.attention.lse import Base2
 from kvproto_reference.attention.torch_kernel import TorchKernel
 from kvproto_reference.cache import KVPool
+from kvproto_reference.demo.options import parse
+from kvproto_reference.demo.prefill import PrefillProcess
+from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import ModelConfig
 
@@ -25,6 +30,34 @@ def test_flashinfer_that_cannot_run_falls_back_to_torch_and_says_so() -> None:
         assert isinstance(kernel_of("flashinfer", POOL, [0, 0], [0, 0]), TorchKernel)
     with pytest.raises(EngineError, match="FlashInfer"):
         FlashInferKernel(POOL, [0, 0], [0, 0])
+
+
+FLASHINFER = "--back-end flashinfer --dtype bfloat16 --transport cuda"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--back-end flashinfer --dtype bfloat16", "flashinfer runs on CUDA: it needs --transport cuda, or nixl with"),
+        ("--back-end flashinfer --transport cuda", "flashinfer needs --dtype bfloat16 or float16"),
+        ("--back-end flashinfer --framework jax", "--framework jax has attention of its own"),
+        ("--captured", "--captured needs --back-end flashinfer"),
+        pytest.param(FLASHINFER, r"needs FlashInfer: pip install 'kvproto\[flashinfer\]'", marks=pytest.mark.skipif(
+            find_spec("flashinfer") is not None, reason="FlashInfer is installed")),
+    ],
+)  # fmt: skip
+def test_engines_say_what_the_options_need(tmp_path: Path, options: str, says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        parse("decode", ["--dir", str(tmp_path / "kv"), *options.split()])
+
+
+def test_an_engine_asks_for_the_back_end_of_its_options(tmp_path: Path) -> None:
+    """Where that cannot run for a model it computes with torch, and says so for each."""
+    options = attrs.evolve(parse("prefill", ["--dir", str(tmp_path / "kv")]), back_end="flashinfer")
+    with pytest.warns(RuntimeWarning, match="attention runs on back end torch") as said:
+        engine = PrefillProcess(options, World())
+    engine.sources[0].close("over")
+    assert len([each for each in said if "back end torch" in str(each.message)]) == 2
 
 
 def test_unknown_names_are_refused() -> None:

@@ -18,6 +18,10 @@ from .lse import Found, Partial, merge
 
 __all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone", "exchange_of", "gather"]
 
+# By the names that torch 2.13 gives them, which before it were others.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Alone(Exchange):
     """A group of one rank."""
@@ -36,7 +40,7 @@ def gather(mine: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     """[...] of each of `size` ranks -> [ranks, ...], on all of them; a collective."""
     near = _near(mine, group)
     found = near.new_empty((size * near.shape[0], *near.shape[1:]))  # as gloo wants it
-    dist.all_gather_into_tensor(found, near, group=group)
+    _ALL_GATHER(found, near, group=group)
     return found.view(size, *near.shape).to(mine.device)
 
 
@@ -80,7 +84,7 @@ class AllGather(_Group):
         out = torch.where(weight > 0, part.out.float() * weight, 0)
         summands = self._near(self._heads(out).movedim(1, 0))
         mine = summands.new_empty(summands.shape[1:])
-        dist.reduce_scatter_tensor(mine, summands.flatten(0, 1), group=self.group)
+        _REDUCE_SCATTER(mine, summands.flatten(0, 1), group=self.group)
         own = self._heads(total)[:, dist.get_rank(self.group)]
         return Partial(mine.to(out.device).to(part.out.dtype), own)
 

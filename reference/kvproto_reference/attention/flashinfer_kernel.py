@@ -235,7 +235,7 @@ def lacks(pool: KVPool) -> str:
     """Why FlashInfer cannot attend over this pool; empty where it can."""
     config = pool.config
     if find_spec("flashinfer") is None:
-        return "FlashInfer is not installed: pip install flashinfer-python"
+        return "FlashInfer is not installed: pip install 'kvproto[flashinfer]'"
     if pool.device.type != "cuda":
         return f"FlashInfer runs on CUDA, and the pool is on {pool.device}"
     if config.dtype not in ("bfloat16", "float16"):

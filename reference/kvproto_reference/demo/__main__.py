@@ -29,6 +29,8 @@ from .options import (
     FRAMEWORKS,
     POOLS,
     TRANSPORT_HELP,
+    add_back_end,
+    add_captured,
     add_dcp,
     add_models,
     checkpoint_folder,
@@ -57,6 +59,8 @@ class DemoOptions:
     draft_sharded: bool = False
     exchange: str = "a2a"
     replicate_q: bool = False
+    back_end: str = "torch"
+    captured: bool = False
     target: str = "mla"
     draft: str = "gqa"
     dtype: str = "float32"
@@ -96,6 +100,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
     add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
     add_dcp(parser)
+    add_back_end(parser)
+    add_captured(parser)
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
@@ -166,7 +172,7 @@ def _folder() -> Iterator[Path]:
 def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
               "--pages", str(options.pages), "--page-size", str(options.page_size),
-              "--transport", options.transport]  # fmt: skip
+              "--transport", options.transport, "--back-end", options.back_end]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
     shared += ["--pull"] if options.pull else []
     shared += ["--pools", options.pools]
@@ -180,6 +186,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []
+    there += ["--captured"] if options.captured else []
     for role, main, own, replicas in (
         ("prefill", prefill.main, here, options.prefill_dp),
         ("decode", decode.main, there, options.decode_dp),
@@ -206,7 +213,13 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
     devices = numbers(_devices(options)[1])
     device = device_of(devices[0] if devices else None)
     engine = Undivided(
-        target, draft, page_size=options.page_size, pages=options.pages, dtype=options.dtype, device=device
+        target,
+        draft,
+        page_size=options.page_size,
+        pages=options.pages,
+        dtype=options.dtype,
+        device=device,
+        back_end=options.back_end,
     )
     found = []
     for request in router.requests.values():

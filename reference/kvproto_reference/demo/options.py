@@ -10,6 +10,7 @@ from kvproto import Options
 from kvproto.calibration.results import Probe, load
 
 from ..attention.exchange import EXCHANGES
+from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
 from ..engine.description import Layout
@@ -68,6 +69,10 @@ class EngineOptions:
     """A key of POOLS."""
     framework: str = "torch"
     """A key of FRAMEWORKS."""
+    back_end: str = "torch"
+    """What computes attention in torch: a name of KERNELS."""
+    captured: bool = False
+    """Whether decode's steps of one token are CUDA graphs."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
@@ -140,32 +145,21 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--framework", choices=FRAMEWORKS, default="torch", help="what computes (default torch)")
+    add_back_end(parser)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
+        add_captured(parser)
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
     for name in ("tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate", "sources"):
         if (given := vars(args).get(name, 1)) < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
-    if args.pools == "jax" and args.transport != "cuda":
-        raise EngineError("--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared")
-    if args.pull and args.transport == "nixl":
-        raise EngineError("--pull needs --transport shm or cuda: over nixl prefill writes")
-    if args.framework == "jax" and (args.devices or args.transport == "cuda" or args.dtype != "float32"):
-        raise EngineError("--framework jax computes in float32 on the host: choose torch for GPUs and other types")
-    if args.framework == "jax" and importlib.util.find_spec("jax") is None:
-        raise EngineError("--framework jax needs JAX: pip install jax")
-    if args.devices and args.transport == "shm":
-        raise EngineError("--devices needs --transport cuda or nixl: shm moves memory of the host")
-    if args.replica < 0 or args.replica >= REPLICAS:
-        raise EngineError(f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}")
-    if role == "decode" and args.cp > 1:
-        raise EngineError("--cp is prefill's; ranks of decode deal tokens by --dcp")
+    _check(role, args)
     layout = Layout(
         tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, draft_sharded=args.draft_sharded,
         replicate_q=args.replicate_q, exchange=args.exchange,
@@ -178,9 +172,52 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
-        framework=args.framework, costs=args.costs and load(args.costs),
+        framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
+        costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def _check(role: str, args: argparse.Namespace) -> None:
+    """Raise EngineError for options that do not go together."""
+    gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
+    flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
+    missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
+    for wrong, says in (
+        (args.pools == "jax" and args.transport != "cuda",
+         "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
+        (args.pull and args.transport == "nixl", "--pull needs --transport shm or cuda: over nixl prefill writes"),
+        (jax and (gpus or args.dtype != "float32"),
+         "--framework jax computes in float32 on the host: choose torch for GPUs and other types"),
+        (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
+        (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
+        (args.devices and args.transport == "shm",
+         "--devices needs --transport cuda or nixl: shm moves memory of the host"),
+        (not 0 <= args.replica < REPLICAS, f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}"),
+        (role == "decode" and args.cp > 1, "--cp is prefill's; ranks of decode deal tokens by --dcp"),
+        (flashinfer and not gpus,
+         "--back-end flashinfer runs on CUDA: it needs --transport cuda, or nixl with --devices"),
+        (flashinfer and args.dtype == "float32", "--back-end flashinfer needs --dtype bfloat16 or float16"),
+        (flashinfer and args.cp > 1, "--cp attends by back end torch alone, not by flashinfer"),
+        (flashinfer and "flashinfer" in missing,
+         "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
+        (captured and not flashinfer, "--captured needs --back-end flashinfer: only its steps are CUDA graphs"),
+        (captured and args.tp > 1, "--captured needs --tp 1: ranks add up over gloo, which no CUDA graph holds"),
+    ):  # fmt: skip
+        if wrong:
+            raise EngineError(says)
+
+
+def add_back_end(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses torch's attention; the demo has the same for both engines."""
+    text = "what computes attention in torch; flashinfer on GPUs, with --dtype bfloat16 or float16 (default torch)"
+    parser.add_argument("--back-end", choices=KERNELS, default="torch", help=text)
+
+
+def add_captured(parser: argparse.ArgumentParser) -> None:
+    """Add the option of CUDA graphs; the demo has the same as its decode engine."""
+    text = "with flashinfer and one rank: run decode's steps of one token as CUDA graphs"
+    parser.add_argument("--captured", action="store_true", help=text)
 
 
 def add_dcp(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ class EngineProcess:
             return jax_hosted((options.target, options.draft), self.geometry, options.layout, options.pages)
         return torch_hosted(
             (options.target, options.draft), options.configs, self.geometry, options.layout, world, options.pages,
-            self.device, options.memory,
+            self.device, options.memory, options.back_end, options.captured,
         )  # fmt: skip
 
     # the loop

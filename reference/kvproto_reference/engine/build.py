@@ -37,9 +37,9 @@ class Hosted:
 
 def torch_hosted(
     folders: tuple[Path, Path], configs: tuple[ModelConfig, ModelConfig], geometry: Geometry, layout: Layout,
-    world: World, pages: int, device: torch.device, memory: Allocate,
+    world: World, pages: int, device: torch.device, memory: Allocate, back_end: str = "torch", captured: bool = False,
 ) -> Hosted:  # fmt: skip
-    """One rank of an engine in torch, one process for each."""
+    """One rank of an engine in torch, one process for each; for the last two see `torch_runner`."""
     mine, n = shards(geometry, world.rank), layout.tp
     ranks = range(layout.ranks)
     tp = TensorParallel(world.rank % n, n, world.among([ranks[first : first + n] for first in ranks[::n]]))
@@ -51,7 +51,10 @@ def torch_hosted(
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
         loaded = checkpoint.load(folder, place, dtype=config.dtype, device=device)
         context = along if mine[name].count > 1 else None
-        runners.append(torch_runner(loaded, cache, mine[name], among, layout.exchange, context))
+        made = torch_runner(
+            loaded, cache, mine[name], among, layout.exchange, context, back_end=back_end, captured=captured
+        )
+        runners.append(made)
     return Hosted(pools={world.rank: hand_over(geometry, caches, world.rank)}, target=runners[0], draft=runners[1])
 
 

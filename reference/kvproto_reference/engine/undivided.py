@@ -49,6 +49,7 @@ class Undivided:
         seed: int = 0,
         dtype: str = "float32",
         device: torch.device | str = "cpu",
+        back_end: str = "torch",
     ) -> None:
         self._chunk = chunk
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
@@ -59,7 +60,7 @@ class Undivided:
             loaded = checkpoint.load(folder, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
-            return torch_runner(loaded, pool, Shard(group, 0))
+            return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end)
 
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
