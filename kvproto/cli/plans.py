@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
+from kvproto.cli import layouts
 from kvproto.cli.page import page
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
@@ -19,6 +20,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Config, Parallel, describe, draft_of
+from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, differences, plan
@@ -30,6 +32,7 @@ __all__ = ["add", "read_geometry", "run"]
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
+_KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)]
 _LETTERS = "TDEFGHIJ"
 
 
@@ -51,12 +54,14 @@ def add(commands: Any) -> None:
         text = f"a cache, by name, that cp or dcp ranks {what}; may be repeated"
         made.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=text)
     made.add_argument("--pp-layers", type=_numbers, metavar="N,N,...", help="layers of each stage, where not equal")
-    made.add_argument("--page", type=int, default=64, metavar="TOKENS")
-    made.add_argument("--kv-dtype", choices=[d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)])
+    made.add_argument("--page", type=int, metavar="TOKENS", help="64 unless the engine has another")
+    dtypes = ", ".join(_KV_DTYPES + [f"or of {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()])
+    made.add_argument("--kv-dtype", metavar="NAME", help=f"element type of pages: {dtypes}")
     made.add_argument("--replica", type=int, default=0, metavar="N")
     made.add_argument(
         "--fact", action="append", default=[], metavar="NAME=VALUE", help="identity that both sides must share"
     )
+    layouts.add_options(made)
     for name, text in (
         ("check", "whether two Descriptions fit: exit status 0, or 3 and why not"),
         ("plan", "who sends what to whom"),
@@ -182,9 +187,18 @@ def _describe(args: argparse.Namespace) -> int:
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
+    if args.engine:
+        for line in layouts.described(args, configs, sizes, dict(pairs)):
+            print(line)
+        return 0
+    if args.kv_dtype not in (None, *_KV_DTYPES):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "kv_dtype", ", ".join(_KV_DTYPES), args.kv_dtype)
+    for name in ("backend", "layout", "tensors"):
+        if getattr(args, name):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--engine beside it", "none")
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
     geometry = describe(
-        configs[0], configs[1:], sizes, args.page, dtype, args.replica, dict(pairs), args.sharded, args.replicated
+        configs[0], configs[1:], sizes, args.page or 64, dtype, args.replica, dict(pairs), args.sharded, args.replicated
     )
     validate(geometry)
     print(json.dumps(to_json(geometry)))

@@ -281,13 +281,13 @@ def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> No
     "said",
     [
         {"mamba_d_head": 64, "mamba_n_heads": 48},  # Falcon-H1: both caches in every layer
-        {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512, "qk_rope_head_dim": 64},  # Kimi Linear
-        {"attn_type_list": [0, 1]},  # MiniMax-Text-01
+        {"linear_attn_config": {"full_attn_layers": [1]}},  # without the layers that have a state
         {"block_types": ["recurrent", "attention"]},  # RecurrentGemma
         {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},  # Nemotron Super
         {"conv_L_cache": 3},  # LFM2
         {"cross_attention_layers": [1]},  # Llama 3.2 Vision
-        {"num_kv_shared_layers": 1},  # Gemma 3n
+        {"num_kv_shared_layers": 2},  # nobody would have what is shared
+        {"cla_share_factor": 0, "use_cla": True},
         {"hybrid_layer_pattern": [0, 1]},  # MiMo V2
         {"n_mamba_heads": 2, "attn_layer_period": 2},  # Zamba
     ],

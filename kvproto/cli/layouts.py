@@ -1,0 +1,131 @@
+"""`kvproto describe --engine`: the pools of today's engines by name, as a Description or as tensors and strides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvproto.planning.engines import ENGINES, Pools, Setup, pools
+from kvproto.planning.families import Config, bad
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.layout import Parallel
+from kvproto.planning.pools import Array, Memory
+from kvproto.planning.vllm import BACKENDS
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind
+
+__all__ = ["add_options", "as_json", "described", "lines", "setup_of"]
+
+_STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Those of `describe` that engines understand."""
+    made.add_argument("--engine", choices=ENGINES, help="describe that engine's own pools, with its defaults")
+    backends = ", ".join(name for kind in BACKENDS.values() for name in kind)
+    made.add_argument("--backend", metavar="NAME", help=f"attention backend of vLLM: {backends}")
+    layouts = "; ".join(f"{name}: {', '.join(e.layouts)}" for name, e in ENGINES.items() if e.layouts)
+    made.add_argument("--layout", metavar="ORDER", help=f"order of the engine's pool ({layouts})")
+    made.add_argument("--state-layout", choices=("SD", "DS"), default="SD", help="order of vLLM's conv states")
+    made.add_argument("--state-dtype", choices=_STATE_DTYPES, help="element type of recurrent states")
+    made.add_argument("--dp", type=int, default=1, metavar="N", help="attention data parallel over TP ranks (SGLang)")
+    made.add_argument("--tensors", action="store_true", help="its tensors and their strides, not a Description")
+    made.add_argument("--rank", type=int, default=0, metavar="N", help="whose tensors")
+    made.add_argument("--blocks", type=int, default=1024, metavar="N", help="blocks of its pools")
+    made.add_argument("--json", action="store_true", help="tensors for programs")
+
+
+def setup_of(args: argparse.Namespace, parallel: Parallel) -> Setup:
+    """The options as an engine's setup."""
+    state = DType[args.state_dtype] if args.state_dtype else None
+    return Setup(
+        parallel, args.page, args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state
+    )
+
+
+def described(
+    args: argparse.Namespace, configs: Sequence[Config], parallel: Parallel, facts: Mapping[str, str]
+) -> Iterator[str]:
+    """What `describe --engine` prints; raises LocalError."""
+    made = pools(args.engine, configs[0], configs[1:], setup_of(args, parallel), args.replica, facts)
+    validate(made.geometry)
+    if not args.tensors:
+        yield json.dumps(to_json(made.geometry))
+        return
+    ranks = len(made.geometry.ranks)
+    if not 0 <= args.rank < ranks:
+        raise bad("rank", f"0 to {ranks - 1}", args.rank)
+    if args.blocks < 1:
+        raise bad("blocks", "at least 1", args.blocks)
+    found = made.memory(args.rank, args.blocks)
+    if args.json:
+        yield json.dumps(as_json(made, args.rank, found))
+        return
+    yield f"{args.engine} ({ENGINES[args.engine].releases}), rank {args.rank} of {ranks}, {args.blocks:,} blocks"
+    yield from lines(made.geometry, args.rank, found)
+
+
+def as_json(made: Pools, rank: int, found: Memory) -> dict[str, Any]:
+    """Allocations, tensors and the columns of Register, for programs."""
+    tensors = [
+        {"name": a.name, "allocation": found.regions[a.region][0], "offset": a.offset, "axes": list(a.axes),
+         "shape": list(a.shape), "strides": list(a.strides)}
+        for a in found.arrays
+    ]  # fmt: skip
+    return {
+        "rank": rank,
+        "allocations": [{"name": name, "bytes": size} for name, size in found.regions],
+        "tensors": tensors,
+        "columns": [to_json(c) for c in found.columns],
+    }
+
+
+def lines(geometry: Geometry, rank: int, found: Memory) -> Iterator[str]:
+    """Groups, then tensors: lengths of axes, outermost first, with the bytes from one to the next in brackets."""
+    owned = {o.group: o.layers.tolist() for r in geometry.ranks if r.rank == rank for o in r.owns}
+    yield ""
+    yield from _table(
+        ["group", "items", "rows", "layers", "parts: lanes x bytes, of all ranks"],
+        [
+            [g.name, ItemKind(g.kind).name.lower(), str(g.rows), _runs(owned[g.id]),
+             ", ".join(f"{p.name} {p.lanes} x {p.lane_bytes} {p.dtype.name}" for p in g.parts)]
+            for g in geometry.groups if g.id in owned
+        ],
+    )  # fmt: skip
+    alike: dict[tuple[Any, ...], list[Array]] = {}
+    for a in found.arrays:
+        alike.setdefault((a.axes, a.shape, a.strides, found.regions[a.region][0] == a.name, a.offset), []).append(a)
+    yield ""
+    yield from _table(
+        ["tensors", "number", "in", "at byte", "axes: length (bytes from one to the next)"],
+        [
+            [some[0].name if len(some) == 1 else f"{some[0].name} .. {some[-1].name}", str(len(some)),
+             "-" if found.regions[some[0].region][0] == some[0].name else found.regions[some[0].region][0],
+             str(some[0].offset), _axes(some[0])]
+            for some in alike.values()
+        ],
+    )  # fmt: skip
+
+
+def _axes(array: Array) -> str:
+    named = zip(array.axes, array.shape, array.strides, strict=True)
+    return ", ".join(f"{n} {axis}" + f" ({stride})" * (stride != 1) for axis, n, stride in named)
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """Layers as runs with a step: 0-79, or 5-59 by 6."""
+    if len(layers) < 3:
+        return ", ".join(map(str, layers))
+    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    if len(steps) == 1:
+        step = steps.pop()
+        return f"{layers[0]}-{layers[-1]}" + f" by {step}" * (step > 1)
+    return f"{layers[0]}, {layers[1]}, .. {layers[-1]} ({len(layers)})"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

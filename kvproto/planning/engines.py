@@ -1,0 +1,145 @@
+"""The pools of today's engines by name: `pools("vllm", config)` is a Description and the tensors of each rank.
+
+The tables say what the releases in `ENGINES` allocate; `make engines` compares them with the packages' own functions.
+A pool that is not here is stated by `Cache`, `lay_out` and the strides of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+
+from kvproto.planning import vllm
+from kvproto.planning.cache import Cache
+from kvproto.planning.families import Config, bad, number, text
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.layout import lay_out
+from kvproto.planning.pools import Memory, Slab, memory
+from kvproto.planning.setups import Arranged, KvDtype, Make, Setup, caches, check_heads, kind_of_cache, model_dtype
+from kvproto.wire.enums import DType
+
+__all__ = ["ENGINES", "Engine", "Pools", "Setup", "pools"]
+
+
+@attrs.frozen
+class Pools:
+    """A Description and the memory of each of its ranks."""
+
+    geometry: Geometry
+    arranged: Arranged
+
+    def memory(self, rank: int = 0, blocks: int = 1024) -> Memory:
+        """Allocations, tensors and columns of one rank whose pool has so many blocks."""
+        items = {g.id: blocks * self.arranged.pieces.get(g.id, 1) for g in self.geometry.groups}
+        return memory(self.geometry, rank, self.arranged.slabs(self.geometry, rank, blocks), items)
+
+
+@attrs.frozen
+class Engine:
+    """What one engine does wherever a setup does not say otherwise."""
+
+    releases: str
+    dtypes: Mapping[str, KvDtype]
+    state: Callable[[Config], DType]
+    """Element type of recurrent states."""
+    arrange: Callable[[Make, Setup, Config], Arranged]
+    layouts: tuple[str, ...] = ()
+    dp: bool = False
+
+
+def pools(
+    engine: str, target: Config, drafts: Iterable[Config] = (), setup: Setup | None = None, replica: int = 0,
+    facts: Mapping[str, str] | None = None,
+) -> Pools:  # fmt: skip
+    """A model as an engine runs it: its Description, and where the tensors of each rank put it; raises LocalError."""
+    if engine not in ENGINES:
+        raise bad("engine", ", ".join(ENGINES), engine)
+    setup, row, configs = setup or Setup(), ENGINES[engine], [target, *drafts]
+    tp = setup.parallel.tp
+    if setup.kv_dtype not in row.dtypes:
+        raise bad("kv_dtype", ", ".join(row.dtypes), setup.kv_dtype)
+    if setup.dp < 1 or tp % setup.dp or (setup.dp > 1 and not row.dp):
+        raise bad("dp", f"a divisor of tp {tp}" if row.dp else f"1: a replica of {engine} is one rank group", setup.dp)
+    if setup.layout is not None and setup.layout not in row.layouts:
+        raise bad("layout", ", ".join(row.layouts) or "the engine's only one", setup.layout)
+    if setup.backend is not None and engine != "vllm":
+        raise bad("backend", "vllm's alone: other engines' pools do not depend on it", setup.backend)
+    setup = attrs.evolve(setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp))
+    dtype = setup.state_dtype
+
+    def make(page: int) -> list[Cache]:
+        return caches(configs, page, row.dtypes[setup.kv_dtype], (lambda _: dtype) if dtype else row.state)
+
+    arranged = row.arrange(make, setup, text(target))
+    for cache in arranged.caches:
+        dealt = cache.dealt if cache.dealt is not None else cache.group.model == 0
+        check_heads(cache, setup.parallel.tp // (setup.parallel.dcp if dealt else 1))
+    depth = number(text(target), "num_hidden_layers")
+    return Pools(lay_out(arranged.caches, setup.parallel, replica, facts, depth), arranged)
+
+
+_TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}
+_SGLANG = {"NHD": _TOKENS_OUT, "HND": _TOKENS_OUT | {"attention": "L|PBHN"}}
+"""A tensor a layer of K then V, tokens of heads or heads of tokens; states of all layers are one tensor."""
+_TRTLLM = {"attention": "BLPHN", "mla": "BLPHN", "conv": "LBHN", "ssm": "LBNH"}
+"""One pool [block, layer, K or V, head, token, dim] for layers alike; states of all layers are one tensor."""
+
+
+def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
+    indexed = any(kind_of_cache(c) == "indexer" for c in make(64))
+    page, dcp = setup.page or (64 if indexed else 1), setup.parallel.dcp
+    if indexed and page != 64:
+        raise bad("page", "64, with an index", page)
+    if indexed and dcp > 1:
+        raise bad("dcp", "1 with an index, whose pages are others than the latent's then", dcp)
+    drafts = [
+        c for c in make(page * dcp) if c.group.model
+    ]  # whole on each rank, in pages as wide as all ranks' together
+    made = [c for c in make(page) if not c.group.model] + drafts
+    orders = _SGLANG[setup.layout or "NHD"]
+
+    def order(cache: Cache) -> str:
+        kind, sizes = kind_of_cache(cache), {p.lane_bytes for p in cache.group.parts}
+        if kind == "attention" and len(sizes) > 1:
+            return "LP|BNH" if setup.layout != "HND" else "LP|BHN"
+        return "LBNH" if kind == "conv" and target.get("linear_attn_config") else orders[kind]
+
+    return _apart(made, order)
+
+
+def _trtllm(make: Make, setup: Setup, target: Config) -> Arranged:
+    made = make(setup.page or 32)
+    if unknown := [c for c in made if kind_of_cache(c) not in _TRTLLM]:
+        raise bad("config", f"layers with {', '.join(_TRTLLM)}", unknown[0].group.name)
+    return _apart(made, lambda cache: _TRTLLM[kind_of_cache(cache)])
+
+
+def _apart(made: list[Cache], order: Callable[[Cache], str]) -> Arranged:
+    """Pools of which each has one cache."""
+    slabs = [
+        Slab(c.group.name.replace(" ", "_"), order(c), tuple((layer, (i,)) for layer in c.layers))
+        for i, c in enumerate(made)
+    ]
+    return Arranged(made, lambda geometry, rank, blocks: slabs)
+
+
+_FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
+ENGINES: dict[str, Engine] = {
+    "vllm": Engine(
+        "0.32.0, 0.33.0",
+        {
+            "auto": KvDtype(), **_FP8,
+            "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),
+            "int8_per_token_head": KvDtype(DType.I8, scaled=True),
+            "fp8_ds_mla": KvDtype(row="always"),
+        },
+        model_dtype, vllm.arrange, vllm.LAYOUTS,
+    ),
+    "sglang": Engine(
+        "0.5.23",
+        {"auto": KvDtype(), "fp8_e4m3": KvDtype(DType.F8E4M3, row="indexed"), "fp8_e5m2": KvDtype(DType.F8E5M2)},
+        lambda config: DType.F32, _sglang, ("NHD", "HND"), dp=True,
+    ),
+    "trtllm": Engine("1.0 and later", {"auto": KvDtype(), "fp8": KvDtype(DType.F8E4M3)}, model_dtype, _trtllm),
+}  # fmt: skip

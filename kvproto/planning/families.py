@@ -1,0 +1,209 @@
+"""Which layer of a model has which cache, as its Hugging Face config.json says it: a table of ways to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["HYBRID", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds", "nested", "number", "text"]
+
+Config = Mapping[str, Any]
+STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
+IMPLIED: dict[str, Config] = {
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "sliding_window_pattern": 6, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+    "cohere2": {"sliding_window_pattern": 4},
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+    "falcon_h1": {"_both": "mamba"},
+    "qwen3_next": {"full_attention_interval": 4},
+}  # fmt: skip
+"""What the class of a model type says where its config.json says nothing."""
+HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
+"""How names begin that only hybrids have."""
+UNREAD = (
+    "_block_types", "block_configs", "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
+    "hybrid_layer_ids", "hybrid_layer_pattern", "is_encoder_decoder", "layer_group_size", "n_mamba_heads",
+)  # fmt: skip
+"""What gives some layers another cache, or none, in a way that is not read here."""
+_BY_HAND = "absent: which layers have which cache is not known of this model, state it by GroupSpecs", "present"
+_LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
+_KINDS = {
+    "attention": "attention", "full_attention": "attention", "sliding_attention": "window",
+    "chunked_attention": "chunked", "mamba": "mamba", "mamba2": "mamba", "linear_attention": "linear", "conv": "conv",
+    "mlp": "none", "moe": "none",
+}  # fmt: skip
+
+
+def layer_kinds(config: Config, count: int) -> list[str]:
+    """attention, window, chunked, mamba, linear, kda, lightning, conv or none, layer by layer; two are joined by "+".
+
+    Layers that take the cache of another one have none of their own.
+    """
+    for name in _LISTS:
+        if not isinstance(config.get(name) or [], list | tuple | str):
+            raise bad(f"config.{name}", "a list", config[name])
+    if unread := [name for name in UNREAD if config.get(name)]:
+        raise bad(f"config.{unread[0]}", *_BY_HAND)
+    kinds = next(kinds for read in _WAYS if (kinds := read(config, count)) is not None)
+    if len(kinds) != count:
+        raise bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
+    if config.get("_both"):
+        kinds = [f"{kind}+{config['_both']}" for kind in kinds]
+    return _shared(config, kinds, count)
+
+
+def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
+    """Without the layers that read what another layer wrote: the last ones, or all but the first of each few."""
+    if config.get("num_kv_shared_layers"):
+        last = number(config, "num_kv_shared_layers")
+        if last >= count:
+            raise bad("config.num_kv_shared_layers", f"below num_hidden_layers {count}", last)
+        kinds = [*kinds[:-last], *["none"] * last]
+    if config.get("use_cla"):
+        share = number(config, "cla_share_factor")
+        kinds = [kind if i % share == 0 else "none" for i, kind in enumerate(kinds)]
+    return kinds
+
+
+def _by_letters(config: Config, count: int) -> list[str] | None:
+    letters = config.get("hybrid_override_pattern")
+    return [_named(c, _LETTERS, "hybrid_override_pattern") for c in letters] if letters else None
+
+
+def _by_list(config: Config, count: int) -> list[str] | None:
+    listed = config.get("layers_block_type") or config.get("layer_types")
+    if not listed:
+        return None
+    linear = "linear" if any(config.get(name) for name in _DELTA) else "lightning"
+    return [linear if kind == "linear" else kind for kind in (_named(k, _KINDS, "layer_types") for k in listed)]
+
+
+def _by_indices(config: Config, count: int) -> list[str] | None:
+    indices, rest = next(((config[key], rest) for key, rest in _INDICES.items() if config.get(key)), (None, ""))
+    if indices is None:
+        return None
+    if beyond := [i for i in indices if i not in range(count)]:
+        raise bad("config.attn_layer_indices", f"layers of {count}", beyond[0])
+    return ["attention" if i in indices else rest for i in range(count)]
+
+
+def _by_period(config: Config, count: int) -> list[str] | None:
+    if not config.get("attn_layer_period"):
+        return None
+    period = number(config, "attn_layer_period")
+    offset = number(config, "attn_layer_offset") if config.get("attn_layer_offset") else 0
+    if offset >= period:
+        raise bad("config.attn_layer_offset", f"below attn_layer_period {period}", offset)
+    return ["attention" if i % period == offset else "mamba" for i in range(count)]
+
+
+def _by_interval(config: Config, count: int) -> list[str] | None:
+    """Every nth layer is full attention, and the others what the name of the interval says."""
+    for key, rest in _INTERVALS.items():
+        if config.get(key) and (rest != "window" or config.get("sliding_window")):
+            if isinstance(config[key], str):  # LLLG
+                letters = {"L": rest, "G": "attention"}
+                return [_named(config[key][i % len(config[key])], letters, key) for i in range(count)]
+            period = number(config, key)
+            return ["attention" if i % period == period - 1 else rest for i in range(count)]
+    return None
+
+
+def _by_numbers(config: Config, count: int) -> list[str] | None:
+    """Full attention or lightning attention, 1 or 0; without any 0 they are all attention."""
+    types = config.get("attn_type_list")
+    return ["attention" if kind == 1 else "lightning" for kind in types] if types else None
+
+
+def _by_delta(config: Config, count: int) -> list[str] | None:
+    """Kimi's delta attention in the layers that are listed, counted from 1."""
+    given = config.get("linear_attn_config")
+    if not given:
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("kda_layers"), list):
+        raise bad("config.linear_attn_config", "an object with kda_layers", given)
+    return ["kda" if i + 1 in given["kda_layers"] else "attention" for i in range(count)]
+
+
+def _by_rope(config: Config, count: int) -> list[str] | None:
+    """Attention within chunks wherever positions are rotated."""
+    if not config.get("attention_chunk_size"):
+        return None
+    period = number(config, "no_rope_layer_interval") if config.get("no_rope_layer_interval") else count + 1
+    rotated = config.get("no_rope_layers") or [(i + 1) % period for i in range(count)]
+    return ["chunked" if turn else "attention" for turn in rotated]
+
+
+def _by_window(config: Config, count: int) -> list[str] | None:
+    """A window that nothing says the layers of is that of all."""
+    return ["window"] * count if config.get("sliding_window") and config.get("use_sliding_window", True) else None
+
+
+def _by_sizes(config: Config, count: int) -> list[str] | None:
+    """No list at all: all attention, or all Mamba."""
+    if not config.get("num_attention_heads") and not config.get("kv_lora_rank"):
+        if not any(config.get(name) for name in STATE_SIZE):
+            raise bad("config.num_attention_heads", "a number, or the sizes of a Mamba", "absent")
+        return ["mamba"] * count
+    beside = sorted(name for name in config if name.startswith(HYBRID) and config[name])
+    if beside and not config.get("_both"):
+        raise bad(f"config.{beside[0]}", *_BY_HAND)
+    return ["attention"] * count
+
+
+_DELTA = ("linear_num_key_heads", "linear_num_value_heads")
+_INDICES = {"attn_layer_indices": "mamba", "full_attn_idxs": "conv"}
+_INTERVALS = {"full_attention_interval": "linear", "sliding_window_pattern": "window"}
+SAYS_LAYERS = (
+    *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
+    "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
+)  # fmt: skip
+"""What says which layer of a target has which cache."""
+_LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types", "attn_type_list", "no_rope_layers", *_INDICES)
+_WAYS: tuple[Callable[[Config, int], list[str] | None], ...] = (
+    _by_letters, _by_list, _by_indices, _by_period, _by_interval, _by_delta, _by_numbers, _by_rope, _by_window,
+    _by_sizes,
+)  # fmt: skip
+"""The first that a config uses says the kinds of all layers."""
+
+
+def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
+    if str(name) not in kinds:
+        raise bad(f"config.{path}", ", ".join(kinds), name)
+    return kinds[str(name)]
+
+
+def text(config: Config) -> Config:
+    """The language model of a checkpoint that also sees or hears, with what its class implies."""
+    inner = config.get("text_config")
+    merged = {**config, **inner} if isinstance(inner, dict) else config
+    implied = IMPLIED.get(str(merged.get("model_type")), {})
+    return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+
+
+def nested(config: Config) -> bool:
+    """Whether sizes that are absent may be the defaults of a class (Gemma 3 has 256 for head_dim), not shares."""
+    return isinstance(config.get("text_config"), dict)
+
+
+def number(config: Config, *names: str) -> int:
+    """The first of these that is there; raises LocalError where it is no size, or none is there."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise bad(f"config.{name}", "a whole number, at least 1", value)
+            return value
+    raise bad(f"config.{names[0]}", "a number", "absent")
+
+
+def bad(path: str, mine: str, yours: object) -> LocalError:
+    """What is wrong with a config or an option."""
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))
