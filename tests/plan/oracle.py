@@ -37,11 +37,12 @@ class Request:
 
 def value(at: Coordinate) -> int:
     """The byte that stands at a global coordinate."""
-    return _line(*at[:4])[at[4]]
+    return line(*at[:4])[at[4]]
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _line(model: int, layer: int, part: str, row: int) -> bytes:
+def line(model: int, layer: int, part: str, row: int) -> bytes:
+    """The bytes of the lane axis of one row, up to 64 of them."""
     return hashlib.blake2b(repr((model, layer, part, row)).encode(), digest_size=64).digest()
 
 
