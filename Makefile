@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c const
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
 
-.PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep demo-matrix clean
+.PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -73,6 +73,9 @@ demo-matrix: $(VENV)/.demo
 
 sweep: $(VENV)/.test
 	@$(PY) -m tests.sweep
+
+wild: $(VENV)/.test
+	@$(PY) -m tests.plan.wild $(or $(SECONDS),60)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

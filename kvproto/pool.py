@@ -13,7 +13,7 @@ from kvproto.errors import LocalError, check_type
 from kvproto.node.columns import Column, columns_of
 from kvproto.node.pages import PagesInUse
 from kvproto.node.pool import pack
-from kvproto.planning.geometry import Geometry, Group, validate
+from kvproto.planning.geometry import Geometry, Group, column_names, validate
 from kvproto.planning.kinds import kind_of
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
@@ -128,7 +128,7 @@ class Pool:
         """
         spec = self.group(group)
         share, columns = self.layout.owns(spec.id), self.layout.columns[spec.id]
-        parts, layers = [p.name for p in spec.parts], share.layers.tolist()
+        parts, layers = column_names(spec), share.layers.tolist()
         if part not in parts or layer not in layers:
             raise _bad(f"{group}", f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")
         p = parts.index(part)

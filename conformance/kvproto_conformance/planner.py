@@ -34,7 +34,8 @@ def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
     pieces: list[Piece] = []
     for group in sink["groups"]:
         if group["model"] not in cold:
-            for index in range(len(group["parts"])):
+            names = [p["name"] for p in group["parts"]]
+            for index in [i for i, name in enumerate(names) if name not in names[:i]]:
                 pieces += _part(source, sink, group, index)
     rows = _rows(pieces, elect(pieces, int(sink["replica"]), features), sink)
     routes: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
@@ -84,22 +85,28 @@ def _owners(
             for span in share["lanes"]:
                 stated = group["parts"][int(span["part"])]
                 if stated["name"] == part:
-                    size = int(stated["lane_bytes"])
-                    found.append(
-                        (
-                            int(rank["rank"]),
-                            group,
-                            int(span["lo"]) * size,
-                            int(span["hi"]) * size,
-                            int(share["cp_rank"]),
-                        )
-                    )
+                    for first, end in _bytes(stated, int(span["lo"]), int(span["hi"])):
+                        found.append((int(rank["rank"]), group, first, end, int(share["cp_rank"])))
     return found
 
 
 def _models(side: Json) -> set[str]:
     """Models of which some rank owns something."""
     return {g["model"] for g in side["groups"] if _held(side, g)}
+
+
+def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
+    """Where lanes [lo, hi) lie on the lane axis: side by side, or, of a section, a bit of each lane."""
+    size = int(part["lane_bytes"])
+    if _lane(part) == size:
+        return [(lo * size, hi * size)]
+    starts = [lane * _lane(part) + int(part.get("at", 0)) for lane in range(lo, hi)]
+    return [(start, start + size) for start in starts]
+
+
+def _lane(part: Json) -> int:
+    """Bytes of a lane of the part that this is, or is a section of."""
+    return int(part.get("whole", part["lane_bytes"]))
 
 
 def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:
@@ -182,7 +189,7 @@ def _held(side: Json, group: Json) -> bool:
 def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     a, b = (next(p for p in g["parts"] if p["name"] == part) for g in (src, dst))
     live = [(g.get("live_rows") or g["rows"]) if g["kind"] == "SLOT" else None for g in (src, dst)]
-    sizes = int(a["lane_bytes"]), int(b["lane_bytes"])
+    sizes = _lane(a), _lane(b)
     whole = [
         (g["rows"], p["lane_bytes"] if a.get("encoding") else None, g["cp_size"])
         + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())

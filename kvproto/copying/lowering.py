@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvproto.copying.execute import seeds
 from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RankLayout, Window
 from kvproto.copying.rows import Deals, row_map
-from kvproto.planning.geometry import Group
+from kvproto.planning.geometry import Group, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
 from kvproto.wire.messages import Columns
@@ -87,25 +87,33 @@ def _flat(columns: Columns, group: Group) -> bool:
 def _ops(source: RankLayout, sink: RankLayout, m: Deals, box: Box, at: int) -> Iterator[npt.NDArray[np.void]]:
     """Operations of a box: layers with equal strides share their lane pieces."""
     name = m.sink.parts[box.part].name
-    src_part = [p.name for p in m.source.parts].index(name)
-    fine = min(m.source.parts[src_part].lane_bytes, m.sink.parts[box.part].lane_bytes)
+    parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]
+    fine = min(lane_bytes(group.parts[some[0]]) for group, some in zip((m.source, m.sink), parts, strict=True))
     layers = np.arange(box.layer_lo, box.layer_hi)
-    here = _column(source, m.source, src_part, layers), _column(sink, m.sink, box.part, layers)
-    strides = np.stack([c[n] for c in here for n in ("item_stride", "row_stride", "lane_stride")])
+    here = {p: _column(source, m.source, p, layers) for p in parts[0]}
+    there = {p: _column(sink, m.sink, p, layers) for p in parts[1]}
+    strides = np.stack([c[n] for c in (*here.values(), *there.values()) for n in _STRIDES])
     kinds, kind = np.unique(strides, axis=1, return_inverse=True)
     for k in range(kinds.shape[1]):
         some = np.flatnonzero(kind.reshape(-1) == k)
-        lane_strides = int(kinds[2, k]), int(kinds[5, k])
-        a = list(_pieces(source, m.source, src_part, lane_strides[0], box.lo, box.hi, fine))
-        b = list(_pieces(sink, m.sink, box.part, lane_strides[1], box.lo, box.hi, fine))
+        a, b = (
+            [
+                piece
+                for p, columns in found.items()
+                for piece in _pieces(side, group, p, int(columns["lane_stride"][some[0]]), box, fine)
+            ]
+            for side, group, found in ((source, m.source, here), (sink, m.sink, there))
+        )
         for lo, hi, left, right in _both(a, b, fine):
             whole = left.stride == right.stride == 0
             unit = hi - lo if whole else fine
             ops = np.zeros(some.size, OP)
             ops["map"], ops["group"], ops["model"], ops["part"] = at, m.sink.id, box.model, box.part
             ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = layers[some], lo, (hi - lo) // unit, unit
-            flats = (m.source_flat, m.source), (m.sink_flat, m.sink)
-            for side, columns, piece, (flat, group) in zip(("source", "sink"), here, (left, right), flats, strict=True):
+            for side, columns, piece, flat, group in (
+                ("source", here[left.part], left, m.source_flat, m.source),
+                ("sink", there[right.part], right, m.sink_flat, m.sink),
+            ):
                 for field in ("region", "item_stride", "row_stride"):
                     ops[f"{side}_{field}"] = columns[field][some]
                 ops[f"{side}_offset"] = columns["offset"][some] + piece.offset
@@ -118,43 +126,58 @@ def _ops(source: RankLayout, sink: RankLayout, m: Deals, box: Box, at: int) -> I
             yield ops
 
 
+_STRIDES = ("item_stride", "row_stride", "lane_stride")
+
+
 def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> dict[str, IntArray]:
     """The columns of some layers, as arrays over the layers."""
     share, columns = side.owns(group.id), side.columns[group.id]
     at = np.searchsorted(share.layers, layers) * len(group.parts) + part
-    found = {
-        n: getattr(columns, n)[at].astype(np.int64)
-        for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")
-    }
+    found = {n: getattr(columns, n)[at].astype(np.int64) for n in ("region", "offset", *_STRIDES)}
     return found | {"items": np.full(layers.size, columns.items)}
 
 
 @attrs.frozen
 class _Piece:
-    """Bytes [lo, hi) of the lane axis, at an offset from the column; stride from lane to lane, 0 where bytes touch."""
+    """Bytes [lo, hi) of the lane axis, at an offset from a column; stride from lane to lane, 0 where bytes touch."""
 
     lo: int
     hi: int
+    part: int
+    """Whose column it is."""
     offset: int
     stride: int
 
 
-def _pieces(side: RankLayout, group: Group, part: int, stride: int, lo: int, hi: int, fine: int) -> Iterator[_Piece]:
-    """Lane bytes [lo, hi) as this side stores them."""
-    size = group.parts[part].lane_bytes
-    local = 0
+def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine: int) -> Iterator[_Piece]:
+    """What one column of this side stores of the lane bytes of a box."""
+    part, local = group.parts[p], 0
+    size, whole, at = part.lane_bytes, lane_bytes(part), part.at or 0
     for span in side.owns(group.id).lanes:
-        if span.part != part:
+        if span.part != p:
             continue
-        x, y = max(lo, span.lo * size), min(hi, span.hi * size)
-        touching = stride == size
-        cut = x
+        x, y = max(box.lo, span.lo * whole), min(box.hi, span.hi * whole)
+        if size != whole:  # a section of each lane, by itself
+            for lane in range(x // whole, -(-y // whole)):
+                begin = lane * whole + at
+                cut, end = max(x, begin), min(y, begin + size)
+                while cut < end:
+                    stop = min(end, cut + fine - cut % fine)
+                    yield _Piece(cut, stop, p, (local + lane - span.lo) * stride + cut - begin, 0)
+                    cut = stop
+            local += span.hi - span.lo
+            continue
+        touching, cut = stride == size, x
         while cut < y:
-            step = y - x if touching or size == fine else size
-            end = min(y, cut + step - (cut % size if step == size else 0))
             lane, within = divmod(cut - span.lo * size, size)
+            if touching:
+                end = y
+            elif within or size != fine or y - cut < size:  # in one lane
+                end = min(y, cut + size - within)
+            else:
+                end = y - y % size
             single = touching or end - cut <= size
-            yield _Piece(cut, end, (local + lane) * stride + within, 0 if single else stride)
+            yield _Piece(cut, end, p, (local + lane) * stride + within, 0 if single else stride)
             cut = end
         local += span.hi - span.lo
 
@@ -172,6 +195,8 @@ def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, in
 def _advance(piece: _Piece, lo: int, hi: int, fine: int) -> _Piece:
     """Bytes [lo, hi) of a piece. Bytes that touch step byte by byte, others by whole lanes, `fine` long."""
     if not piece.stride:
-        return _Piece(lo, hi, piece.offset + lo - piece.lo, 0)
-    offset = piece.offset + (lo - piece.lo) // fine * piece.stride
-    return _Piece(lo, hi, offset, piece.stride if hi - lo > fine else 0)
+        return _Piece(lo, hi, piece.part, piece.offset + lo - piece.lo, 0)
+    lanes, within = divmod(lo - piece.lo, fine)
+    return _Piece(
+        lo, hi, piece.part, piece.offset + lanes * piece.stride + within, piece.stride if hi - lo > fine else 0
+    )

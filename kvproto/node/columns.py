@@ -14,7 +14,7 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.node.tensors import ELEMENTS, TensorView, view_of
-from kvproto.planning.geometry import Group, Owns
+from kvproto.planning.geometry import Group, Owns, column_names
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Column", "columns_of"]
@@ -41,7 +41,7 @@ def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> t
     `given` is one tensor with an axis for the layers, or one for each of the rank's layers, or either of the two by
     part name. Raises LocalError(BAD_COLUMNS) naming the tensor and the axis.
     """
-    names = [part.name for part in group.parts]
+    names = column_names(group)
     if isinstance(given, Mapping):
         if sorted(given) != sorted(names):
             raise _bad(path, f"tensors of the parts {names}", f"of {sorted(map(str, given))}")
@@ -121,7 +121,7 @@ def _column(
     width, step = axis.get("dim", (1, view.itemsize))
     if width * view.itemsize != sum(sizes):
         each = " + ".join(str(size) for size in sizes)
-        apart = ", ".join(f'"{p.name}": [...]' for p in group.parts)
+        apart = ", ".join(f'"{name}": [...]' for name in column_names(group))
         advice = f"where the parts are tensors apart, pass {{{apart}}}" if len(sizes) > 1 else _AXES
         raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes", advice)
     _element(group, joint if len(sizes) > 1 else (part,), view, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
@@ -20,6 +21,9 @@ BYTES = {
     DType.F32: 4, DType.F16: 2, DType.BF16: 2, DType.F8E4M3: 1, DType.F8E5M2: 1, DType.U8: 1, DType.I8: 1,
 }  # fmt: skip
 """Bytes of an element."""
+
+Sizes = tuple[DType, int, int | tuple[int, ...]]
+"""Element type, lanes, and bytes of a lane or of each of its sections."""
 
 
 @attrs.frozen
@@ -60,7 +64,7 @@ def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[
         for name, given in named.items():
             if name.endswith("dtype"):
                 check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
-            elif name not in ("name", "layers", "parts", "blocks", "part") and given is not None:
+            elif name not in ("name", "layers", "parts", "blocks", "part", "split") and given is not None:
                 check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 
@@ -110,10 +114,14 @@ class Cache:
     @_checked
     def mla(
         cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
-        model: int = 0,
+        split: bool = False, model: int = 0,
     ) -> Cache:  # fmt: skip
-        """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank."""
-        parts = {"latent": (dtype, 1, (latent + rope) * BYTES[dtype])}
+        """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank.
+
+        With `split` the two lie in buffers apart. They are sections of one part, so other engines may have them in one.
+        """
+        sizes = latent * BYTES[dtype], rope * BYTES[dtype]
+        parts = {"latent": (dtype, 1, sizes if split else sum(sizes))}
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
@@ -162,16 +170,17 @@ class Cache:
     @classmethod
     @_checked
     def paged(
-        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], page: int,
-        model: int = 0,
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, Sizes], page: int, model: int = 0,
     ) -> Cache:  # fmt: skip
-        """Any other paged parts: name to element type, lanes, bytes of a lane."""
+        """Any other paged parts: name to element type, lanes, bytes of a lane, or of each section of a lane in a buffer
+        of its own.
+        """
         return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
 
     @classmethod
     @_checked
     def state(
-        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, tuple[DType, int, int]], rows: int = 1,
+        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, Sizes], rows: int = 1,
         scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
     ) -> Cache:  # fmt: skip
         """Recurrent state, a slot a request: `rows` live ones, then scratch (of speculative steps), never sent."""
@@ -275,8 +284,15 @@ def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(range(layers) if isinstance(layers, int) else layers)
 
 
-def _parts(parts: Mapping[str, tuple[DType, int, int]]) -> tuple[g.Part, ...]:
-    return tuple(g.Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, (d, lanes, size) in parts.items())
+def _parts(parts: Mapping[str, Sizes]) -> tuple[g.Part, ...]:
+    made = []
+    for name, (dtype, lanes, size) in parts.items():
+        if isinstance(size, int):
+            made.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=size))
+            continue
+        for at, end in pairwise(accumulate(size, initial=0)):
+            made.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=end - at, at=at, whole=sum(size)))
+    return tuple(made)
 
 
 def _bad(path: str, mine: str, yours: object) -> LocalError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvproto.errors import PlanError
-from kvproto.planning.geometry import Geometry, Group
+from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SHARE_OF
 from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
@@ -42,7 +42,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     """Raise KIND_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE where the part of that name cannot be mapped."""
     a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
     path = f"groups[{dst.name}]"
-    at = f"{path}.parts[{name}]"
+    at, sizes = f"{path}.parts[{name}]", (lane_bytes(a), lane_bytes(b))
     opaque = any(part.encoding for part in dst.parts)
     if src.kind != dst.kind and (opaque or dst.kind not in kind_of(src).maps_to):
         mine, yours = ItemKind(src.kind).name, ItemKind(dst.kind).name
@@ -50,19 +50,18 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         raise incompatible(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
     for code, where, mine, yours in (
         (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
-        (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a.lanes, a.lane_bytes), _extent(b.lanes, b.lane_bytes)),
+        (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a), _extent(b)),
         (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),
         (ErrorCode.ROW_MISMATCH, f"{path}.live_rows", _live(src), _live(dst)),
         (ErrorCode.ROW_MISMATCH, f"{path}.partial", str(bool(src.partial)), str(bool(dst.partial))),
         (ErrorCode.LAYOUT_OPAQUE, f"{at}.encoding", str(a.encoding), str(b.encoding)),
     ):
-        same = a.lanes * a.lane_bytes == b.lanes * b.lane_bytes if code == ErrorCode.LANE_MISMATCH else mine == yours
+        same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
             raise incompatible(code, where, mine, yours, "make the two sides equal")
-    if max(a.lane_bytes, b.lane_bytes) % min(a.lane_bytes, b.lane_bytes):
-        raise incompatible(
-            ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", str(a.lane_bytes), str(b.lane_bytes), "use an integer multiple"
-        )
+    if max(sizes) % min(sizes):
+        mine, yours = map(str, sizes)
+        raise incompatible(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
     if opaque:
         deals = [
             f"{g.rows} rows"
@@ -75,8 +74,8 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
             raise incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
 
 
-def _extent(lanes: int, size: int) -> str:
-    return f"{lanes} lanes of {size} bytes"
+def _extent(part: Part) -> str:
+    return f"{part.lanes} lanes of {lane_bytes(part)} bytes"
 
 
 def _live(group: Group) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
-from kvproto.planning.geometry import Geometry, Group, deal
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, deal, lane_bytes
 from kvproto.planning.spreading import Layers, Piece, Ranks, joined
 from kvproto.wire.enums import ErrorCode
 
@@ -54,10 +54,21 @@ def claims_of(geometry: Geometry) -> Claims:
             layers = _intervals(share.layers)
             for span in share.lanes:
                 part = group.parts[span.part]
-                size = part.lane_bytes
-                claim = Claim(rank.rank, group, span.lo * size, span.hi * size, share.cp_rank, layers)
-                claims[group.model, part.name].append(claim)
+                found = claims[group.model, part.name]
+                for lo, hi in _bytes_of(part, span):
+                    found.append(Claim(rank.rank, group, lo, hi, share.cp_rank, layers))
     return claims
+
+
+def _bytes_of(part: Part, span: LaneSpan) -> Iterator[tuple[int, int]]:
+    """Bytes [lo, hi) of the lane axis of the whole part; those of a section lie apart, in each lane."""
+    size = lane_bytes(part)
+    if size == part.lane_bytes:
+        yield span.lo * size, span.hi * size
+        return
+    for lane in range(span.lo, span.hi):
+        begin = lane * size + (part.at or 0)
+        yield begin, begin + part.lane_bytes
 
 
 def _intervals(numbers: npt.NDArray[Any]) -> Layers:

@@ -21,9 +21,9 @@ from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
-    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "deal", "decode_geometry", "digest",
-    "encode_geometry", "facts", "gqa", "handoff", "local_row", "mla", "owned_before", "owner", "owns",
-    "validate",
+    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal", "decode_geometry",
+    "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla", "owned_before", "owner",
+    "owns", "validate",
 ]  # fmt: skip
 
 IntArray = npt.NDArray[np.int64]
@@ -92,6 +92,19 @@ def digest(data: bytes | memoryview) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def lane_bytes(part: Part) -> int:
+    """Bytes of a lane of the whole part, of which this may be a section (clause KVP-GEO-SECTIONS)."""
+    return part.lane_bytes if part.whole is None else part.whole
+
+
+def column_names(group: Group) -> list[str]:
+    """The columns of a layer by name: that of the part, and of a section its bytes too, as `latent[0:1024]`."""
+    return [
+        p.name if lane_bytes(p) == p.lane_bytes else f"{p.name}[{p.at or 0}:{(p.at or 0) + p.lane_bytes}]"
+        for p in group.parts
+    ]
+
+
 def owner(group: Group, rows: IntArray) -> IntArray:
     """cp rank [rows] that owns each global row [rows]."""
     run, origin = deal(group)
@@ -126,10 +139,10 @@ def deal(group: Group) -> tuple[int, int]:
 def validate(geometry: Geometry) -> None:
     """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
-    claims = sum(share.layers.size * len(share.lanes) for rank in geometry.ranks for share in rank.owns)
+    groups = {g.id: g for g in geometry.groups}
+    claims = sum(_intervals(groups.get(share.group), share) for rank in geometry.ranks for share in rank.owns)
     if claims > _LARGEST_CLAIM:
         raise _bad("ranks", f"at most {_LARGEST_CLAIM} layers times intervals", str(claims))
-    groups = {g.id: g for g in geometry.groups}
     for i, group in enumerate(geometry.groups):
         _check_group(group, f"groups[{i}]")
     held: dict[tuple[int, str, int], int] = {}
@@ -153,9 +166,14 @@ _LARGEST_CLAIM = 1 << 16
 
 
 def _check_group(group: Group, path: str) -> None:
+    _check_sections(group, path)
     plain = (group.model, group.rows, group.tokens_per_row, *(p.lanes for p in group.parts))
-    if not kind_of(group).has_memory and plain != (0, 1, 1, *(1 for _ in group.parts)):
-        shape = f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
+    sections = any(lane_bytes(p) != p.lane_bytes for p in group.parts)
+    if not kind_of(group).has_memory and (sections or plain != (0, 1, 1, *(1 for _ in group.parts))):
+        shape = (
+            f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
+            + ", in sections" * sections
+        )
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     if group.partial and not (kind_of(group).paged or kind_of(group).wraps):
         raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
@@ -171,6 +189,38 @@ def _check_group(group: Group, path: str) -> None:
         raise _bad(
             f"{path}.cp_size", f"at most {_LARGEST_DEAL} tokens in one deal", str(group.cp_size * group.interleave)
         )
+
+
+def _check_sections(group: Group, path: str) -> None:
+    """Raise where the parts of one name are not sections that tile a lane, one after the other."""
+    last: dict[str, int] = {}
+    for j, part in enumerate(group.parts):
+        at, before = f"{path}.parts[{j}]", group.parts[last[part.name]] if part.name in last else part
+        begin = (before.at or 0) + before.lane_bytes if part.name in last else 0
+        for name, mine, yours in (
+            ("dtype", before.dtype.name, part.dtype.name),
+            ("lanes", before.lanes, part.lanes),
+            ("whole", lane_bytes(before), lane_bytes(part)),
+            ("at", begin, part.at or 0),
+            ("encoding", None, part.encoding if lane_bytes(part) != part.lane_bytes else None),
+        ):
+            if mine != yours:
+                raise _bad(f"{at}.{name}", f"{mine}, as this is a section of {part.name}", str(yours))
+        last[part.name] = j
+    for name, j in last.items():
+        end = (group.parts[j].at or 0) + group.parts[j].lane_bytes
+        if end != lane_bytes(group.parts[j]):
+            raise _bad(
+                f"{path}.parts[{j}].whole",
+                f"{end}, where the last section of {name} ends",
+                str(lane_bytes(group.parts[j])),
+            )
+
+
+def _intervals(group: Group | None, share: Owns) -> int:
+    """Layers times lane intervals of a share; those of a section are one a lane."""
+    apart = {i for i, p in enumerate(group.parts) if lane_bytes(p) != p.lane_bytes} if group else set()
+    return share.layers.size * sum(span.hi - span.lo if span.part in apart else 1 for span in share.lanes)
 
 
 def _check_owns(group: Group, share: Owns, path: str) -> None:

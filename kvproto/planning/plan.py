@@ -33,7 +33,7 @@ class Box(NamedTuple):
     layer_lo: int
     layer_hi: int
     part: int
-    """Index into the parts of the sink's group."""
+    """Index into the parts of the sink's group; of a part in sections, that of the first."""
     lo: int
     hi: int
     source_class: int
@@ -130,7 +130,7 @@ def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -
     shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
     pieces: list[Piece] = []
     left = MOST_PIECES
-    for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts)]:
+    for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
         for sources, sinks, layers in () if dst.model in cold else shared.get(key, {}).get(dst.id, ()):
             if not sources:

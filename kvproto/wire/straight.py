@@ -467,8 +467,6 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
         f12 = None
     if left:
         raise Doubt
-    if len(f11) > 1 and not unique([x.name for x in f11]):
-        raise Doubt
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
@@ -493,8 +491,6 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     f10 = o.origin
     f11 = o.parts
     f12 = o.partial
-    if len(f11) > 1 and not unique([x.name for x in f11]):
-        raise Doubt
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
@@ -539,11 +535,13 @@ _Part_dtype = setter(Part, "dtype")
 _Part_lanes = setter(Part, "lanes")
 _Part_lane_bytes = setter(Part, "lane_bytes")
 _Part_encoding = setter(Part, "encoding")
+_Part_at = setter(Part, "at")
+_Part_whole = setter(Part, "whole")
 
 
 def _d_Part(b: Any, p: int) -> tuple[Part, int]:
     left = b[p]
-    if not 132 <= left <= 133:
+    if not 132 <= left <= 135:
         raise Doubt
     left -= 132
     p += 1
@@ -584,10 +582,32 @@ def _d_Part(b: Any, p: int) -> tuple[Part, int]:
         f5, p = read_text(b, p + 1, 1, 64)
     else:
         f5 = None
+    if left and b[p] == 6:
+        left -= 1
+        f6 = b[p + 1]
+        p += 2
+        if f6 > 127:
+            f6, p = read_uint(b, f6, p)
+        if f6 > 4294967295:
+            raise Doubt
+    else:
+        f6 = None
+    if left and b[p] == 7:
+        left -= 1
+        f7 = b[p + 1]
+        p += 2
+        if f7 > 127:
+            f7, p = read_uint(b, f7, p)
+        if f7 < 1:
+            raise Doubt
+        if f7 > 4294967295:
+            raise Doubt
+    else:
+        f7 = None
     if left:
         raise Doubt
     o = new(Part)
-    _Part_name(o, f1); _Part_dtype(o, f2); _Part_lanes(o, f3); _Part_lane_bytes(o, f4); _Part_encoding(o, f5)
+    _Part_name(o, f1); _Part_dtype(o, f2); _Part_lanes(o, f3); _Part_lane_bytes(o, f4); _Part_encoding(o, f5); _Part_at(o, f6); _Part_whole(o, f7)
     return o, p
 
 
@@ -599,7 +619,9 @@ def _e_Part(o: Any, out: list[Any]) -> None:
     f3 = o.lanes
     f4 = o.lane_bytes
     f5 = o.encoding
-    out.append(BYTE_OF[133 - (f5 is None)])
+    f6 = o.at
+    f7 = o.whole
+    out.append(BYTE_OF[135 - (f5 is None) - (f6 is None) - (f7 is None)])
     if f2.__class__ is not enums.DType and f2.__class__ is not int or f2 not in _DType:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
@@ -609,6 +631,14 @@ def _e_Part(o: Any, out: list[Any]) -> None:
     out += (b'\x01', write_text(f1, 1, 64), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4),)
     if f5 is not None:
         out += (b'\x05', write_text(f5, 1, 64))
+    if f6 is not None:
+        if f6.__class__ is not int or not 0 <= f6 <= 4294967295:
+            raise Doubt
+        out += (b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6))
+    if f7 is not None:
+        if f7.__class__ is not int or not 1 <= f7 <= 4294967295:
+            raise Doubt
+        out += (b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7))
 
 
 Rank = messages.Rank

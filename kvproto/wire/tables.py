@@ -80,6 +80,8 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (3, "lanes", "u32", True, 1, None, None),
         (4, "lane_bytes", "u32", True, 1, None, None),
         (5, "encoding", "str", False, 1, 64, None),
+        (6, "at", "u32", False, None, None, None),
+        (7, "whole", "u32", False, 1, None, None),
     ),
     "Rank": (
         (1, "rank", "u32", True, None, None, None),
@@ -418,7 +420,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("ranks", "rank"), "BAD_GEOMETRY"),
     ),
     "Group": (
-        ("unique", ("parts", "name"), "BAD_GEOMETRY"),
         ("le", ("live_rows", "rows"), "BAD_GEOMETRY"),
         ("only_if", ("live_rows", "kind", "SLOT"), "BAD_GEOMETRY"),
     ),
@@ -525,7 +526,7 @@ DELIVERY: dict[str, str] = {
 UNITS: dict[str, dict[str, str]] = {
     "Limits": {"max_body": "byte"},
     "Group": {"rows": "row", "tokens_per_row": "token", "live_rows": "row", "interleave": "token", "origin": "token"},
-    "Part": {"lanes": "lane", "lane_bytes": "byte"},
+    "Part": {"lanes": "lane", "lane_bytes": "byte", "at": "byte", "whole": "byte"},
     "Owns": {"layers": "layer"},
     "LaneSpan": {"lo": "lane", "hi": "lane"},
     "Region": {"base": "byte", "length": "byte", "boot": "byte"},

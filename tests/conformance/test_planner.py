@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from kvproto.wire.messages import Geometry
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan as second
 from tests.plan.test_spreading import odd_world
+from tests.plan.wild import world
 from tests.plan.worlds import caches, side
 
 FEATURES = [
@@ -68,6 +70,12 @@ def test_two_planners_elect_alike(seed: int) -> None:
     source, sink = odd_world(rng)
     features = rng.choice(FEATURES)
     assert ours(source, sink, features) == theirs(source, sink, features)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_planners_agree_in_wild_worlds(seed: int) -> None:
+    made = world(seed)
+    assert ours(made.source, made.sink, made.features) == theirs(made.source, made.sink, made.features)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

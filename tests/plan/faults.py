@@ -203,7 +203,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "firsts = {k[1]: k[0] for k in sorted(boxes, reverse=True)}\n    routes = (Route(*key, tuple(sorted(boxes[key])), "
         "_digest(rows[key])) for key in sorted(boxes) if key[2] == 0 or key[0] == firsts[key[1]])"),
     "parts pair by position": (
-        "v_over_k", "copying/lowering.py", "src_part = [p.name for p in m.source.parts].index(name)", "src_part = box.part"),
+        "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
+        "parts = [[box.part], [box.part]]"),
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (

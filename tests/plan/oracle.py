@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.wire.enums import ItemKind
-from kvproto.wire.messages import Columns, Geometry, Group, Owns
+from kvproto.wire.messages import Columns, Geometry, Group, Owns, Part
 
 Coordinate = tuple[int, int, str, int, int]
 """model, layer, part, row, byte on the lane axis"""
@@ -106,6 +106,11 @@ def lanes_of(share: Owns, part: int) -> list[int]:
     return [lane for span in share.lanes if span.part == part for lane in range(span.lo, span.hi)]
 
 
+def first_byte(part: Part, lane: int) -> int:
+    """Where a lane, or the section of it that this is, begins on the lane axis of the whole part."""
+    return lane * (part.lane_bytes if part.whole is None else part.whole) + (part.at or 0)
+
+
 def bytes_of(
     group: Group, share: Owns, columns: Columns, request: Request
 ) -> Iterator[tuple[tuple[int, int], Coordinate]]:
@@ -122,7 +127,7 @@ def bytes_of(
                 for local, lane in enumerate(lanes_of(share, p)):
                     at = offset + item * item_stride + within * row_stride + local * lane_stride
                     for byte in range(part.lane_bytes):
-                        yield (region, at + byte), (group.model, layer, part.name, row, lane * part.lane_bytes + byte)
+                        yield (region, at + byte), (group.model, layer, part.name, row, first_byte(part, lane) + byte)
             column += 1
 
 
@@ -156,7 +161,7 @@ def owners(geometry: Geometry) -> Owner:
             for p, part in enumerate(group.parts):
                 for lane in lanes_of(share, p):
                     for layer in share.layers.tolist():
-                        for byte in range(lane * part.lane_bytes, (lane + 1) * part.lane_bytes):
+                        for byte in range(first_byte(part, lane), first_byte(part, lane) + part.lane_bytes):
                             found[group.model, part.name, layer, byte][rank.rank] = share.cp_rank
     return found
 

@@ -31,7 +31,7 @@ from kvproto.planning.geometry import (
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
-from kvproto.wire.messages import Fact
+from kvproto.wire.messages import Fact, Part
 from tests.plan import oracle
 
 MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
@@ -73,6 +73,18 @@ def good() -> Geometry:
 
 def with_group(group: Group, **changes: Any) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=(Rank(rank=0, owns=()),))
+
+
+def sections(*some: tuple[int, int, dict[str, Any] | None]) -> Geometry:
+    """A latent of 12 bytes in sections: where each begins, its bytes, and what else it states."""
+    parts = [attrs.evolve(MLA.parts[0], at=at, lane_bytes=n, **({"whole": 12} | (more or {}))) for at, n, more in some]
+    group = attrs.evolve(MLA, parts=tuple(parts))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
+
+
+def two_sections(part: Part) -> tuple[Part, ...]:
+    half = part.lane_bytes // 2
+    return tuple(attrs.evolve(part, at=at, whole=2 * half, lane_bytes=half) for at in (0, half))
 
 
 def with_owns(geometry: Geometry, which: int = 0, **changes: Any) -> Geometry:
@@ -122,7 +134,19 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "part order": (lambda: with_owns(good(), 1, lanes=spans((1, 0, 8), (0, 0, 8))), "ranks[0].owns[1].lanes[1].part"),
     "unknown part": (lambda: with_owns(good(), 1, lanes=spans((0, 0, 8), (2, 0, 8))), "ranks[0].owns[1].lanes[1].part"),
     "no parts": (lambda: with_group(MLA, parts=()), "groups[0].parts"),
-    "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts[1].name"),
+    "part twice": (lambda: with_group(GQA, parts=GQA.parts[:1] * 2), "groups[0].parts[1].at"),
+    # KVP-GEO-PARTS, above, and KVP-GEO-SECTIONS
+    "a section that begins late": (lambda: sections((4, 8, None)), "groups[0].parts[0].at"),
+    "a gap between sections": (lambda: sections((0, 4, None), (8, 4, None)), "groups[0].parts[1].at"),
+    "sections that overlap": (lambda: sections((0, 8, None), (4, 8, None)), "groups[0].parts[1].at"),
+    "sections beyond the lane": (lambda: sections((0, 8, None), (8, 8, None)), "groups[0].parts[1].whole"),
+    "sections out of order": (lambda: sections((4, 8, None), (0, 4, None)), "groups[0].parts[0].at"),
+    "sections of other wholes": (lambda: sections((0, 4, None), (4, 12, {"whole": 16})), "groups[0].parts[1].whole"),
+    "sections of other types": (lambda: sections((0, 4, None), (4, 8, {"dtype": DType.I8})), "groups[0].parts[1].dtype"),
+    "sections of other lanes": (lambda: sections((0, 4, None), (4, 8, {"lanes": 2})), "groups[0].parts[1].lanes"),
+    "an opaque section": (lambda: sections((0, 4, None), (4, 8, {"encoding": "tiled"})), "groups[0].parts[1].encoding"),
+    "sections of hand-off data": (lambda: handing(parts=two_sections(HANDED.parts[0])), "groups[0].kind"),
+    "more lanes of sections than may be": (lambda: with_owns(sections((0, 4, {"lanes": 1 << 20}), (4, 8, {"lanes": 1 << 20})), lanes=spans((0, 0, 1 << 20), (1, 0, 1))), "ranks"),
     "live rows": (lambda: with_group(MLA, kind=ItemKind.SLOT, live_rows=65), "groups[0].rows"),
     "live rows of pages": (lambda: with_group(MLA, live_rows=64), "groups[0].live_rows"),
     "partial slots": (lambda: with_group(MLA, kind=ItemKind.SLOT, partial=True), "groups[0].partial"),  # KVP-GEO-PARTIAL
@@ -169,6 +193,11 @@ def test_zero_sizes_are_refused(changes: dict[str, Any], path: str) -> None:
 def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
     cp = 1 if deal[0] == 1 else 2
     validate(with_group(MLA, cp_size=cp, tokens_per_row=3, interleave=deal[0], origin=deal[1]))
+
+
+def test_sections_that_tile_a_lane() -> None:
+    validate(sections((0, 4, None), (4, 8, None)))
+    validate(sections((0, 12, None)))
 
 
 def test_hand_off_data_as_it_should_be() -> None:

@@ -25,7 +25,7 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import PlanError
-from kvproto.planning.geometry import Geometry, Group, validate
+from kvproto.planning.geometry import Geometry, Group, lane_bytes, validate
 from kvproto.planning.plan import Route, plan
 from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import Columns, LaneSpan, Owns, Part, Rank
@@ -66,7 +66,7 @@ def caches(rng: random.Random) -> Iterator[Cache]:
     for model in range(rng.choice([1, 1, 1, 2])):
         for _ in range(rng.choice([1, 1, 1, 2])):
             tokens = rng.random() < 0.85
-            opaque = rng.random() < 0.25
+            opaque = rng.random() < 0.3
             parts = tuple(
                 (next(names), rng.choice([4, 6, 12, 24]), "tiled" if opaque and (i == 0 or rng.random() < 0.5) else None)
                 for i in range(rng.choice([1, 1, 2, 3]))
@@ -120,18 +120,28 @@ def _group(rng: random.Random, cache: Cache, parts: list[tuple[str, int, str | N
         if rng.random() < 0.95:  # one of a chain in which each divides the next
             sizes = [n for n in ((2, 4, 12, size) if size % 4 == 0 else (3, 6)) if size % n == 0]
         lane = rng.choice(sizes)
-        made.append(Part(name=name, dtype=DType.U8, lanes=size // lane, lane_bytes=lane, encoding=encoding))
+        part = Part(name=name, dtype=DType.U8, lanes=size // lane, lane_bytes=lane, encoding=encoding)
+        made += _sections(rng, part) if rng.random() < 0.3 and not encoding else [part]
+    if rng.random() < 0.3:  # sections of two parts in turn; those of one stay in order
+        made.sort(key=lambda part: part.at or 0)
     if not cache.tokens:
         rows = cache.live + (rng.randint(0, 2))
         live = cache.live if rows > cache.live else rng.choice([None, cache.live])
         return _stated(cache, made, ItemKind.SLOT, rows, live_rows=live)
     if rng.random() < 0.25:
         return _stated(cache, made, ItemKind.RING, rng.randint(1, 12))
-    size = rng.choice([1, 1, 1, 1, 2, 2, 3, 5, 12])
+    size = rng.choice([1, 2, 2, 3] if alike else [1, 1, 1, 1, 2, 2, 3, 5, 12])
     run, origin = rng.choice([1, 2, 3, 11]) * step, rng.choice([0, 0, 1, 4]) * step
     if size == 1:  # without a deal these mean nothing
         run, origin = rng.choice([(1, 0), (7, 5), (2**32 - 1, 2**64 - 1)])
     return _stated(cache, made, ItemKind.PAGE, rng.randint(1, 5), cp_size=size, interleave=run, origin=origin)
+
+
+def _sections(rng: random.Random, part: Part) -> list[Part]:
+    """A part in several columns, each some bytes of every lane."""
+    cuts = sorted(rng.sample(range(1, part.lane_bytes), min(rng.randint(1, 3), part.lane_bytes - 1)))
+    ends = zip([0, *cuts], [*cuts, part.lane_bytes], strict=True)
+    return [attrs.evolve(part, at=lo, whole=part.lane_bytes, lane_bytes=hi - lo) for lo, hi in ends]
 
 
 def _stated(cache: Cache, parts: list[Part], kind: ItemKind, rows: int, **more: Any) -> Group:
@@ -198,11 +208,10 @@ def _odd(rng: random.Random, geometry: Geometry) -> Geometry:
     """The same, with one statement of one group that the other side does not make."""
     at = rng.randrange(len(geometry.groups))
     group = geometry.groups[at]
-    part = attrs.evolve(group.parts[0], dtype=DType.I8)
-    coded = attrs.evolve(group.parts[0], encoding="other")
-    change: dict[str, Any] = rng.choice(
-        [{"parts": (part, *group.parts[1:])}, {"parts": (coded, *group.parts[1:])}, {"model": group.model + 5}]
-    )
+    parts = tuple(attrs.evolve(p, dtype=DType.I8) if p.name == group.parts[0].name else p for p in group.parts)
+    change: dict[str, Any] = rng.choice([{"parts": parts}, {"model": group.model + 5}])
+    if group.parts[0].whole is None and rng.random() < 0.5:
+        change = {"parts": (attrs.evolve(group.parts[0], encoding="other"), *group.parts[1:])}
     groups = list(geometry.groups)
     groups[at] = attrs.evolve(group, **change)
     return attrs.evolve(geometry, groups=tuple(groups))
@@ -221,7 +230,8 @@ def _span(rng: random.Random, mine: list[Group], yours: list[Group]) -> tuple[tu
         first = origin + rng.randint(0, 1) * block
     elif groups[0].partial:
         first -= first % step
-    end = first + rng.choice([0, 1, 5, 20, 40])
+    several = len({(g.rows, g.cp_size, g.interleave, g.origin) for g in opaque}) > 1
+    end = first + (0 if several else rng.choice([0, 1, 5, 20, 40]))
     beyond = rng.choice([0, 0, 3])
     rings = [g.rows for g in mine if g.kind == ItemKind.RING]
     most = min([*rings, *(g.rows for g in yours if g.kind == ItemKind.RING)], default=None)
@@ -279,7 +289,11 @@ class Memory:
             return [[(row, row, row < (group.live_rows or group.rows)) for row in range(group.rows)]]
         rows = oracle.covered(group, first, count)
         if group.kind == ItemKind.RING:  # the last rows below the end of the window, which a short prompt does not fill
-            end = -(-(first + count) // group.tokens_per_row) if group.partial else (first + count) // group.tokens_per_row
+            end = (
+                -(-(first + count) // group.tokens_per_row)
+                if group.partial
+                else (first + count) // group.tokens_per_row
+            )
             return [[(row % group.rows, row, row in rows) for row in range(end - group.rows, end)]]
         mine = _held(group, share.cp_rank)
         asked = [i for i, row in enumerate(mine) if row in rows]
@@ -311,7 +325,8 @@ class Memory:
                     for item, within, row in rows:
                         at = offset + item * strides[0] + within * strides[1] + n * strides[2]
                         line = oracle.line(group.model, layer, part.name, row)
-                        yield region, at, line[lane * part.lane_bytes : (lane + 1) * part.lane_bytes]
+                        byte = oracle.first_byte(part, lane)
+                        yield region, at, line[byte : byte + part.lane_bytes]
 
     def fill(self) -> None:
         """Write every row of the items: what a source's pool holds."""
@@ -391,10 +406,13 @@ def _oddities(made: World, routes: Sequence[Route], moved: Counter[int]) -> set[
                 ("deals apart", src.cp_size > 1 and dst.cp_size > 1 and (src.cp_size, src.interleave) != (dst.cp_size, dst.interleave)),
                 ("cp size beyond 9", max(src.cp_size, dst.cp_size) > 9),
                 ("interleave beyond 9", max(g.interleave for g in (src, dst) if g.cp_size > 1) > 9 if max(src.cp_size, dst.cp_size) > 1 else False),
-                ("lanes folded", part.lane_bytes != other.lane_bytes),
+                ("lanes folded", lane_bytes(part) != lane_bytes(other)),
+                ("sections at the source", other.whole is not None),
+                ("sections at the sink", part.whole is not None),
+                ("sections of several lanes", part.whole is not None and part.lanes > 1),
                 ("other parts in the group", {p.name for p in src.parts} != {p.name for p in dst.parts}),
                 ("pages of other sizes", src.rows != dst.rows and src.kind == dst.kind == ItemKind.PAGE),
-                ("sub-range of lanes", box.hi - box.lo < part.lanes * part.lane_bytes),
+                ("sub-range of lanes", box.hi - box.lo < part.lanes * lane_bytes(part)),
             ):  # fmt: skip
                 if holds:
                     found.add(what)
