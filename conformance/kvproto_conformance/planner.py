@@ -106,7 +106,7 @@ def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
 
 def _lane(part: Json) -> int:
     """Bytes of a lane of the part that this is, or is a section of."""
-    return int(part.get("whole", part["lane_bytes"]))
+    return int(part["whole"] if "whole" in part else part["lane_bytes"])
 
 
 def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:

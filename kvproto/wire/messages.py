@@ -121,13 +121,13 @@ class Part:
     lanes: int
     """Lanes of the whole model. [lane] Since 1.0."""
     lane_bytes: int
-    """Bytes of one lane of one row; of a piece, its own. [byte] Since 1.0."""
+    """Bytes of one lane of one row; of a section, its own. [byte] Since 1.0."""
     encoding: str | None = attrs.field(default=None)
     """Registered name of a layout that strides cannot describe. Since 1.0."""
     at: int | None = attrs.field(default=None)
-    """A piece of a part: where it begins in a lane of the whole; absent: 0. [byte] Since 1.0."""
+    """A section of a part: where it begins in a lane of the whole; absent: 0. [byte] Since 1.0."""
     whole: int | None = attrs.field(default=None)
-    """A piece of a part: bytes of a lane of the whole; absent: lane_bytes. [byte] Since 1.0."""
+    """A section of a part: bytes of a lane of the whole; absent: lane_bytes. [byte] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
