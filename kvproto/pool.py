@@ -32,7 +32,7 @@ class Pool:
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Any], *, rank: int = 0,
-        axes: str | Mapping[str, str] = "page token head dim",
+        axes: str | Mapping[str, str] = "page token head dim", shared: bool = False,
     ) -> None:  # fmt: skip
         """Take over what the engine has: `tensors` by group name, `axes` of them all or by group name.
 
@@ -40,9 +40,12 @@ class Pool:
         part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host
         memory that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or
         "slot"), "token" (or "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token
-        dim", joint K and V "part page token head dim". An axis of one element may be left out. Raises LocalError, which
-        names the tensor and the axis.
+        dim", joint K and V "part page token head dim". An axis of one element may be left out. Of a part in sections pass
+        a tensor for each, under names such as "latent[0:1024]". With `shared` several layers may be given one tensor,
+        as layers that share a cache have it; such a pool is for a Source. Raises LocalError, which names the tensor and
+        the axis.
         """
+        check_type("shared", shared, bool, "True or False")
         check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")
         check_type("tensors", tensors, Mapping, "a mapping of group name to tensors")
         check_type("axes", axes, (str, Mapping), "words, or a mapping of group name to words")
@@ -62,15 +65,17 @@ class Pool:
             homes = [region_of[id(c.view)] for c in columns]
             rows = [(c.address - base, c.item_stride, c.row_stride, c.lane_stride)
                     for c, (_, base) in zip(columns, homes, strict=True)]  # fmt: skip
-            if len({(region, row[0]) for (region, _), row in zip(homes, rows, strict=True)}) < len(rows):
-                raise _bad(f'tensors["{name}"]', "a place of its own for each layer and part", "two at one address")
+            places = {(region, row[0]) for (region, _), row in zip(homes, rows, strict=True)}
+            if len(places) < len(rows) and not shared:
+                wanted = "a place of its own for each layer and part; `shared` for layers that share a cache"
+                raise _bad(f'tensors["{name}"]', wanted, "two at one address")
             offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
             group = groups[name][0]
             made[group.id] = Columns(
                 group=group.id, items=items, region=np.array([region for region, _ in homes], np.uint32),
                 offset=offset, item_stride=item, row_stride=row, lane_stride=lane,
             )  # fmt: skip
-        self._open(RankLayout(geometry, rank, made))
+        self._open(RankLayout(geometry, rank, made), shared)
 
     @classmethod
     def allocate(
@@ -98,8 +103,8 @@ class Pool:
     """By region id; each has `__dlpack__` and gives its bytes without a copy."""
     _owned = False
 
-    def _open(self, side: RankLayout) -> None:
-        self.layout = side
+    def _open(self, side: RankLayout, shared: bool = False) -> None:
+        self.layout, self._shared = side, shared
         self._users: list[str] = []
         self._pages = PagesInUse(side)
         self._closed = False
@@ -165,6 +170,9 @@ class Pool:
     def _use(self, who: str) -> None:
         if self._closed:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "one that is closed", "make another")
+        if who.startswith("Sink ") and self._shared:
+            advice = "state layers that share a cache once, under the layer that writes it"
+            raise LocalError(ErrorCode.ITEM_ALIAS, "pool", "a pool that is not `shared`", "one that is", advice)
         if who.startswith("Source ") and (other := [each for each in self._users if each.startswith("Source ")]):
             advice = "close it first: a pool serves one Source, beside Sinks"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", other[0], advice)

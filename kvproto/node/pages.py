@@ -108,15 +108,15 @@ def tables_of(
 
 
 def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int) -> dict[int, int]:
-    """First tokens whose pages are there, by group id, where that is not token 0; what is not `given` is as `before`.
+    """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
 
-    Raises LocalError: BAD_GRANT for a group that holds no rows of tokens, a token beyond `tokens`, or one below what
+    A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that holds no rows of tokens, a token beyond `tokens`, or one below what
     was said before.
     """
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if given is None:
-        return dict(before)
-    if not isinstance(given, Mapping):
+        given = {}
+    elif not isinstance(given, Mapping):
         given = dict.fromkeys(groups, check_whole("since", given, 0, tokens, f"0 to {tokens}, the tokens computed"))
     found = dict(before)
     for name, first in given.items():
@@ -124,12 +124,21 @@ def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int],
         if name not in groups:
             raise _bad(path, f"groups that hold rows of tokens, {sorted(groups)}", repr(name))
         first = check_whole(path, first, 0, tokens, f"0 to {tokens}, the tokens computed")
-        if first < found.get(groups[name].id, 0):
+        if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
             mine = f"{found[groups[name].id]}, as said before"
             raise _bad(path, mine, str(first), "pages that are gone do not come back: the number only rises")
         if first:
             found[groups[name].id] = first
+    for group in groups.values():
+        first = _ring_begins(group, tokens)
+        if first > found.get(group.id, 0):
+            found[group.id] = first
     return found
+
+
+def _ring_begins(group: Group, tokens: int) -> int:
+    """The first token whose row a ring still holds after so many; 0 for pages."""
+    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if kind_of(group).wraps else 0
 
 
 def grants_of(
@@ -189,8 +198,7 @@ def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int) -> d
 def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int) -> Grants:
     if group.cp_size > 1:
         first = min(max(first, group.origin), tokens)
-    if kind_of(group).wraps:  # it holds no more than its rows
-        first = max(first, (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row)
+    first = max(first, _ring_begins(group, tokens))
     if group.partial and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
         wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")

@@ -1,0 +1,182 @@
+"""The same cache in two layouts, through a Source and a Sink: every byte arrives, and nothing else is written."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvproto import Cache, DType, LocalError, Options, Pool, Prompt, Sink, Source, allocate, lay_out, new_ticket
+from kvproto.errors import RemoteError
+from kvproto.wire.enums import ErrorCode
+
+from .doors import Two, address_in
+
+TOKENS, PAGES, POISON = 27, 10, 0xEE
+PROMPT = Prompt(range(TOKENS))
+WAYS = [
+    pytest.param(Options(thread=False, pull=pull, verify="pages"), id="pull" if pull else "push")
+    for pull in (False, True)
+]
+LATENT = {"latent": 12, "rope": 4, "dtype": DType.U8}
+
+
+@contextmanager
+def handing(folder: Path, here: Pool, there: Pool, options: Options) -> Iterator[Two]:
+    address = address_in(folder)
+    with (
+        Source("prefill", here, address, options) as source,
+        Sink("decode", there, {"prefill": address}, options) as sink,
+    ):
+        yield Two(source, sink)
+
+
+def hand_over(both: Two, tables: tuple[dict[str, Any], dict[str, Any]], **fetch: Any) -> Any:
+    request = both.source.request(both.ticket, PROMPT)
+    found = both.sink.fetch(both.ticket, PROMPT, tables[1], **fetch)
+    request.finish(tables[0])
+    both.until(lambda: found.done)
+    return found.wait(0)
+
+
+def noisy(pool: Pool, layers: Sequence[int], *names: str) -> None:
+    for layer in layers:
+        for n, name in enumerate(names):
+            array = pool.array("kv", layer, name)
+            array[:] = np.random.default_rng([layer, n]).integers(0, 256, array.shape, np.uint8)
+
+
+def poisoned(pool: Pool, layers: Sequence[int], *names: str) -> None:
+    for layer in layers:
+        for name in names:
+            pool.array("kv", layer, name)[:] = POISON
+
+
+SECTIONS = {True: ("latent[0:12]", "latent[12:16]"), False: ("latent",)}
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("split", [True, False])
+def test_a_latent_in_two_buffers_and_in_one(tmp_path: Path, options: Options, split: bool) -> None:
+    here, there = (
+        Pool.allocate(lay_out([Cache.mla("kv", 2, page=page, split=apart, **LATENT)]), PAGES)
+        for page, apart in ((4, split), (8, not split))
+    )
+    noisy(here, range(2), *SECTIONS[split])
+    poisoned(there, range(2), *SECTIONS[not split])
+    tables = {"kv": [3, 1, 2, 7, 9, 4, 5]}, {"kv": [5, 0, 9, 2]}
+    with handing(tmp_path, here, there, options) as both:
+        hand_over(both, tables, cached=5)
+        at = np.arange(TOKENS)
+        for layer in range(2):
+            sent, came = (
+                np.concatenate(
+                    [p.array("kv", layer, n)[np.array(table["kv"])[at // page], at % page] for n in names], axis=-1
+                )
+                for p, table, page, names in (
+                    (here, tables[0], 4, SECTIONS[split]),
+                    (there, tables[1], 8, SECTIONS[not split]),
+                )
+            )
+            assert np.array_equal(sent[5:], came[5:])
+            assert (came[:5] == POISON).all()
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("rings", ["source", "sink"])
+def test_a_ring_and_pages(tmp_path: Path, options: Options, rings: str) -> None:
+    """The last 10 tokens, from a ring of 12 rows to pages of 4, and from pages to a ring of 10."""
+    ring = {"kv_heads": 2, "head_dim": 4, "dtype": DType.U8}
+    sides = {
+        True: lambda rows: Cache.window("kv", 1, ring_rows=rows, **ring),
+        False: lambda _: Cache.gqa("kv", 1, page=4, **ring),
+    }
+    here, there = (Pool.allocate(lay_out([sides[rings == who](n)]), PAGES) for who, n in (("source", 12), ("sink", 10)))
+    noisy(here, [0], "k", "v")
+    poisoned(there, [0], "k", "v")
+    table, slot = [3, 1, 2, 7, 9, 4, 5], [6]
+    tables = ({"kv": slot}, {"kv": table}) if rings == "source" else ({"kv": table}, {"kv": slot})
+    at = np.arange(TOKENS - 10, TOKENS)
+    with handing(tmp_path, here, there, options) as both:
+        hand_over(both, tables, cached=TOKENS - 10)
+        places = {
+            who: (6, at % n) if rings == who else (np.array(table)[at // 4], at % 4)
+            for who, n in (("source", 12), ("sink", 10))
+        }
+        for part in ("k", "v"):
+            came = there.array("kv", 0, part)
+            assert np.array_equal(came[places["sink"]], here.array("kv", 0, part)[places["source"]])
+            came[places["sink"]] = POISON
+            assert (came == POISON).all()
+
+
+def test_a_ring_that_has_forgotten_is_refused(tmp_path: Path) -> None:
+    """KVP-GRANT-HELD: with the number; with `late`, what the ring still holds comes."""
+    size = {"kv_heads": 2, "head_dim": 4, "dtype": DType.U8}
+    here = Pool.allocate(lay_out([Cache.window("kv", 1, ring_rows=12, **size)]), PAGES)
+    there = Pool.allocate(lay_out([Cache.gqa("kv", 1, page=4, **size)]), PAGES)
+    noisy(here, [0], "k", "v")
+    with handing(tmp_path, here, there, Options(thread=False)) as both:
+        tables = {"kv": [6]}, {"kv": [3, 1, 2, 7, 9, 4, 5]}
+        with pytest.raises(RemoteError) as refused:
+            hand_over(both, tables)
+        assert (refused.value.code, refused.value.path) == (ErrorCode.NOT_HELD, "grants[0].first")
+        assert "15" in refused.value.mine
+        both.ticket = new_ticket("prefill")
+        assert hand_over(both, tables, late=True).since == {"kv": TOKENS - 12}
+        at = np.arange(TOKENS - 12, TOKENS)
+        came = there.array("kv", 0, "k")[np.array(tables[1]["kv"])[at // 4], at % 4]
+        assert np.array_equal(came, here.array("kv", 0, "k")[6, at % 12])
+
+
+def tensors(number: int) -> list[Any]:
+    found = [np.from_dlpack(allocate(PAGES * 64)).reshape(PAGES, 4, 1, 16) for _ in range(number)]
+    for n, tensor in enumerate(found):
+        tensor[:] = np.random.default_rng(n).integers(0, 256, tensor.shape, np.uint8)
+    return found
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("stated", [(0, 1), (0, 1, 2, 3)])
+def test_layers_that_share_a_cache(tmp_path: Path, options: Options, stated: tuple[int, ...]) -> None:
+    """Layers 2 and 3 of the source read the caches of 0 and 1; the sink states those alone, or a copy for each layer."""
+    own = tensors(2)
+    here = Pool(lay_out([Cache.mla("kv", 4, page=4, **LATENT)]), {"kv": [*own, *own]}, shared=True)
+    there = Pool.allocate(lay_out([Cache.mla("kv", stated, page=4, **LATENT)], depth=4), PAGES)
+    with handing(tmp_path, here, there, options) as both:
+        hand_over(both, ({"kv": [3, 1, 2, 7, 9, 4, 5]}, {"kv": [5, 0, 9, 2, 1, 7, 8]}))
+        at = np.arange(TOKENS)
+        for layer in stated:
+            came = there.array("kv", layer, "latent")[np.array([5, 0, 9, 2, 1, 7, 8])[at // 4], at % 4]
+            assert np.array_equal(came, own[layer % 2][np.array([3, 1, 2, 7, 9, 4, 5])[at // 4], at % 4])
+
+
+def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
+    own = tensors(1)
+    pool = Pool(lay_out([Cache.mla("kv", 2, page=4, **LATENT)]), {"kv": own * 2}, shared=True)
+    with pytest.raises(LocalError) as refused:
+        Sink("decode", pool, {"prefill": address_in(tmp_path)})
+    assert (refused.value.code, refused.value.path) == (ErrorCode.ITEM_ALIAS, "pool")
+    assert "the layer that writes it" in refused.value.advice
+
+
+def test_scales_of_pages_are_fetched_from_where_a_page_begins(tmp_path: Path) -> None:
+    """KVP-GRANT-PARTIAL: the sink's own call says so, and the last page, which is not full, comes with its scale."""
+    caches = [Cache.mla("kv", 1, page=4, **LATENT), Cache.page_scales("scales", 1, kv_heads=2, page=4)]
+    here, there = (Pool.allocate(lay_out(caches), PAGES) for _ in "ab")
+    for part in ("k_scale", "v_scale"):
+        array = here.array("scales", 0, part)
+        array[:] = np.random.default_rng(1).integers(0, 256, array.shape, np.uint8)
+    mine, yours = [3, 1, 2, 7, 9, 4, 5], [5, 0, 9, 2, 1, 7, 8]
+    tables = {"kv": mine, "scales": mine}, {"kv": yours, "scales": yours}
+    with handing(tmp_path, here, there, Options(thread=False)) as both:
+        with pytest.raises(LocalError) as refused:
+            both.sink.fetch(both.ticket, PROMPT, tables[1], cached=5)
+        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'cached["scales"]')
+        hand_over(both, tables, cached={"kv": 5, "scales": 4})
+        for part in ("k_scale", "v_scale"):
+            came, sent = there.array("scales", 0, part), here.array("scales", 0, part)
+            assert np.array_equal(came[yours[1:]], sent[mine[1:]])
+            assert not came[yours[0]].any()
