@@ -40,10 +40,10 @@ class Pool:
         part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host
         memory that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or
         "slot"), "token" (or "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token
-        dim", joint K and V "part page token head dim". An axis of one element may be left out. Of a part in sections pass
-        a tensor for each, under names such as "latent[0:1024]". With `shared` several layers may be given one tensor,
-        as layers that share a cache have it; such a pool is for a Source. Raises LocalError, which names the tensor and
-        the axis.
+        dim", joint K and V "part page token head dim". An axis of one element may be left out. Of a part in sections
+        pass a tensor for each, under names such as "latent[0:1024]". With `shared` several layers may be given one
+        tensor, as layers that share a cache have it; such a pool is for a Source. Raises LocalError, which names the
+        tensor and the axis.
         """
         check_type("shared", shared, bool, "True or False")
         check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")

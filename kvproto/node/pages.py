@@ -110,8 +110,8 @@ def tables_of(
 def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int) -> dict[int, int]:
     """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
 
-    A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that holds no rows of tokens, a token beyond `tokens`, or one below what
-    was said before.
+    A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that
+    holds no rows of tokens, a token beyond `tokens`, or one below what was said before.
     """
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if given is None:

@@ -94,7 +94,9 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
             return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
         if name_of(part) == SHARE_OF.get(name_of(other)) or name_of(other) == SHARE_OF.get(name_of(part)):
             share, whole = sorted((name_of(other), name_of(part)), key=lambda name: name not in SHARE_OF)
-            advice = f"{share} is the registered name of a share of {whole}: state it as a section of {whole}, or name it alike"
+            advice = (
+                f"{share} is the registered name of a share of {whole}: keep it alike on both sides, or as a section"
+            )
             return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
     advice = "serve the same models and caches"
     return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
