@@ -32,10 +32,11 @@ _CATALOGUE = {
     "Ticket": "prompt",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
-    "local_row": "planning.geometry",
+    "local_row": "planning.deals",
+    "most_before": "planning.deals",
     "new_ticket": "prompt",
-    "owned_before": "planning.geometry",
-    "owner": "planning.geometry",
+    "owned_before": "planning.deals",
+    "owner": "planning.deals",
     "plan": "planning.plan",
     "read_ticket": "prompt",
     "write_ticket": "prompt",
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
     from kvproto.options import Options
     from kvproto.planning.cache import Block, Cache
-    from kvproto.planning.geometry import Geometry, Group, local_row, owned_before, owner
+    from kvproto.planning.deals import local_row, most_before, owned_before, owner
+    from kvproto.planning.geometry import Geometry, Group
     from kvproto.planning.layout import Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
     from kvproto.pool import Pool
@@ -79,6 +81,7 @@ __all__ = [
     "allocate",
     "lay_out",
     "local_row",
+    "most_before",
     "new_ticket",
     "owned_before",
     "owner",

@@ -25,11 +25,16 @@ class Deal:
     origin: int
     step: int
     page: int
+    order: list[int]
+    """cp rank of each run, until they repeat."""
 
     @classmethod
     def of(cls, group: Json) -> Deal:
         """That of a Group in JSON form."""
-        return cls(*(int(group[name]) for name in ("cp_size", "interleave", "origin", "tokens_per_row", "rows")))
+        ranks, interleave, origin, step, page = (
+            int(group[name]) for name in ("cp_size", "interleave", "origin", "tokens_per_row", "rows")
+        )
+        return cls(ranks, interleave, origin, step, page, [int(rank) for rank in group.get("order", range(ranks))])
 
     def owner(self, token: int) -> tuple[int, int] | None:
         """cp rank and local row; None before the origin."""
@@ -38,16 +43,19 @@ class Deal:
         past = token - self.origin
         if past < 0:
             return None
-        row = past // (self.interleave * self.ranks) * self.interleave + past % self.interleave
-        return past // self.interleave % self.ranks, row // self.step
+        turns, run = divmod(past // self.interleave, len(self.order))
+        rank = self.order[run]
+        runs = turns * self.order.count(rank) + self.order[:run].count(rank)
+        return rank, (runs * self.interleave + past % self.interleave) // self.step
 
     def length(self, cp_rank: int, tokens: int) -> int:
         """Complete rows of a cp rank below a token; the last turn is counted token by token."""
         if self.ranks == 1:
             return tokens // self.step
-        turns, rest = divmod(max(tokens - self.origin, 0), self.interleave * self.ranks)
+        turns, rest = divmod(max(tokens - self.origin, 0), self.interleave * len(self.order))
         last = range(tokens - rest, tokens)
-        held = turns * self.interleave + sum(self.owner(token)[0] == cp_rank for token in last)  # type: ignore[index]
+        held = turns * self.order.count(cp_rank) * self.interleave
+        held += sum(self.owner(token)[0] == cp_rank for token in last)  # type: ignore[index]
         return held // self.step
 
     def pages(self, tokens: int) -> int:

@@ -24,14 +24,21 @@ or a log-sum-exp in bf16, is wrong by a thousand times more."""
 Json = dict[str, Any]
 
 
-def group(ranks: int, interleave: int = 1, origin: int = 0, page: int = 4, step: int = 1) -> Json:
+def _texts(numbers: Iterable[int]) -> list[str]:
+    return [str(n) for n in numbers]
+
+
+def group(
+    ranks: int, interleave: int = 1, origin: int = 0, page: int = 4, step: int = 1, order: Iterable[int] = ()
+) -> Json:  # fmt: skip
     """A Group in JSON form."""
     numbers = {
         "rows": page, "tokens_per_row": step, "cp_size": ranks, "interleave": interleave, "origin": origin,
     }  # fmt: skip
     part = {"name": "latent", "dtype": "BF16", "lanes": "1", "lane_bytes": "1152"}
     texts = {name: str(number) for name, number in numbers.items()}
-    return {"id": "0", "name": "target", "model": "0", "kind": "PAGE", **texts, "parts": [part]}
+    made = {"id": "0", "name": "target", "model": "0", "kind": "PAGE", **texts, "parts": [part]}
+    return made | ({"order": _texts(order)} if order else {})
 
 
 def part(base: str, tokens: list[int], lse: list[float], out: list[list[float]]) -> Json:
@@ -61,6 +68,18 @@ DEALS: dict[str, tuple[Json, str]] = {
     "1": (group(1), "one rank owns all"),
     "1-as-if-dealt": (group(1, 16, origin=40), "one rank: interleave and origin say nothing"),
     "1-step-4": (group(1, step=4), "one rank, rows of four tokens"),
+    "2x4-zigzag": (group(2, 4, page=8, order=(0, 1, 1, 0)), "the zigzag that is drawn in dcp.md"),
+    "4x2-zigzag": (group(4, 2, order=(0, 1, 2, 3, 3, 2, 1, 0)), "a zigzag over four ranks"),
+    "2x3-uneven": (group(2, 3, order=(0, 1, 1)), "rank 1 takes twice as many tokens"),
+    "3x1-spans": (group(3, order=(0, 0, 0, 1, 2, 2)), "spans of three, one and two tokens"),
+    "4x16-quarters": (group(4, 16, page=16, order=(0, 0, 1, 1, 2, 2, 3, 3)), "contiguous quarters, two runs each"),
+    "3x2-last-first": (group(3, 2, order=(2, 1, 0)), "in turn, from the last rank on: rank 0 has the shortest share"),
+    "2x4-zigzag-from-6-step-2": (
+        group(2, 4, 6, step=2, order=(0, 1, 1, 0)),
+        "a zigzag from an origin, of rows of two tokens",
+    ),
+    "2x4-in-turn": (group(2, 4, page=8, order=(0, 1)), "an order that says what is said without one"),
+    "1-in-order": (group(1, 4, order=(0, 0)), "one rank: an order says nothing"),
 }
 """Deal and what it shows, by name."""
 FAR = 1 << 40
@@ -71,7 +90,7 @@ def deals() -> Iterator[tuple[str, str, Json, str]]:
     for name, (dealt, note) in DEALS.items():
         alone = dealt["cp_size"] == "1"
         origin = int(dealt["origin"])
-        run, turns = int(dealt["interleave"]), 2 * int(dealt["cp_size"])
+        run, turns = int(dealt["interleave"]), 2 * len(dealt.get("order", range(int(dealt["cp_size"]))))
         near = sorted({max(run * k + d, 0) for k in range(turns + 1) for d in (-1, 0, 1)} | set(range(10)))
         tokens = [t if alone else origin + t for t in near]
         owner = {"op": "owner", "group": dealt, "tokens": _texts([*tokens, FAR, FAR + 1])}
@@ -90,10 +109,6 @@ def deals() -> Iterator[tuple[str, str, Json, str]]:
             yield f"{op}-{name}-before", "KVP-DCP-BEFORE", asked, "tokens before the origin are nobody's"
     example = {"op": "slots", "group": group(2, 2), "cp_rank": "0", "items": ["7", "3"], "tokens": ["9", "10"]}
     yield "slots-example", "KVP-DCP-SLOT", example, "the example of dcp.md: slot 13, and none"
-
-
-def _texts(numbers: Iterable[int]) -> list[str]:
-    return [str(n) for n in numbers]
 
 
 NAN, INF = math.nan, math.inf

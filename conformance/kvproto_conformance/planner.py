@@ -27,6 +27,7 @@ def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
     """Digests, routes and required responses; raises Refusal with the code and path of what does not fit."""
     for side in (source, sink):
         _names(side)
+        _deals(side)
     _facts(source, sink)
     cold = set()
     if "COLD_DRAFT" in features:
@@ -60,6 +61,17 @@ def _names(side: Json) -> None:
         for row, aliases in PART_NAMES.items():
             if len(names & {row, *aliases}) > 1:
                 raise Refusal("BAD_GEOMETRY", f"groups[{i}].parts")
+
+
+def _deals(side: Json) -> None:
+    """KVP-GEO-ORDERED, and the length of KVP-GEO-DEAL."""
+    for i, group in enumerate(side["groups"]):
+        if group["cp_size"] == "1":
+            continue
+        ranks, order = int(group["cp_size"]), [int(rank) for rank in group.get("order", ())]
+        whole = not order or (len(set(order)) == ranks and max(order) < ranks)
+        if not whole or (len(order) or ranks) * int(group["interleave"]) > 1 << 20:
+            raise Refusal("BAD_GEOMETRY", f"groups[{i}].{'order' if order else 'cp_size'}")
 
 
 def _facts(source: Json, sink: Json) -> None:
@@ -192,7 +204,7 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     sizes = _lane(a), _lane(b)
     whole = [
         (g["rows"], p["lane_bytes"] if a.get("encoding") else None, g["cp_size"])
-        + ((g["interleave"], g["origin"]) if g["cp_size"] != "1" else ())
+        + ((g["interleave"], g["origin"], _order(g)) if g["cp_size"] != "1" else ())
         for g, p in ((src, a), (dst, b))
     ]
     both = set() if any(p.get("encoding") for p in dst["parts"]) else {"PAGE", "RING"}
@@ -222,11 +234,23 @@ def _classes(src: Json, dst: Json, at: str) -> list[tuple[int, int]]:
         deals.append((int(g["cp_size"]), int(g["interleave"]) // step if dealt else 1, int(g["origin"]) // step))
     if deals[0][0] * deals[1][0] > 1 << 16:
         raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
-    period = lcm(*(n * run for n, run, _ in deals))
+    orders = [_order(g) for g in (src, dst)]
+    period = lcm(*(len(order) * run for order, (_, run, _) in zip(orders, deals, strict=True)))
     start = max(origin for _, _, origin in deals)
-    (n, run, origin), (m, other_run, other_origin) = deals
-    rows = range(start, start + period)
-    return sorted({((row - origin) // run % n, (row - other_origin) // other_run % m) for row in rows})
+    (a, b), ((_, run, origin), (_, other_run, other_origin)) = orders, deals
+    return sorted(
+        {
+            (a[(row - origin) // run % len(a)], b[(row - other_origin) // other_run % len(b)])
+            for row in range(start, start + period)
+        }
+    )
+
+
+def _order(group: Json) -> list[int]:
+    """cp rank of each run of a deal, until they repeat."""
+    if group["cp_size"] == "1":
+        return [0]
+    return [int(rank) for rank in group.get("order", range(int(group["cp_size"])))]
 
 
 def _join(spans: dict[int, list[tuple[int, int]]]) -> list[tuple[int, int, int, int]]:

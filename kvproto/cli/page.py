@@ -6,10 +6,16 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 
-from kvproto.planning.geometry import Geometry
+import numpy as np
+
+from kvproto.planning.deals import owner
+from kvproto.planning.geometry import Geometry, Group
 from kvproto.planning.plan import Plan
 
 __all__ = ["page"]
+
+_TOKENS = 48
+"""Tokens of a deal that are drawn."""
 
 
 def page(
@@ -27,8 +33,7 @@ def page(
         {
             "id": g.id, "name": g.name, "letter": letters[g.id],
             "parts": [{"name": p.name, "lanes": p.lanes, "lane_bytes": p.lane_bytes} for p in g.parts],
-            "sink_cp": g.cp_size, "sink_run": g.interleave, "source_cp": home[g.id].cp_size if g.id in home else 1,
-            "source_run": home[g.id].interleave if g.id in home else 1,
+            "source_cp": home.get(g.id, g).cp_size, "sink_cp": g.cp_size, "owners": _owners(home.get(g.id, g), g),
         }
         for g in sink.groups
     ]  # fmt: skip
@@ -44,3 +49,11 @@ def page(
     }  # fmt: skip
     text = json.dumps(data).replace("<", "\\u003c")  # names are the user's: nothing of them ends the script
     return files("kvproto.cli").joinpath("page.html").read_text().replace("/*data*/null", text)
+
+
+def _owners(source: Group, sink: Group) -> list[tuple[int, int]]:
+    """cp ranks of both sides of the first tokens that both have dealt."""
+    dealt = [g for g in (source, sink) if g.cp_size > 1]
+    first = max((g.origin // g.tokens_per_row for g in dealt), default=0)
+    rows = first + np.arange(_TOKENS if dealt else 0, dtype=np.int64) // sink.tokens_per_row
+    return list(zip(owner(source, rows).tolist(), owner(sink, rows).tolist(), strict=True))

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Geometry, IntArray
+from kvproto.planning.deals import IntArray
+from kvproto.planning.geometry import Geometry
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 

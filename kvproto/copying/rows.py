@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvproto.copying.grants import rows_of
 from kvproto.copying.program import IntArray, RowMap, Window
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Group, deal, local_row, owned_before
+from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
+from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 
@@ -148,22 +149,10 @@ def _whole_items(m: Deals, source: Window, sink: Window) -> RowMap:
         ours, theirs = source.items[max(at, 0) : at + number], sink.items[:number]
         if at < 0 or ours.size < number or theirs.size < number:
             raise _short(group, source.items.size, f"items {at} to {at + number - 1} of the window")
-        first, length = _global(group, m.sink_class, begin, begin + number * group.rows)
+        first, length = global_rows(group, m.sink_class, begin, begin + number * group.rows)
     rows = np.full(ours.size, group.rows)
     zero = np.broadcast_to(_ZERO, rows.shape)
     return RowMap(ours.astype(np.int64), zero, theirs.astype(np.int64), zero, rows, first, length, whole=True)
-
-
-def _global(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows and lengths."""
-    if hi <= lo:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if group.cp_size == 1:
-        return np.array([lo]), np.array([hi - lo])
-    run, origin = deal(group)
-    turn = np.arange(lo // run, -(-hi // run), dtype=np.int64)
-    a, b = np.maximum(turn * run, lo), np.minimum(turn * run + run, hi)
-    return origin + (turn * group.cp_size + cp_rank) * run + a - turn * run, b - a
 
 
 _ZERO = np.zeros(1, np.int64)
@@ -185,20 +174,11 @@ def _next(item: IntArray | None, row: IntArray, rows: IntArray) -> npt.NDArray[n
 
 
 def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    """Intervals of global rows in [lo, hi) that a cp rank owns: first rows and lengths."""
-    if hi <= lo:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if group.cp_size == 1:
-        return np.array([lo]), np.array([hi - lo])
-    run, origin = deal(group)
-    if lo < origin:
+    """Intervals of global rows in [lo, hi) that a cp rank owns; raises BAD_GRANT below the origin of their deal."""
+    origin = deal(group)[1]
+    if lo < min(origin, hi):
         raise _short(group, 0, f"rows {lo} to {origin - 1}")
-    turn = run * group.cp_size
-    a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin + cp_rank * run
-    b = np.minimum(a + run, hi)
-    a = np.maximum(a, lo)
-    kept = b > a
-    return a[kept], (b - a)[kept]
+    return owned_within(group, cp_rank, lo, hi)
 
 
 def _meet(a: IntArray, a_rows: IntArray, b: IntArray, b_rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -22,7 +22,7 @@ CPU, CUDA = 1, 2
 
 ELEMENTS = {
     DType.F32: {(2, 32)}, DType.F16: {(2, 16)}, DType.BF16: {(4, 16)}, DType.F8E4M3: {(8, 8), (10, 8)},
-    DType.F8E5M2: {(12, 8)}, DType.U8: set(), DType.I8: set(),
+    DType.F8E5M2: {(12, 8)}, DType.F8E8M0: {(14, 8)}, DType.F4E2M1: {(17, 4)}, DType.U8: set(), DType.I8: set(),
 }  # fmt: skip
 """DLPack type code and bits of each element type; integers stand for the bits of any."""
 

@@ -15,12 +15,22 @@ from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
-__all__ = ["BYTES", "Block", "Cache"]
+__all__ = ["BITS", "Block", "Cache", "bytes_of"]
 
-BYTES = {
-    DType.F32: 4, DType.F16: 2, DType.BF16: 2, DType.F8E4M3: 1, DType.F8E5M2: 1, DType.U8: 1, DType.I8: 1,
+BITS = {
+    DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
+    DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
 }  # fmt: skip
-"""Bytes of an element."""
+"""Bits of an element."""
+
+
+def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:
+    """Bytes of so many elements that lie without gaps; raises LocalError where the last byte would be half full."""
+    size, rest = divmod(elements * BITS[dtype], 8)
+    if rest:
+        raise _bad(path, f"an even number of {dtype.name}, two of which make a byte", elements)
+    return size
+
 
 Sizes = tuple[DType, int, int | tuple[int, ...]]
 """Element type, lanes, and bytes of a lane or of each of its sections."""
@@ -87,6 +97,32 @@ class Cache:
     dealt: bool | None = None
     """Whether context-parallel ranks deal its tokens among them; None: as engines do, the target's pages alone."""
 
+    own: tuple[tuple[str, Any], ...] = ()
+    """Sizes of `Parallel` that are its own, by name."""
+    copies: bool = True
+    """Whether all ranks of a pipeline stage hold it, where its own sizes name fewer: consecutive ones then the same."""
+
+    def over(
+        self, *, tp: int | None = None, cp: int | None = None, dcp: int | None = None, interleave: int | None = None,
+        origin: int | None = None, deal: str | tuple[int, ...] | None = None, stages: tuple[int, ...] | None = None,
+        virtual: int | None = None, copies: bool = True,
+    ) -> Cache:  # fmt: skip
+        """The same cache over ranks of its own: sizes of `Parallel` that are not named are those of the engine.
+
+        A draft of TP 2 in an engine of TP 8 is `over(tp=2)`: ranks 0 to 3 hold its first half, 4 to 7 the other. With
+        `copies` False ranks 0 and 1 hold it, and nobody else. Stages of a draft divide it too, where it would be on the
+        last, and who names how its tokens are dealt has them dealt. `lay_out` raises LocalError for sizes that its
+        ranks cannot have.
+        """
+        deals = {"dcp": dcp, "interleave": interleave, "origin": origin, "deal": deal}
+        named = {"tp": tp, "cp": cp, "stages": stages, "virtual": virtual} | deals
+        own = tuple((name, size) for name, size in named.items() if size is not None)
+        deals_it = (cp or 1) > 1 or (dcp or 1) > 1 or any(x is not None for x in (interleave, origin, deal))
+        if wrong := [name for name, size in deals.items() if size is not None and not kind_of(self.group).paged]:
+            raise _bad(f"{self.group.name!r}.over.{wrong[0]}", "pages, as tokens are dealt by rows", "another kind")
+        dealt = True if deals_it and self.dealt is None and kind_of(self.group).paged else self.dealt
+        return attrs.evolve(self, own=own, copies=copies, dealt=dealt)
+
     def replicated(self) -> Cache:
         """The same cache, where each context-parallel rank stores every token, with the heads of its TP rank."""
         return attrs.evolve(self, dealt=False)
@@ -101,27 +137,34 @@ class Cache:
     @_checked
     def gqa(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
-        v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None, model: int = 0,
+        v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None,
+        scale_dtype: DType = DType.F32, model: int = 0,
     ) -> Cache:  # fmt: skip
-        """Paged K and V of multi-head or grouped-query attention; an F32 scale for every `scale_block` elements."""
+        """Paged K and V of multi-head or grouped-query attention; a scale for every `scale_block` elements of a head.
+
+        NVFP4 is F4E2M1 with blocks of 16 and scales of F8E4M3, whose scale of the tensor is a fact; MXFP4 is F4E2M1
+        with blocks of 32 and scales of F8E8M0.
+        """
         dims = {"k": head_dim, "v": v_head_dim or head_dim}
-        parts = {p: (dtype, kv_heads, n * BYTES[dtype]) for p, n in dims.items()}
-        if scale_block:
-            parts |= {f"{p}_scale": (DType.F32, kv_heads, -(-n // scale_block) * 4) for p, n in dims.items()}
+        parts: dict[str, Sizes] = {p: (dtype, kv_heads, bytes_of(dtype, n, "Cache.head_dim")) for p, n in dims.items()}
+        parts |= _scales(dims, kv_heads, scale_block, scale_dtype)
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
     @_checked
     def mla(
         cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
-        split: bool = False, model: int = 0,
+        scale_block: int | None = None, scale_dtype: DType = DType.F32, split: bool = False, model: int = 0,
     ) -> Cache:  # fmt: skip
         """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank.
 
         With `split` the two lie in buffers apart. They are sections of one part, so other engines may have them in one.
+        With `scale_block` a scale for every so many elements, as in `gqa`.
         """
-        sizes = latent * BYTES[dtype], rope * BYTES[dtype]
-        parts = {"latent": (dtype, 1, sizes if split else sum(sizes))}
+        pieces = {"latent": latent, "rope": rope} if split else {"latent": latent + rope}
+        sizes = tuple(bytes_of(dtype, n, f"Cache.{piece}") for piece, n in pieces.items())
+        parts: dict[str, Sizes] = {"latent": (dtype, 1, sizes if split else sizes[0])}
+        parts |= _scales({"latent": latent + rope}, 1, scale_block, scale_dtype)
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
@@ -131,9 +174,8 @@ class Cache:
         scale_block: int | None = 128, model: int = 0,
     ) -> Cache:  # fmt: skip
         """Paged keys of a sparse-attention indexer, with their F32 scales; whole on every rank."""
-        parts = {"index": (dtype, 1, head_dim * BYTES[dtype])}
-        if scale_block:
-            parts["index_scale"] = (DType.F32, 1, -(-head_dim // scale_block) * 4)
+        parts: dict[str, Sizes] = {"index": (dtype, 1, bytes_of(dtype, head_dim, "Cache.head_dim"))}
+        parts |= _scales({"index": head_dim}, 1, scale_block, DType.F32)
         return cls.paged(name, layers, parts=parts, page=page, model=model).replicated()
 
     @classmethod
@@ -153,7 +195,7 @@ class Cache:
         dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
     ) -> Cache:  # fmt: skip
         """Paged rows that each cover several tokens (4 or 128, say): one lane, a part of its own name."""
-        parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=dim * BYTES[dtype]),)
+        parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=bytes_of(dtype, dim, "Cache.dim")),)
         return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
 
     @classmethod
@@ -163,7 +205,7 @@ class Cache:
         dtype: DType = DType.BF16, model: int = 0,
     ) -> Cache:  # fmt: skip
         """K and V of a sliding window in a ring a request: row = position mod `ring_rows`; each side states its own."""
-        size = head_dim * BYTES[dtype]
+        size = bytes_of(dtype, head_dim, "Cache.head_dim")
         parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
         return cls._of(name, layers, model, ItemKind.RING, ring_rows, parts)
 
@@ -195,7 +237,7 @@ class Cache:
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
         layers = _ids(layers)
-        ssm = {"ssm": (state_dtype, channels, state * BYTES[state_dtype])}
+        ssm = {"ssm": (state_dtype, channels, bytes_of(state_dtype, state, "Cache.state"))}
         conv = (Block(channels),)
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
             f"{name} ssm", layers, parts=ssm, model=model
@@ -209,7 +251,7 @@ class Cache:
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
         layers = _ids(layers)
-        ssm = {"ssm": (state_dtype, heads, head_dim * state * BYTES[state_dtype])}
+        ssm = {"ssm": (state_dtype, heads, bytes_of(state_dtype, head_dim * state, "Cache.state"))}
         conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
             f"{name} ssm", layers, parts=ssm, model=model
@@ -223,7 +265,7 @@ class Cache:
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
         layers = _ids(layers)
-        ssm = {"ssm": (state_dtype, value_heads, key_dim * value_dim * BYTES[state_dtype])}
+        ssm = {"ssm": (state_dtype, value_heads, bytes_of(state_dtype, key_dim * value_dim, "Cache.key_dim"))}
         key = Block(key_heads * key_dim, key_dim)
         conv = (key, key, Block(value_heads * value_dim, value_dim))
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -237,8 +279,8 @@ class Cache:
         for part, (dtype, size) in parts.items():
             path = f'Cache.parts["{part}"]'
             check_type(path, dtype, DType, "a kvproto.DType")
-            if check_whole(path, size, 1) % BYTES.get(dtype, 1):
-                raise _bad(path, f"a multiple of {BYTES[dtype]} bytes, an element", size)
+            if check_whole(path, size, 1) * 8 % BITS[dtype]:
+                raise _bad(path, f"a multiple of {BITS[dtype] // 8} bytes, an element", size)
         group = g.handoff(0, name, parts)
         return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
 
@@ -260,7 +302,7 @@ class Cache:
         cls, name: str, layers: int | Iterable[int], blocks: tuple[Block, ...], kernel: int, dtype: DType,
         scratch_rows: int, model: int,
     ) -> Cache:  # fmt: skip
-        parts = {"conv": (dtype, sum(b.lanes for b in blocks), BYTES[dtype])}
+        parts = {"conv": (dtype, sum(b.lanes for b in blocks), bytes_of(dtype, 1, "Cache.dtype"))}
         return cls.state(
             f"{name} conv", layers, parts=parts, rows=kernel - 1, scratch_rows=scratch_rows, blocks={"conv": blocks},
             model=model,
@@ -293,6 +335,14 @@ def _parts(parts: Mapping[str, Sizes]) -> tuple[g.Part, ...]:
         for at, end in pairwise(accumulate(size, initial=0)):
             made.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=end - at, at=at, whole=sum(size)))
     return tuple(made)
+
+
+def _scales(elements: Mapping[str, int], lanes: int, block: int | None, dtype: DType) -> dict[str, Sizes]:
+    """A part beside each part, with a scale for each block of a lane's elements; none without blocks."""
+    return {
+        f"{part}_scale": (dtype, lanes, bytes_of(dtype, -(-n // block), "Cache.scale_block"))
+        for part, n in elements.items() if block
+    }  # fmt: skip
 
 
 def _bad(path: str, mine: str, yours: object) -> LocalError:

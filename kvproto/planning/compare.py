@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvproto.errors import PlanError
+from kvproto.planning.deals import dealt, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SHARE_OF
@@ -64,12 +65,10 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         raise incompatible(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
     if opaque:
         deals = [
-            f"{g.rows} rows"
-            + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None)
-            + (f", dealt {g.cp_size} x {g.interleave} from {g.origin}" * (g.cp_size > 1))
+            f"{g.rows} rows" + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None) + dealt(g)
             for g, p in ((src, a), (dst, b))
         ]
-        if deals[0] != deals[1]:
+        if deals[0] != deals[1] or not same_deal(src, dst):
             advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
             raise incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvproto.planning.cache import BYTES, Cache
+from kvproto.planning.cache import Cache, bytes_of
 from kvproto.planning.families import HYBRID, SAYS_LAYERS, STATE_SIZE, Config, bad, layer_kinds, nested, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
@@ -17,23 +17,32 @@ __all__ = ["PRESETS", "Config", "Parallel", "describe", "draft_of", "element_typ
 def describe(
     target: Config, drafts: Iterable[Config] = (), parallel: Parallel | None = None, page: int = 64,
     kv_dtype: DType | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
-    sharded: Collection[str] = (), replicated: Collection[str] = (),
+    sharded: Collection[str] = (), replicated: Collection[str] = (), own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; `facts` are compared for equality by the other side.
 
     `sharded` and `replicated` name caches that context-parallel ranks deal among them, or store whole, where that is not
-    what most engines do (`Cache.dealt`). Raises LocalError.
+    what most engines do (`Cache.dealt`); `own` has the sizes that a cache has apart from the others, by its name, as
+    `Cache.over` takes them. Raises LocalError.
     """
     found = {
         c.group.name: c for model, config in enumerate((target, *drafts)) for c in specs(config, model, page, kv_dtype)
     }
-    for path, named in (("sharded", sharded), ("replicated", replicated)):
+    for path, named in (("sharded", sharded), ("replicated", replicated), ("own", own or {})):
         if unknown := [name for name in named if name not in found]:
             raise bad(path, f"one of {', '.join(found)}", unknown[0])
     if both := set(sharded) & set(replicated):
         raise bad("sharded", "caches that are not replicated too", min(both))
     found |= {name: found[name].sharded() for name in sharded} | {name: found[name].replicated() for name in replicated}
+    for name, sizes in (own or {}).items():
+        if unknown := [size for size in sizes if size not in _OWN]:
+            raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
+        found[name] = found[name].over(**sizes)
     return lay_out([*found.values()], parallel, replica, facts, number(text(target), "num_hidden_layers"))
+
+
+_OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", "copies")
+"""What a cache may have of its own."""
 
 
 def draft_of(config: Config) -> Config | None:
@@ -133,14 +142,14 @@ def _kda(config: Config, name: str, layers: list[int], model: int, state_dtype: 
 def _lightning(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
     """Lightning attention: a square state a query head."""
     heads, dim = number(config, "num_attention_heads"), _head_dim(config)
-    parts = {"ssm": (state_dtype, heads, dim * dim * BYTES[state_dtype])}
+    parts = {"ssm": (state_dtype, heads, bytes_of(state_dtype, dim * dim))}
     yield Cache.state(f"{name} ssm", layers, parts=parts, model=model)
 
 
 def _short_conv(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
     """A gated short convolution over the hidden size: it has no other state."""
     dtype, channels = element_type(config), number(config, "conv_dim", "hidden_size")
-    parts = {"conv": (dtype, channels, BYTES[dtype])}
+    parts = {"conv": (dtype, channels, bytes_of(dtype, 1))}
     yield Cache.state(f"{name} conv", layers, parts=parts, rows=number(config, "conv_L_cache") - 1, model=model)
 
 

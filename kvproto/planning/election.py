@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from math import gcd
 from typing import Any
 
 import attrs
-import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
-from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, deal, lane_bytes
+from kvproto.planning.deals import shared_classes
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, lane_bytes
 from kvproto.planning.spreading import Layers, Piece, Ranks, joined
 from kvproto.wire.enums import ErrorCode
 
@@ -175,20 +174,11 @@ def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, Ranks]
     return [{k: tuple(sorted(v)) for k, v in row.items()} for row in found]
 
 
-def _class_pairs(src: Group, dst: Group) -> list[tuple[int, int]]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all.
-
-    A deal repeats after its period, so a cp rank of each side share a row where their rows meet modulo the greatest
-    common divisor of both periods.
-    """
+def _class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
+    """Pairs (source cp rank, sink cp rank) that share a row at all."""
     if src.cp_size == dst.cp_size == 1:
-        return [(0, 0)]
+        return ((0, 0),)
     if src.cp_size * dst.cp_size > _MOST_PAIRS:
         path, advice = f"groups[{dst.name}].cp_size", f"at most {_MOST_PAIRS} pairs of cp ranks"
         raise incompatible(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
-    deals = [(g.cp_size, *deal(g)) for g in (src, dst)]
-    both = gcd(*(size * run for size, run, _ in deals))
-    first, last = ((np.arange(size) * (run % both) + origin % both) % both for size, run, origin in deals)
-    apart = (last - first[:, None]) % both
-    shared = (apart < deals[0][1]) | ((-apart) % both < deals[1][1])
-    return [(int(c), int(d)) for c, d in np.argwhere(shared)]
+    return shared_classes(src, dst)

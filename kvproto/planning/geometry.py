@@ -1,19 +1,19 @@
-"""What each rank owns, as the Description states it: constructors, invariants, and where tokens go.
+"""What each rank owns, as the Description states it: constructors and invariants.
 
 The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
-`kvproto.planning.layout` describes whole engines.
+`kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvproto.errors import PlanError
+from kvproto.planning.deals import deal, local_row, owned_before, owner
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES
 from kvproto.wire import check_fields, decode_struct, encode_struct
@@ -25,8 +25,6 @@ __all__ = [
     "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla", "owned_before", "owner",
     "owns", "validate",
 ]  # fmt: skip
-
-IntArray = npt.NDArray[np.int64]
 
 
 def gqa(
@@ -105,37 +103,6 @@ def column_names(group: Group) -> list[str]:
     ]
 
 
-def owner(group: Group, rows: IntArray) -> IntArray:
-    """cp rank [rows] that owns each global row [rows]."""
-    run, origin = deal(group)
-    return ((rows - origin) // run) % group.cp_size
-
-
-def local_row(group: Group, rows: IntArray) -> IntArray:
-    """Row [rows] within its owner's share, of each global row [rows]."""
-    run, origin = deal(group)
-    return ((rows - origin) // (run * group.cp_size)) * run + (rows - origin) % run
-
-
-Count = TypeVar("Count", int, IntArray)
-
-
-def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
-    """Number of global rows below `row` that the cp rank owns; for one row or an array of any shape."""
-    at_least, at_most = (max, min) if isinstance(row, int) else (np.maximum, np.minimum)
-    run, origin = deal(group)
-    whole, rest = divmod(at_least(row - origin, 0), run * group.cp_size)
-    found: Count = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
-    return found
-
-
-def deal(group: Group) -> tuple[int, int]:
-    """Rows that a cp rank owns at a stretch, and the row with which the deal begins."""
-    if group.cp_size == 1:
-        return 1, 0
-    return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
-
-
 def validate(geometry: Geometry) -> None:
     """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
@@ -185,10 +152,20 @@ def _check_group(group: Group, path: str) -> None:
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
     if group.cp_size > 1 and (not kind_of(group).paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
-    if group.cp_size > 1 and group.cp_size * group.interleave > _LARGEST_DEAL:
-        raise _bad(
-            f"{path}.cp_size", f"at most {_LARGEST_DEAL} tokens in one deal", str(group.cp_size * group.interleave)
-        )
+    if group.cp_size > 1:
+        _check_deal(group, path)
+
+
+def _check_deal(group: Group, path: str) -> None:
+    runs, at = group.cp_size, f"{path}.cp_size"
+    if group.order is not None:
+        runs, at = group.order.size, f"{path}.order"
+        taken = np.unique(group.order)
+        if taken.size != group.cp_size or taken[-1] >= group.cp_size:
+            came = f"{taken.size} cp ranks, {taken[-1]} the highest"
+            raise _bad(at, f"runs of each of the {group.cp_size} cp ranks, and of no other", came)
+    if runs * group.interleave > _LARGEST_DEAL:
+        raise _bad(at, f"at most {_LARGEST_DEAL} tokens in one deal", str(runs * group.interleave))
 
 
 def _check_sections(group: Group, path: str) -> None:

@@ -5,20 +5,27 @@ Parallel sizes end here: a Description states layers, lanes and token shares, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import attrs
+import numpy as np
 
-from kvproto.errors import LocalError, check_type
+from kvproto.errors import LocalError, RemoteError, check_type, check_whole
 from kvproto.planning import geometry as g
-from kvproto.planning.cache import BYTES, Block, Cache
-from kvproto.planning.geometry import Geometry, LaneSpan, Owns, Rank
+from kvproto.planning.cache import BITS, Block, Cache, bytes_of
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, FactRule
 from kvproto.wire.messages import Fact
 
-__all__ = ["BYTES", "Block", "Cache", "Parallel", "lay_out"]
+__all__ = ["BITS", "DEALS", "Block", "Cache", "Parallel", "bytes_of", "lay_out"]
+
+DEALS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "cyclic": lambda ranks: tuple(range(ranks)),
+    "zigzag": lambda ranks: (*range(ranks), *reversed(range(ranks))),
+}
+"""The cp rank of each run of so many ranks, until they repeat, by the name of the deal."""
 
 
 @attrs.frozen
@@ -38,28 +45,58 @@ class Parallel:
     origin: int = 0
     """First token that is dealt, to cp rank 0; requests begin there or later."""
     stages: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; by default equal, the first stages one more."""
+    """Layers of each pipeline stage, or chunk of `virtual` ones; by default equal, the first ones one more."""
+    virtual: int = 1
+    """Virtual stages: chunks of layers that each pipeline rank holds; chunk i is on stage i mod pp."""
+    deal: str | tuple[int, ...] = "cyclic"
+    """Which cp or dcp rank takes each run of `interleave` tokens: a name of `DEALS`, or the ranks until they repeat."""
 
-    def check(self) -> None:
-        """Raise LocalError for sizes that no engine can have."""
-        for name in ("tp", "pp", "cp", "dcp", "interleave"):
-            if getattr(self, name) < 1:
-                raise _bad(name, "at least 1", getattr(self, name))
-        if self.origin < 0:
-            raise _bad("origin", "at least 0", self.origin)
+    def check(self, of: str = "") -> None:
+        """Raise LocalError for sizes that no engine can have; `of` begins the names of arguments."""
+        for name in ("tp", "pp", "cp", "dcp", "interleave", "virtual"):
+            check_whole(of + name, getattr(self, name), 1)
+        check_whole(f"{of}origin", self.origin, 0, (1 << 64) - 1)
         if self.tp % self.dcp:
-            raise _bad("dcp", f"a divisor of tp {self.tp}", self.dcp)
+            raise _bad(f"{of}dcp", f"a divisor of tp {self.tp}", self.dcp)
         if self.cp > 1 and self.dcp > 1:
-            raise _bad("dcp", "1 with cp above 1: tokens are dealt once", self.dcp)
-        if self.stages is not None and (len(self.stages) != self.pp or min(self.stages) < 0):
-            raise _bad("stages", f"layers of {self.pp} stages", self.stages)
+            raise _bad(f"{of}dcp", "1 with cp above 1: tokens are dealt once", self.dcp)
+        if self.stages is not None:
+            chunks = self.pp * self.virtual
+            for count in self.stages:
+                check_whole(f"{of}stages", count, 0)
+            if len(self.stages) != chunks:
+                raise _bad(f"{of}stages", f"layers of {chunks} stages", self.stages)
+        self.order(of)
 
-    def bounds(self, depth: int) -> list[tuple[int, int]]:
-        """Layers [lo, hi) of each stage of a target of `depth` layers."""
-        counts = self.stages or [depth // self.pp + (i < depth % self.pp) for i in range(self.pp)]
+    def bounds(self, depth: int, of: str = "") -> list[tuple[int, int]]:
+        """Layers [lo, hi) of each stage of a model of `depth` layers; of each chunk, where stages are virtual."""
+        chunks = self.pp * self.virtual
+        counts = self.stages or [depth // chunks + (i < depth % chunks) for i in range(chunks)]
         if sum(counts) != depth:
-            raise _bad("stages", f"{depth} layers in all", tuple(counts))
+            raise _bad(f"{of}stages", f"{depth} layers in all", tuple(counts))
         return list(pairwise(accumulate(counts, initial=0)))
+
+    def order(self, of: str = "") -> tuple[int, ...] | None:
+        """The cp rank of each run until they repeat; None where ranks take one each in turn. Raises LocalError."""
+        ranks = self.cp if self.cp > 1 else self.dcp
+        check_type(f"{of}deal", self.deal, (str, tuple, list), _A_DEAL)
+        if isinstance(self.deal, str):
+            if self.deal not in DEALS:
+                raise LocalError(ErrorCode.OUT_OF_RANGE, f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
+            made = DEALS[self.deal](ranks)
+        else:
+            made = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
+            if ranks > 1 and set(made) != set(range(ranks)):
+                raise _bad(f"{of}deal", f"runs of each of the ranks 0 to {ranks - 1}, and of no other", made)
+        return None if ranks == 1 or made == DEALS["cyclic"](ranks) else made
+
+
+_A_DEAL = f"{', '.join(repr(name) for name in DEALS)}, or the cp rank of each run"
+_NO_TABLE = (
+    "who stores a token follows from its position alone: a zigzag whose chunks are a share of each request's length is"
+    " no such deal, store by chunks of a fixed length; contiguous shares of a greatest length L are 'cyclic' with"
+    " interleave L / ranks"
+)
 
 
 def lay_out(
@@ -68,7 +105,8 @@ def lay_out(
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
 
-    `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's.
+    `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's, and what is
+    returned is a Description that `validate` accepts.
     """
     for i, spec in enumerate(specs):
         check_type(f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack")
@@ -79,29 +117,103 @@ def lay_out(
         check_type("parallel", parallel, Parallel, "a kvproto.Parallel")
     sizes = parallel or Parallel()
     sizes.check()
-    dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
-    made = []
-    for id, spec in enumerate(specs):
-        _check(spec, id, depth)
-        group = attrs.evolve(spec.group, id=id)
+    made = [_Laid.of(specs, id, sizes, depth) for id in range(len(specs))]
+    ranks = [
+        Rank(rank=0, owns=tuple(share for laid in made if (share := laid.share(stage, nth)) is not None))
+        for stage in range(sizes.pp)
+        for nth in range(sizes.cp * sizes.tp)
+    ]
+    geometry = Geometry(
+        replica=replica,
+        facts=tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items())),
+        groups=tuple(laid.group for laid in made),
+        ranks=tuple(attrs.evolve(rank, rank=i) for i, rank in enumerate(ranks)),
+    )
+    try:
+        g.validate(geometry)
+    except RemoteError as error:
+        raise LocalError(error.code, error.path, error.mine, error.yours, "state other caches or sizes") from None
+    return geometry
+
+
+@attrs.frozen
+class _Laid:
+    """A cache on the ranks of an engine."""
+
+    spec: Cache
+    group: Group
+    sizes: Parallel
+    """Its own."""
+    layers: tuple[tuple[int, ...], ...]
+    """Of each pipeline stage."""
+    ranks: int
+    """Ranks of a pipeline stage."""
+
+    @classmethod
+    def of(cls, specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> _Laid:
+        spec, path = specs[id], f"specs[{id}]"
+        _check(spec, path, depth)
+        sizes, group = _own(spec, path, engine), attrs.evolve(spec.group, id=id)
+        dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
         if dealt > 1 and _dealt(spec):
-            group = attrs.evolve(group, cp_size=dealt, interleave=sizes.interleave, origin=sizes.origin)
-        made.append(attrs.evolve(spec, group=group))
-    bounds = sizes.bounds(depth or max((max(s.layers) + 1 for s in specs if _deep(s)), default=sizes.pp))
-    ranks: list[Rank] = []
-    for stage in bounds:
-        for cp in range(sizes.cp):
-            for tp in range(sizes.tp):
-                last = stage is bounds[-1]
-                shares = [s for spec in made if (s := _share(spec, stage, last, cp, tp, sizes)) is not None]
-                ranks.append(Rank(rank=len(ranks), owns=tuple(shares)))
-    named = tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items()))
-    return Geometry(replica=replica, facts=named, groups=tuple(spec.group for spec in made), ranks=tuple(ranks))
+            for name in ("interleave", "origin"):
+                if getattr(sizes, name) % group.tokens_per_row:
+                    whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
+                    advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
+                    raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
+            order = sizes.order()
+            group = attrs.evolve(
+                group, cp_size=dealt, interleave=sizes.interleave, origin=sizes.origin,
+                order=None if order is None else np.array(order, np.uint32),
+            )  # fmt: skip
+        stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
+        if _staged(spec):
+            deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
+            whole_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
+            bounds = sizes.bounds(whole_, f"{path}.over." if spec.own else "")
+            for stage in range(engine.pp):
+                chunks = bounds[stage :: engine.pp]
+                stages[stage] = tuple(i for i in spec.layers if any(lo <= i < hi for lo, hi in chunks))
+        else:
+            stages[-1] = spec.layers
+        return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
+
+    def share(self, stage: int, nth: int) -> Owns | None:
+        """What the nth rank of a stage owns; None where it has no layers, or is none of those that hold the cache."""
+        held = self.sizes.cp * self.sizes.tp
+        nth = nth * held // self.ranks if self.spec.copies else nth
+        if not self.layers[stage] or nth >= held:
+            return None
+        cp, tp = divmod(nth, self.sizes.tp)
+        dealt, dcp = _dealt(self.spec), self.sizes.dcp
+        ranks, rank = (self.sizes.tp // dcp, tp // dcp) if dealt else (self.sizes.tp, tp)
+        spans = []
+        for p, blocks in enumerate(self.spec.blocks):
+            start = 0
+            for block in blocks:
+                lo, hi = block.cut(rank, ranks)
+                spans.append(LaneSpan(part=p, lo=start + lo, hi=start + hi))
+                start += block.lanes
+        cp_rank = (cp if self.sizes.cp > 1 else tp % dcp) if dealt else 0
+        return attrs.evolve(g.owns(self.group, self.layers[stage]), lanes=tuple(spans), cp_rank=cp_rank)
 
 
-def _check(spec: Cache, id: int, depth: int | None) -> None:
+def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:
+    """The sizes of one cache: the engine's, but for those that it names. Raises LocalError."""
+    if not spec.own:
+        return engine
+    base = engine if _dealt(spec) else attrs.evolve(engine, dcp=1, deal="cyclic")
+    sizes = attrs.evolve(base, **dict(spec.own))
+    sizes.check(f"{path}.over.")
+    ranks, held = engine.cp * engine.tp, sizes.cp * sizes.tp
+    if held > ranks or (spec.copies and ranks % held):
+        wanted = f"cp * tp {'a divisor of' if spec.copies else 'at most'} {ranks}, the ranks of a pipeline stage"
+        raise _bad(f"{path}.over", wanted, f"cp {sizes.cp}, tp {sizes.tp}")
+    return sizes
+
+
+def _check(spec: Cache, path: str, depth: int | None) -> None:
     """Raise LocalError where some layers or lanes of a cache would be nobody's."""
-    path = f"specs[{id}]"
     if not spec.layers:
         raise _bad(f"{path}.layers", "one at least", "none")
     if depth and _deep(spec) and max(spec.layers) >= depth:
@@ -116,27 +228,14 @@ def _deep(spec: Cache) -> bool:
     return spec.group.model == 0 and kind_of(spec.group).has_memory
 
 
+def _staged(spec: Cache) -> bool:
+    """The same, where a draft may name stages of its own."""
+    return _deep(spec) or "stages" in dict(spec.own)
+
+
 def _dealt(spec: Cache) -> bool:
     """Whether context-parallel ranks deal out a cache's tokens."""
     return (spec.group.model == 0 and kind_of(spec.group).paged) if spec.dealt is None else spec.dealt
-
-
-def _share(spec: Cache, stage: tuple[int, int], last: bool, cp: int, tp: int, sizes: Parallel) -> Owns | None:
-    """What one rank owns of a group; None where its stage has none of the layers."""
-    layers = [i for i in spec.layers if (stage[0] <= i < stage[1] if _deep(spec) else last)]
-    if not layers:
-        return None
-    dealt = _dealt(spec)
-    ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if dealt else (sizes.tp, tp)
-    spans = []
-    for p, blocks in enumerate(spec.blocks):
-        start = 0
-        for block in blocks:
-            lo, hi = block.cut(rank, ranks)
-            spans.append(LaneSpan(part=p, lo=start + lo, hi=start + hi))
-            start += block.lanes
-    cp_rank = (cp if sizes.cp > 1 else tp % sizes.dcp) if dealt else 0
-    return attrs.evolve(g.owns(spec.group, layers), lanes=tuple(spans), cp_rank=cp_rank)
 
 
 def _bad(path: str, mine: str, yours: object) -> LocalError:

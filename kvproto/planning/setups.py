@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from kvproto.planning.cache import BYTES, Block, Cache
+from kvproto.planning.cache import Block, Cache, bytes_of
 from kvproto.planning.describe import element_type, specs
 from kvproto.planning.families import Config, bad, number, text
 from kvproto.planning.geometry import Geometry, Part
@@ -105,7 +105,7 @@ def _scaled(cache: Cache) -> Cache:
 
 
 def _row(cache: Cache, latent: int, rope: int) -> Cache:
-    scales = -(-latent // 128) * BYTES[DType.F32]
+    scales = bytes_of(DType.F32, -(-latent // 128))
     rows = [("latent", DType.F8E4M3, latent), ("latent_scale", DType.F32, scales), ("rope", DType.BF16, 2 * rope)]
     return _with_parts(cache, rows)
 

@@ -59,6 +59,10 @@ class DType(IntEnum):
     """Signed, 64 bits."""
     U32 = 10
     """Unsigned, 32 bits."""
+    F4E2M1 = 11
+    """4-bit float, 2 bits of exponent, 1 of mantissa; two elements a byte, the first in the low bits."""
+    F8E8M0 = 12
+    """A power of two, 8 bits of exponent: the scale of a block."""
 
 
 class Access(IntEnum):

@@ -108,6 +108,8 @@ class Group:
     """Parts of a layer, in column order. Since 1.0."""
     partial: bool | None = attrs.field(default=None)
     """Whether a row that a window covers in part moves too; absent: no. Since 1.0."""
+    order: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
+    """cp rank that takes each run of a deal, which then repeats; 0 to cp_size - 1 if absent. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -146,7 +148,7 @@ class Owns:
 
     group: int
     """Group id. Since 1.0."""
-    layers: UIntArray = attrs.field(eq=_same)
+    layers: UIntArray = attrs.field(eq=_same, hash=False)
     """Global layer ids, ascending. [layer] Since 1.0."""
     cp_rank: int
     """Share of the tokens. Since 1.0."""
@@ -220,15 +222,15 @@ class Columns:
     """Group id. Since 1.0."""
     items: int
     """Items of the pool. [item] Since 1.0."""
-    region: UIntArray = attrs.field(eq=_same)
+    region: UIntArray = attrs.field(eq=_same, hash=False)
     """Region ids. Since 1.0."""
-    offset: UIntArray = attrs.field(eq=_same)
+    offset: UIntArray = attrs.field(eq=_same, hash=False)
     """Offset of item 0, row 0, lane 0 in the region: the pointers. [byte] Since 1.0."""
-    item_stride: UIntArray = attrs.field(eq=_same)
+    item_stride: UIntArray = attrs.field(eq=_same, hash=False)
     """From item to item: the item lengths. [byte] Since 1.0."""
-    row_stride: UIntArray = attrs.field(eq=_same)
+    row_stride: UIntArray = attrs.field(eq=_same, hash=False)
     """From row to row. [byte] Since 1.0."""
-    lane_stride: UIntArray = attrs.field(eq=_same)
+    lane_stride: UIntArray = attrs.field(eq=_same, hash=False)
     """From lane to lane. [byte] Since 1.0."""
 
 
@@ -254,7 +256,7 @@ class Grants:
     """Tokens. [token] Since 1.0."""
     valid: int
     """Positions below this hold real rows. [token] Since 1.0."""
-    items: UIntArray | None = attrs.field(default=None, eq=_same)
+    items: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """Items of the named rank, from the one that holds the first owned row; absent: an intent (feature INTENT). [item] Since 1.0."""
     state_after: int | None = attrs.field(default=None)
     """State groups: the state is the one after this many tokens. [token] Since 1.0."""
@@ -290,7 +292,7 @@ class Checksum:
     """The sink's group id. Since 1.0."""
     value: int
     """Sum modulo 2 to the 64. Since 1.0."""
-    pages: UIntArray | None = attrs.field(default=None, eq=_same)
+    pages: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """Feature VERIFY_PAGES: the same sum of each layer and page, layer after layer. Since 1.0."""
 
 
@@ -312,7 +314,7 @@ class Ticket:
 class Content:
     """What a content digest is taken of."""
 
-    tokens: UIntArray = attrs.field(eq=_same)
+    tokens: UIntArray = attrs.field(eq=_same, hash=False)
     """Token ids of the prompt. [token] Since 1.0."""
     adapter: str
     """Adapter name, or empty. Since 1.0."""
@@ -602,7 +604,7 @@ class Transfer:
     """Epoch of the sink's registration. Since 1.0."""
     grants: tuple["Grants", ...]
     """Tokens and items of each routed group. Since 1.0."""
-    writers: UIntArray = attrs.field(eq=_same)
+    writers: UIntArray = attrs.field(eq=_same, hash=False)
     """Source ranks whose answers the sink awaits. Since 1.0."""
 
 
@@ -676,7 +678,7 @@ class Done:
     """Attempt of the same transfer, from 1. Since 1.0."""
     writer: int
     """Source rank. Since 1.0."""
-    groups: UIntArray = attrs.field(eq=_same)
+    groups: UIntArray = attrs.field(eq=_same, hash=False)
     """Groups that this writer served, ascending. Since 1.0."""
     bytes: int
     """Bytes that it wrote. [byte] Since 1.0."""
@@ -802,7 +804,7 @@ class Credit:
     """Session id that Welcome minted. Since 1.0."""
     kind: enums.CreditKind
     """Slots or bytes. Since 1.0."""
-    slots: UIntArray | None = attrs.field(default=None, eq=_same)
+    slots: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """Staging slots that are free again. Since 1.0."""
     total: int | None = attrs.field(default=None)
     """Bytes that the source may have sent in this session in all. [byte] Since 1.0."""

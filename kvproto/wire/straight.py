@@ -348,11 +348,12 @@ _Group_interleave = setter(Group, "interleave")
 _Group_origin = setter(Group, "origin")
 _Group_parts = setter(Group, "parts")
 _Group_partial = setter(Group, "partial")
+_Group_order = setter(Group, "order")
 
 
 def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     left = b[p]
-    if not 138 <= left <= 140:
+    if not 138 <= left <= 141:
         raise Doubt
     left -= 138
     p += 1
@@ -465,6 +466,11 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
         p = p + 1 + 1
     else:
         f12 = None
+    if left and b[p] == 13:
+        left -= 1
+        f13, p = read_array(b, p + 1, 3, 1, 4096)
+    else:
+        f13 = None
     if left:
         raise Doubt
     if f7 is not None and f7 > f5:
@@ -472,7 +478,7 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     if f7 is not None and not f4 == 2:
         raise Doubt
     o = new(Group)
-    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11); _Group_partial(o, f12)
+    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11); _Group_partial(o, f12); _Group_order(o, f13)
     return o, p
 
 
@@ -491,11 +497,12 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     f10 = o.origin
     f11 = o.parts
     f12 = o.partial
+    f13 = o.order
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
         raise Doubt
-    out.append(BYTE_OF[140 - (f7 is None) - (f12 is None)])
+    out.append(BYTE_OF[141 - (f7 is None) - (f12 is None) - (f13 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
     if f3.__class__ is not int or not 0 <= f3 <= 4294967295:
@@ -527,6 +534,9 @@ def _e_Group(o: Any, out: list[Any]) -> None:
         if f12.__class__ is not bool:
             raise Doubt
         out += (b'\x0c', b'\xc3' if f12 else b'\xc2')
+    if f13 is not None:
+        out.append(b'\r')
+        write_array(f13, 3, 1, 4096, out)
 
 
 Part = messages.Part

@@ -73,6 +73,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (10, "origin", "u64", True, None, None, None),
         (11, "parts", "list<struct:Part>", True, 1, 64, None),
         (12, "partial", "bool", False, None, None, None),
+        (13, "order", "array<u32>", False, 1, 4096, None),
     ),
     "Part": (
         (1, "name", "str", True, 1, 64, None),

@@ -84,15 +84,24 @@ MUTANTS: dict[str, tuple[str, str, set[str]]] = {
     "owned before the origin": (
         "if past < 0:", "if past < -1:", {"owner-2x2-from-5-before", "owner-3x4-from-100-before"}),
     "interleave off by one": (
-        "return past // self.interleave % self.ranks", "return (past + 1) // self.interleave % self.ranks",
+        "divmod(past // self.interleave,", "divmod((past + 1) // self.interleave,",
         {"owner-2x4", "owner-2x3", "owner-4x16", "length-2x2", "slots-example"}),
     "always token by token": (
-        "return past // self.interleave % self.ranks", "return past % self.ranks", {"owner-2x4", "owner-5x7", "length-4x64"}),
+        "divmod(past // self.interleave,", "divmod(past,", {"owner-2x4", "owner-5x7", "length-4x64"}),
     "rows of a turn only": (
-        "* self.interleave + past % self.interleave", "* self.interleave", {"owner-2x4", "slots-2x3-rank-1"}),
+        "* self.interleave + past % self.interleave)", "* self.interleave)", {"owner-2x4", "slots-2x3-rank-1"}),
     "interleave in rows": (
-        "return past // self.interleave % self.ranks, row // self.step", "return past // self.interleave % self.ranks, row",
+        "past % self.interleave) // self.step", "past % self.interleave)",
         {"owner-4x8-step-4", "owner-2x6-step-3-from-9"}),
+    "order ignored": ("rank = self.order[run]", "rank = run % self.ranks", {"owner-2x4-zigzag", "owner-3x1-spans", "slots-4x2-zigzag-rank-3"}),
+    "order of ranks, not of runs": (
+        "len(self.order))\n        rank", "self.ranks)\n        rank", {"owner-2x4-zigzag", "owner-4x16-quarters", "slots-2x3-uneven-rank-1"}),
+    "every rank once a turn": (
+        "turns * self.order.count(rank)", "turns", {"owner-2x3-uneven", "owner-4x2-zigzag", "slots-2x4-zigzag-from-6-step-2-rank-1"}),
+    "lengths of equal shares": ("self.order.count(cp_rank) *", "1 *", {"length-2x4-zigzag", "length-2x3-uneven"}),
+    "pages of rank 0": (
+        "max(self.length(rank, tokens) for rank in range(self.ranks))", "self.length(0, tokens)",
+        {"pages-3x2-last-first", "pages-2x3-uneven"}),
     "a deal of one": ("if self.ranks == 1:\n            return 0, token // self.step", "if False:\n            return 0, 0", {"owner-1-as-if-dealt"}),
     "incomplete rows count": ("return held // self.step", "return -(-held // self.step)", {"length-4x8-step-4"}),
     "lengths by rounding up": (

@@ -25,7 +25,8 @@ class OnAnotherGpu:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "element"), [(torch.float32, (2, 32)), (torch.bfloat16, (4, 16)), (torch.float16, (2, 16)), (torch.uint8, (1, 8))]
+    ("dtype", "element"), [(torch.float32, (2, 32)), (torch.bfloat16, (4, 16)), (torch.float16, (2, 16)), (torch.uint8, (1, 8)),
+     (torch.float8_e8m0fnu, (14, 8)), (torch.float4_e2m1fn_x2, (17, 4))]
 )  # fmt: skip
 def test_element_type_place_and_strides(dtype: torch.dtype, element: tuple[int, int]) -> None:
     whole = torch.zeros(5, 4, 2, 8, dtype=dtype)

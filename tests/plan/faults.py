@@ -174,11 +174,22 @@ def tokens_by_position() -> None:
         hand_over(source, sink, 5, 17)
 
 
+def tokens_by_a_table() -> None:
+    """A zigzag of CP 2 to a zigzag of DCP 4 in other runs, and to shares of unequal size, both ways."""
+    zigzag = lay_out([latent()], Parallel(cp=2, interleave=3, deal="zigzag"))
+    for sizes in (
+        Parallel(tp=4, dcp=4, interleave=2, deal="zigzag"),
+        Parallel(tp=2, dcp=2, interleave=2, deal=(0, 1, 1)),
+    ):
+        for source, sink in ((zigzag, lay_out([latent()], sizes)), (lay_out([latent()], sizes), zigzag)):
+            hand_over(source, sink, 5, 17)
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         heads_dropped, replicas_written_again, empty_ranks_shadow, draft_shards_lost, v_over_k, layers_by_position,
-        pages_by_count, pages_of_a_long_prompt_by_count, tokens_by_position,
+        pages_by_count, pages_of_a_long_prompt_by_count, tokens_by_position, tokens_by_a_table,
     )
 }  # fmt: skip
 
@@ -220,7 +231,11 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "copying/rows.py", "turn = run * group.cp_size", "turn, origin = run * group.cp_size, lo"),
+        "tokens_by_position", "planning/deals.py", "turn = run * _runs(group)", "turn, origin = run * _runs(group), lo"),
+    "runs of a table are dealt in turn": (
+        "tokens_by_a_table", "planning/deals.py", "np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()", "a + cp_rank * run"),
+    "a rank's rows without those of its earlier runs": (
+        "tokens_by_a_table", "planning/deals.py", "made.taken[made.order[nth]] + made.nth[nth])", "made.taken[made.order[nth]])"),
 }  # fmt: skip
 
 if __name__ == "__main__":

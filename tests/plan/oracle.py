@@ -48,16 +48,25 @@ def line(model: int, layer: int, part: str, row: int) -> bytes:
 
 def cp_rank_of(group: Group, row: int) -> int | None:
     """Whose row it is; None before the origin of the deal."""
-    if group.cp_size == 1:
-        return 0
-    turn, left, token = 0, group.interleave, group.origin
-    if row * group.tokens_per_row < token:
-        return None
-    while token < row * group.tokens_per_row:
-        token, left = token + 1, left - 1
+    token = row * group.tokens_per_row
+    return _dealt(group, 1 << max(token.bit_length(), 10))[token]
+
+
+@functools.lru_cache(maxsize=4096)
+def _dealt(group: Group, tokens: int) -> list[int | None]:
+    """The cp rank of each token, one after the other."""
+    order = list(range(group.cp_size)) if group.order is None else group.order.tolist()
+    found: list[int | None] = []
+    turn, left = 0, group.interleave
+    for token in range(tokens):
+        if group.cp_size == 1 or token < group.origin:
+            found.append(0 if group.cp_size == 1 else None)
+            continue
+        found.append(order[turn])
+        left -= 1
         if not left:
-            turn, left = (turn + 1) % group.cp_size, group.interleave
-    return turn
+            turn, left = (turn + 1) % len(order), group.interleave
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,7 +190,7 @@ def group_of(geometry: Geometry) -> dict[tuple[int, str, int], Group]:
 @functools.lru_cache(maxsize=4096)
 def meeting(src: Group, dst: Group) -> set[tuple[int, int]]:
     """(source cp rank, sink cp rank) that have a row in common."""
-    both = ((cp_rank_of(src, row), cp_rank_of(dst, row)) for row in range(180 if src.cp_size * dst.cp_size > 1 else 1))
+    both = ((cp_rank_of(src, row), cp_rank_of(dst, row)) for row in range(600 if src.cp_size * dst.cp_size > 1 else 1))
     return {(c, d) for c, d in both if c is not None and d is not None}
 
 

@@ -6,8 +6,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvproto.errors import PlanError, RemoteError
 from kvproto.planning.geometry import (
@@ -21,10 +19,7 @@ from kvproto.planning.geometry import (
     facts,
     gqa,
     handoff,
-    local_row,
     mla,
-    owned_before,
-    owner,
     owns,
     validate,
 )
@@ -32,24 +27,8 @@ from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Part
-from tests.plan import oracle
 
 MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
-def test_tokens_are_dealt_as_if_one_by_one(cp: int, run: int, origin: int, step: int) -> None:
-    group = attrs.evolve(MLA, cp_size=cp, interleave=run * step, origin=origin * step, tokens_per_row=step)
-    validate(Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=()),)))
-    start = origin if cp > 1 else 0
-    rows = np.arange(start, start + 40, dtype=np.int64)
-    assert owner(group, rows).tolist() == [oracle.cp_rank_of(group, row) for row in rows.tolist()]
-    for rank in range(cp):
-        held = oracle.held(group, rank, (start + 40) * step)
-        assert local_row(group, np.array(held, np.int64)).tolist() == list(range(len(held)))
-        for row in range(start + 40):
-            assert owned_before(group, rank, row) == sum(x < row for x in held)
 
 
 def test_facts_are_in_canonical_order() -> None:
@@ -97,6 +76,10 @@ def spans(*bounds: tuple[int, int, int]) -> tuple[LaneSpan, ...]:
     return tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in bounds)
 
 
+def runs(*ranks: int) -> Any:
+    return np.array(ranks, np.uint32)
+
+
 def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
     """Two groups that hold one model's latent, and which of them each rank owns."""
     groups = MLA, mla(3, "other", 0, 1152, 16)
@@ -113,7 +96,7 @@ def handing(layers: Sequence[int] = (0,), **changes: Any) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, layers),)),))
 
 
-# KVP-GEO-ORDER, KVP-GEO-PARTS, KVP-GEO-LIVE and KVP-GEO-SPAN are rules of the codec too. Of this layer alone are KVP-GEO-DEAL,
+# KVP-GEO-ORDER, KVP-GEO-PARTS, KVP-GEO-LIVE and KVP-GEO-SPAN are rules of the codec too. Of this layer alone are KVP-GEO-DEAL, KVP-GEO-ORDERED,
 # KVP-GEO-GROUP, KVP-GEO-CP, KVP-GEO-LANES, KVP-GEO-DISJOINT, KVP-GEO-SIZE and KVP-HND-SHAPE.
 BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "groups": (lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups[1].id"),
@@ -156,6 +139,10 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "cut rows, bits": (lambda: with_group(MLA, cp_size=2, tokens_per_row=3, interleave=1, origin=2), "groups[0].interleave"),
     "cut origin": (lambda: with_group(MLA, cp_size=2, tokens_per_row=4, interleave=4, origin=2), "groups[0].interleave"),
     "long deal": (lambda: with_group(MLA, cp_size=2, interleave=1 << 20), "groups[0].cp_size"),
+    "a rank without a run": (lambda: with_group(MLA, cp_size=3, order=runs(0, 2, 0)), "groups[0].order"),
+    "a run of nobody": (lambda: with_group(MLA, cp_size=2, order=runs(0, 2, 1)), "groups[0].order"),
+    "a run of another rank": (lambda: with_group(MLA, cp_size=2, order=runs(0, 2)), "groups[0].order"),
+    "long order": (lambda: with_group(MLA, cp_size=2, interleave=1 << 19, order=runs(0, 1, 0)), "groups[0].order"),
     "too many layers": (lambda: with_owns(good(), layers=np.arange((1 << 16) + 1, dtype=np.uint32)), "ranks"),
     "hand-off of a draft": (lambda: handing(model=1), "groups[0].kind"),
     "hand-off of two rows": (lambda: handing(rows=2), "groups[0].kind"),

@@ -20,7 +20,7 @@ from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
-F8 = DType.F8E4M3
+F8, F4 = DType.F8E4M3, DType.F4E2M1
 
 
 def one(spec: Cache, parallel: Parallel | None = None) -> Geometry:
@@ -34,6 +34,12 @@ CACHES: dict[str, tuple[Cache, int, int]] = {
     "gqa": (Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4), 7, 32),
     "wide K": (Cache.gqa("kv", 1, kv_heads=2, head_dim=6, v_head_dim=4, page=4), 7, 40),
     "block scales": (Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=3), 7, 32 + 48),
+    "NVFP4": (Cache.gqa("kv", 1, kv_heads=2, head_dim=32, page=4, dtype=F4, scale_block=16, scale_dtype=F8), 7, 64 + 8),
+    "MXFP4": (
+        Cache.mla("mla", 1, latent=24, rope=8, page=4, dtype=F4, scale_block=32, scale_dtype=DType.F8E8M0),
+        7,
+        17,
+    ),
     "mla": (Cache.mla("mla", 1, latent=6, rope=2, page=4), 7, 16),
     "indexer": (Cache.indexer("index", 1, head_dim=128, page=4), 7, 132),
     "indexer without scales": (Cache.indexer("index", 1, head_dim=128, page=4, scale_block=None), 7, 128),

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import attrs
 import pytest
 
 from kvproto.errors import PlanError
@@ -53,8 +54,11 @@ def test_no_alias_is_a_name_and_shares_are_of_names() -> None:
 
 def named(*names: str) -> Geometry:
     """One rank and layer, one group with a part of each name."""
-    made = Cache.paged("target", 1, parts=dict.fromkeys(names, (DType.BF16, 1, 16)), page=4)
-    return lay_out([made])
+    made = lay_out(
+        [Cache.paged("target", 1, parts={f"acme.{n}": (DType.BF16, 1, 16) for n in range(len(names))}, page=4)]
+    )
+    parts = tuple(attrs.evolve(p, name=name) for p, name in zip(made.groups[0].parts, names, strict=True))
+    return attrs.evolve(made, groups=(attrs.evolve(made.groups[0], parts=parts),))
 
 
 def refusal(source: Geometry, sink: Geometry) -> PlanError:

@@ -87,11 +87,16 @@ def _group(rng: random.Random, cache: Cache, id: int, ranks: int) -> Group:
         live = cache.live if rows > cache.live else rng.choice([None, cache.live])
     else:
         rows = rng.randint(8, 11) if cache.kind == ItemKind.RING else rng.randint(1, 5)
+    order = None
+    if cp > 1 and rng.random() < 0.4:  # runs by a table
+        runs = [*range(cp), *(rng.randrange(cp) for _ in range(rng.randint(0, 3)))]
+        order = np.array(rng.sample(runs, len(runs)), np.uint32)
     free = cp == 1 and rng.random() < 0.3  # one rank: the deal means nothing
     return Group(
         id=id, name=f"g{id}", model=cache.model, kind=cache.kind, rows=rows, tokens_per_row=step, live_rows=live,
         cp_size=cp, interleave=rng.randint(1, 9) if free else step * rng.randint(1, 3),
         origin=rng.randint(0, 20) if free else step * rng.randint(0, 2), parts=parts,
+        order=order,
     )  # fmt: skip
 
 

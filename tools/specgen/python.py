@@ -63,7 +63,7 @@ def messages_module(facts: Facts) -> str:
                 if field.get("secret"):
                     options.append("repr=False")
                 if field["type"].startswith("array<"):
-                    options.append("eq=_same")
+                    options.append("eq=_same, hash=False")
                 default = f" = attrs.field({', '.join(options)})" if options else ""
                 unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
                 out += [

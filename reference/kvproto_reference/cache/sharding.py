@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto import Group, local_row, owned_before, owner
+from kvproto import Group, local_row, most_before, owned_before, owner
 
 __all__ = ["Shard"]
 
@@ -39,7 +39,7 @@ class Shard:
 
     def pages(self, tokens: int) -> int:
         """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
-        return -(-owned_before(self.group, 0, tokens) // self.group.rows)  # none has more than rank 0
+        return -(-most_before(self.group, tokens) // self.group.rows)
 
     def slots(self, table: Ints, positions: Ints) -> Ints:
         """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""

@@ -119,5 +119,8 @@ class PrefixCache:
 def _tokens_a_page(shard: Shard) -> int:
     """Tokens over all ranks that fill a page of each; 0 where a run of the deal goes on in the next page."""
     group = shard.group
-    whole = group.cp_size == 1 or (group.rows % group.interleave == 0 and group.origin == 0)
+    order = [*range(group.cp_size)] if group.order is None else group.order.tolist()
+    share = len(order) // group.cp_size  # runs of each rank, until the deal repeats
+    equal = all(order.count(rank) == share for rank in range(group.cp_size))
+    whole = group.cp_size == 1 or (equal and group.rows % (group.interleave * share) == 0 and group.origin == 0)
     return group.rows * group.cp_size if whole else 0

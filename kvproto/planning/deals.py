@@ -1,0 +1,213 @@
+"""Which rank owns which rows: closed forms over a deal that repeats (spec/v1/dcp.md).
+
+A deal hands out runs of `interleave` tokens, in turn or in the group's `order`. Rows here are global rows of the group,
+each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.wire.messages import Group
+
+__all__ = [
+    "IntArray", "deal", "dealt", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
+    "same_deal", "shared_classes",
+]  # fmt: skip
+
+IntArray = npt.NDArray[np.int64]
+Count = TypeVar("Count", int, IntArray)
+
+
+@attrs.frozen(eq=False)
+class _Turn:
+    """What a deal repeats: runs, one after the other, each of which one cp rank takes."""
+
+    order: IntArray
+    """cp rank of each run [runs]."""
+    nth: IntArray
+    """How many runs of the turn its rank took before, of each run [runs]."""
+    taken: IntArray
+    """How many runs each cp rank takes [cp_size]."""
+    runs: IntArray
+    """The runs of cp rank 0, ascending, then those of the others [runs]."""
+    ends: IntArray
+    """Where the runs of each cp rank end there [cp_size]."""
+
+    def of(self, cp_rank: int) -> IntArray:
+        """The runs of a cp rank, ascending."""
+        return self.runs[self.ends[cp_rank] - self.taken[cp_rank] : self.ends[cp_rank]]
+
+
+@lru_cache(maxsize=32)
+def _turn(group: Group) -> _Turn:
+    order = np.arange(group.cp_size) if _in_turn(group) else np.asarray(group.order, np.int64)
+    runs = np.argsort(order, kind="stable")
+    taken = np.bincount(order, minlength=group.cp_size)
+    ends = np.cumsum(taken)
+    nth = np.empty_like(order)
+    nth[runs] = np.arange(order.size) - np.repeat(ends - taken, taken)
+    return _Turn(order, nth, taken, runs, ends)
+
+
+def _in_turn(group: Group) -> bool:
+    """Whether cp ranks take a run each, in turn; so the deal of one rank, whatever its order says."""
+    return group.order is None or group.cp_size == 1
+
+
+def deal(group: Group) -> tuple[int, int]:
+    """Rows that a cp rank owns at a stretch, and the row with which the deal begins."""
+    if group.cp_size == 1:
+        return 1, 0
+    return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
+
+
+def _runs(group: Group) -> int:
+    """After how many runs a deal repeats."""
+    return group.cp_size if group.order is None or group.cp_size == 1 else group.order.size
+
+
+def same_deal(a: Group, b: Group) -> bool:
+    """Whether two groups state the same deal."""
+    if a.cp_size == b.cp_size == 1:
+        return True
+    same = (a.cp_size, a.interleave, a.origin) == (b.cp_size, b.interleave, b.origin)
+    return same and np.array_equal(_turn(a).order, _turn(b).order)
+
+
+def dealt(group: Group) -> str:
+    """The deal in words, the first runs of a long order; nothing for one cp rank."""
+    if group.cp_size == 1:
+        return ""
+    said = f", dealt {group.cp_size} x {group.interleave} from {group.origin}"
+    if group.order is None:
+        return said
+    more = f" .. ({group.order.size} runs)" if group.order.size > _SHOWN else ""
+    return said + f" in the order {' '.join(str(r) for r in group.order[:_SHOWN])}{more}"
+
+
+_SHOWN = 16
+
+
+def owner(group: Group, rows: IntArray) -> IntArray:
+    """cp rank [rows] that owns each global row [rows]."""
+    run, origin = deal(group)
+    nth = ((rows - origin) // run) % _runs(group)
+    return nth if _in_turn(group) else _turn(group).order[nth]
+
+
+def local_row(group: Group, rows: IntArray) -> IntArray:
+    """Row [rows] within its owner's share, of each global row [rows]."""
+    run, origin = deal(group)
+    turn, rest = np.divmod(rows - origin, run * _runs(group))
+    if _in_turn(group):
+        found: IntArray = turn * run + rest % run
+    else:
+        made, nth = _turn(group), rest // run
+        found = (turn * made.taken[made.order[nth]] + made.nth[nth]) * run + rest % run
+    return found
+
+
+def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
+    """Number of global rows below `row` that the cp rank owns; for one row or an array of any shape."""
+    found: Count
+    at_least, at_most = (max, min) if isinstance(row, int) else (np.maximum, np.minimum)
+    run, origin = deal(group)
+    whole, rest = divmod(at_least(row - origin, 0), run * _runs(group))
+    if _in_turn(group):
+        found = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
+        return found
+    made, (nth, inside) = _turn(group), divmod(rest, run)
+    before: Any = np.searchsorted(made.of(cp_rank), nth)
+    mine: Any = made.order[nth] == cp_rank
+    if isinstance(row, int):
+        before, mine = int(before), bool(mine)
+    found = (whole * int(made.taken[cp_rank]) + before) * run + mine * inside
+    return found
+
+
+def most_before(group: Group, row: int) -> int:
+    """Rows below `row` that the cp rank owns which has most of them."""
+    if group.order is None:
+        return owned_before(group, 0, row)
+    return max(owned_before(group, cp_rank, row) for cp_rank in range(group.cp_size))
+
+
+def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
+    """Intervals of global rows in [lo, hi), none below the origin, that a cp rank owns: first rows and lengths."""
+    if hi <= lo:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if group.cp_size == 1:
+        return np.array([lo]), np.array([hi - lo])
+    run, origin = deal(group)
+    turn = run * _runs(group)
+    a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin
+    a = a + cp_rank * run if _in_turn(group) else np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()
+    b = np.minimum(a + run, hi)
+    a = np.maximum(a, lo)
+    kept = b > a
+    return a[kept], (b - a)[kept]
+
+
+def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
+    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows and lengths."""
+    if hi <= lo:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if group.cp_size == 1:
+        return np.array([lo]), np.array([hi - lo])
+    run, origin = deal(group)
+    nth = np.arange(lo // run, -(-hi // run), dtype=np.int64)
+    a, b = np.maximum(nth * run, lo), np.minimum(nth * run + run, hi)
+    if group.order is None:
+        return origin + (nth * group.cp_size + cp_rank) * run + a - nth * run, b - a
+    made = _turn(group)
+    turn, of_turn = np.divmod(nth, made.taken[cp_rank])
+    return origin + (turn * made.order.size + made.of(cp_rank)[of_turn]) * run + a - nth * run, b - a
+
+
+@lru_cache(maxsize=8)
+def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
+    """Pairs (source cp rank, sink cp rank) that share a row at all, ascending.
+
+    A deal repeats after its turn, so a run of each side share a row where they meet modulo the greatest common divisor
+    of both turns.
+    """
+    both = gcd(*(deal(g)[0] * _runs(g) for g in (source, sink)))
+    if source.cp_size * _runs(sink) <= sink.cp_size * _runs(source):
+        found = _meeting(source, sink, both)
+    else:
+        found = _meeting(sink, source, both).T
+    ours, theirs = np.nonzero(found)
+    return tuple(zip(ours.tolist(), theirs.tolist(), strict=True))
+
+
+def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
+    """Whether runs of two cp ranks, of one group and the other [cp_size, cp_size], meet on a circle of `both` rows."""
+    (run, starts), (other_run, others) = ((deal(g)[0], _starts(g, both)) for g in (one, other))
+    at = np.argsort(others, kind="stable")
+    places = np.concatenate([others[at], others[at] + both])  # twice round, so that no interval is cut
+    low = (starts - min(other_run, both) + 1) % both
+    high = low + min(min(run, both) + min(other_run, both) - 1, both)
+    # how many runs of each cp rank meet each run of the other side: a running sum of where they begin and end
+    cover = np.zeros((one.cp_size, places.size + 1), np.int32)
+    for where, step in ((low, 1), (high, -1)):
+        np.add.at(cover, (_turn(one).order, np.searchsorted(places, where)), step)
+    met = np.cumsum(cover, axis=1)[:, :-1] > 0
+    met = met[:, : at.size] | met[:, at.size :]
+    by_rank = _turn(other).order[at]
+    columns = np.argsort(by_rank, kind="stable")
+    begins = np.searchsorted(by_rank[columns], np.arange(other.cp_size))
+    found: npt.NDArray[np.bool_] = np.logical_or.reduceat(met[:, columns], begins, axis=1)
+    return found
+
+
+def _starts(group: Group, both: int) -> IntArray:
+    """First row of each run of a turn, on a circle of `both` rows."""
+    run, origin = deal(group)
+    return (np.arange(_runs(group), dtype=np.int64) * (run % both) + origin % both) % both
