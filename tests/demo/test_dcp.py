@@ -33,9 +33,9 @@ RUNS = {
         "--prefill-cp 2 --decode-tp 4 --dcp 4 --interleave 16 --draft mla --draft-sharded"
     ),
     "GQA, queries on every rank": "--prefill-tp 1 --decode-tp 2 --dcp 2 --target gqa --draft mla --replicate-q",
-    "JAX to torch with DCP 2": "--prefill-framework jax --decode-tp 2 --dcp 2 --target gqa --draft mla",
     "JAX with CP 2 to torch with DCP 2": (
-        "--prefill-framework jax --prefill-tp 1 --prefill-cp 2 --prefill-interleave 5 --decode-tp 2 --dcp 2 --target gqa"
+        "--prefill-framework jax --prefill-tp 1 --prefill-cp 2 --prefill-interleave 5 --decode-tp 2 --dcp 2"
+        " --target gqa --draft mla"
     ),
     "torch to JAX with DCP 2": "--decode-framework jax --prefill-tp 1 --decode-tp 2 --dcp 2",
     "JAX to JAX, TP 2 to TP 4 with DCP 2": (

@@ -22,7 +22,7 @@ from kvproto_reference.errors import EngineError
 from kvproto_reference.jax_engine import attention
 from kvproto_reference.jax_engine.attention import Attention, Heads, Partial, Reads
 from kvproto_reference.jax_engine.mesh import RANKS, host_devices, mesh_of
-from kvproto_reference.jax_engine.programs import QUICK, compiled
+from kvproto_reference.jax_engine.programs import compiled, quick
 
 host_devices(8)
 
@@ -193,7 +193,7 @@ def test_a_log_sum_exp_of_base_2_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_and_nothing_is_nothing() -> None:
     none = Partial(np.zeros((2, 1, 1, 3, 4), np.float32), np.full((2, 1, 1, 3), -np.inf, np.float32))
-    out, lse = jax.jit(attention.merge, compiler_options=QUICK)(none)
+    out, lse = jax.jit(attention.merge, compiler_options=quick())(none)
     assert not np.asarray(out).any()
     assert np.isneginf(np.asarray(lse)).all()
 
@@ -230,6 +230,6 @@ def test_the_merge_of_the_conformance_cases(case: cases.Case) -> None:
     lse, out = (np.array([part[name] for part in parts], np.float32) for name in ("lse", "out"))
     bases = np.array([[np.log(2) if part["base"] == "2" else 1] for part in parts], np.float32)
     some = (np.array([part["tokens"] for part in parts], np.int64) > 0) & ~np.isneginf(lse)
-    found = jax.jit(attention.merge, compiler_options=QUICK)(Partial(out, np.where(some, lse * bases, -np.inf)))
+    found = jax.jit(attention.merge, compiler_options=quick())(Partial(out, np.where(some, lse * bases, -np.inf)))
     for name, array in found._asdict().items():
         np.testing.assert_allclose(array, np.array(ask.expected[name], np.float32), ask.tolerance, ask.tolerance)

@@ -29,6 +29,7 @@ from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.jax_engine.build import jax_hosted, jax_runner
 from kvproto_reference.jax_engine.mesh import host_devices
+from kvproto_reference.jax_engine.programs import quick
 from kvproto_reference.jax_engine.runner import JaxRunner
 from kvproto_reference.models import Decoder, Dense, ModelConfig, MoeConfig
 
@@ -232,6 +233,7 @@ def compilations() -> Iterator[list[float]]:
 def test_few_programs_compile(folder: Path) -> None:
     """Three for one token a span and three for up to 8, of up to 4 spans; then one for each doubling of pages."""
     runner, _ = one(folder, Layout(tp=2), page=4)
+    quick()  # which compiles to see what XLA knows
 
     def steps(counts: Sequence[int], starts: Sequence[int]) -> None:
         tables = PageAllocator(PAGES, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from .context import ContextAttention
 from .mesh import DEALT, EVERYWHERE, RANKS
 from .model import Weights, block, logits
 
-__all__ = ["Programs", "compiled"]
+__all__ = ["Programs", "compiled", "quick"]
 
 Tree = TypeVar("Tree")
 
@@ -27,6 +28,17 @@ QUICK = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }  # fmt: skip
 """To compile in an eighth of the time, which for models of this size is far more than they compute."""
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    """Those of QUICK that this XLA knows: later ones have dropped some."""
+    known: dict[str, Any] = {}
+    for name, value in QUICK.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda x: x, compiler_options={name: value}).lower(0.0).compile()
+            known[name] = value
+    return known
 
 
 @attrs.frozen
@@ -70,7 +82,7 @@ def compiled(mesh: Mesh, program: Callable[..., Any], takes: Any, gives: Any) ->
             return program(*args)
 
     mapped = jax.shard_map(precise, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
-    return jax.jit(mapped, compiler_options=QUICK)
+    return jax.jit(mapped, compiler_options=quick())
 
 
 def _mine(tree: Tree) -> Tree:
