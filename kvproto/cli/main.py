@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import plans, probe
+from kvproto.cli import foreign, plans, probe
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--json", action="store_true", help="the JSON form, for programs")
     how.add_argument("--bytes", action="store_true", help="every byte with its meaning, up to the first that is wrong")
     plans.add(commands)
+    foreign.add(commands)
     probe.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
     return parser
@@ -60,6 +61,10 @@ def _main(argv: list[str] | None) -> int:
         for code in ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
+    if args.command == "import":
+        return foreign.run(args)
+    if args.command == "check" and foreign.wanted(args):
+        return foreign.check(args)
     if args.command in ("describe", "check", "plan"):
         return plans.run(args)
     if args.command == "probe":

@@ -1,0 +1,185 @@
+"""Files in which messages come: hex, JSON, the bytes of a ZeroMQ connection, msgpack, pickles, logs.
+
+docs/import.md says what each looks like. A capture is read whole, and refused where anything in it cannot be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from kvproto.errors import WireError
+from kvproto.foreign.tables import engines
+from kvproto.foreign.unpickle import records
+from kvproto.foreign.values import from_json, from_msgpack, from_value, refuse
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["MOST_BYTES", "Raw", "messages"]
+
+MOST_BYTES = 64 << 20
+"""Of a file."""
+_MOST_FRAMES = 64
+_MOST_MESSAGES = 1 << 14
+_GREETING = 64
+"""Bytes of ZMTP before the first frame: signature, version, mechanism (RFC 23 of ZeroMQ)."""
+
+
+@attrs.frozen
+class Raw:
+    """A message before it is known what it is."""
+
+    path: str
+    value: Any
+    """Frames, or a map or list of plain values."""
+    forms: tuple[str, ...]
+    """Forms of messages that it may have."""
+    engine: str = ""
+    release: str = ""
+    """Of the engine, where the capture notes them."""
+    kind: str = ""
+    """Name of the class in a pickle."""
+
+    def seen(self) -> str:
+        """What is there, for an error."""
+        if self.forms == ("frames",):
+            return f"{len(self.value)} frames, the first {self.value[0][:16].hex() if self.value else 'absent'}"
+        return f"{self.kind or type(self.value).__name__} of {', '.join(map(str, self.value))[:60]}"
+
+
+def messages(data: bytes) -> list[Raw]:
+    """The messages of a capture, in order; raises WireError."""
+    if len(data) > MOST_BYTES:
+        raise refuse(ErrorCode.TOO_LARGE, "capture", f"at most {MOST_BYTES} bytes", len(data))
+    found: list[Raw] = []
+    for raw in _any(data):
+        if len(found) == _MOST_MESSAGES:
+            raise refuse(ErrorCode.TOO_LARGE, "messages", f"at most {_MOST_MESSAGES}", "more")
+        if raw.forms == ("frames",) and len(raw.value) > _MOST_FRAMES:
+            raise refuse(ErrorCode.TOO_LARGE, f"{raw.path}.frames", f"at most {_MOST_FRAMES}", len(raw.value))
+        found.append(raw)
+    if not found:
+        raise refuse(ErrorCode.MISSING_FIELD, "messages", "one message at least", "none")
+    return found
+
+
+def _any(data: bytes) -> Iterator[Raw]:
+    if data[:1] == b"\xff" and data[9:10] == b"\x7f":
+        yield from _zmtp(data)
+    elif data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and data[-1:] == b".":
+        for i, (kind, state) in enumerate(records(data, "messages[0]")):
+            yield Raw(f"messages[{i}]", state, ("map",), kind=kind)
+    elif data[:1] and (0x80 <= data[0] <= 0x9F or 0xDC <= data[0] <= 0xDF):
+        value = from_msgpack(data, "messages[0]")
+        yield Raw("messages[0]", value, ("map",) if isinstance(value, dict) else ("array",))
+    else:
+        yield from _text(data)
+
+
+def _zmtp(data: bytes) -> Iterator[Raw]:
+    """One direction of a connection; its commands, and the empty frame that REQ and ROUTER put first, are left out."""
+    at, count = _GREETING, 0
+    frames: list[bytes] = []
+    if len(data) < at:
+        raise refuse(ErrorCode.TRUNCATED, "capture", f"a greeting of {at} bytes", len(data))
+    while at < len(data):
+        flags, size = data[at], 8 if data[at] & 2 else 1
+        path = f"messages[{count}].frames[{len(frames)}]"
+        if flags & ~7:
+            raise refuse(ErrorCode.UNKNOWN_FLAG, path, "flags of a ZMTP frame", hex(flags))
+        length = int.from_bytes(data[at + 1 : at + 1 + size], "big")
+        at += 1 + size
+        if at + length > len(data):
+            raise refuse(ErrorCode.TRUNCATED, path, f"{length} bytes", f"{max(len(data) - at, 0)} bytes")
+        body = data[at : at + length]
+        at += length
+        if flags & 4:
+            continue
+        if frames or body or not flags & 1:
+            frames.append(body)
+        if not flags & 1:
+            yield _frames(count, frames)
+            frames, count = [], count + 1
+    if frames:
+        raise refuse(ErrorCode.TRUNCATED, f"messages[{count}]", "a last frame", "more to follow")
+
+
+def _frames(index: int, frames: list[bytes], engine: str = "", release: str = "") -> Raw:
+    return Raw(f"messages[{index}]", tuple(frames), ("frames",), engine, release)
+
+
+def _text(data: bytes) -> Iterator[Raw]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise refuse(ErrorCode.UNKNOWN_MESSAGE, "capture", "a capture, see docs/import.md", data[:16].hex()) from None
+    lines = text.splitlines()
+    if all(_HEX.fullmatch(line) for line in lines):
+        yield from _hex(lines)
+    elif text.lstrip()[:1] in ("{", "["):
+        yield from _json(text, lines)
+    else:
+        yield from _log(lines)
+
+
+_HEX = re.compile(r"\s*(?:#.*|-|(?:[0-9a-fA-F]{2}\s?)*)\s*")
+
+
+def _hex(lines: list[str]) -> Iterator[Raw]:
+    """A frame a line, - for an empty one, a blank line between messages, # before a remark."""
+    frames: list[bytes] = []
+    count = 0
+    for line in [*lines, ""]:
+        digits = "".join(line.split())
+        if digits.startswith("#"):
+            continue
+        if digits:
+            frames.append(b"" if digits == "-" else bytes.fromhex(digits))
+        elif frames:
+            yield _frames(count, frames)
+            frames, count = [], count + 1
+
+
+def _json(text: str, lines: list[str]) -> Iterator[Raw]:
+    """One value, or a value a line: a record with `frames` or `json`, or a message's own map; lists are of such."""
+    try:
+        values = [from_json(text, "messages[0]")]
+    except WireError:
+        full = [line for line in lines if line.strip()]
+        if len(full) < 2:
+            raise
+        values = [from_json(line, f"messages[{i}]") for i, line in enumerate(full)]
+    if len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    for i, value in enumerate(values):
+        path = f"messages[{i}]"
+        if not isinstance(value, dict):
+            raise refuse(ErrorCode.BAD_TYPE, path, "an object", type(value).__name__)
+        notes = [from_value("text", value.get(key, ""), f"{path}.{key}") for key in ("package", "release")]
+        if "frames" in value:
+            frames = from_value("list<bytes>", value["frames"], f"{path}.frames")
+            yield _frames(i, frames, *notes)
+        elif "json" in value:
+            yield Raw(path, value["json"], ("map",), *notes)
+        else:
+            yield Raw(path, value, ("map",))
+
+
+_SAID = re.compile(r"(\b\w{1,60}=|'\w{1,60}': )('[^']{0,400}'|\"[^\"]{0,400}\"|[^\s,()]{1,400})")
+
+
+def _log(lines: list[str]) -> Iterator[Raw]:
+    """Lines that begin what some table has a marker for; NAME=VALUE or 'NAME': VALUE in them."""
+    marked = {m.marker: e.name for e in engines().values() for m in e.messages if m.marker}
+    count = 0
+    for line in lines:
+        for marker, name in marked.items():
+            if marker in line:
+                said: dict[str, str] = {}
+                for key, value in _SAID.findall(line.partition(marker)[2]):
+                    if value != "None":
+                        said.setdefault(key.strip("'=: "), value.strip("'\""))
+                yield Raw(f"messages[{count}]", said, ("log",), name, kind=marker)
+                count += 1

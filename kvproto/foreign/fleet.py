@@ -1,0 +1,266 @@
+"""What the messages of one fleet state together, what they leave unsaid, and the Description that follows.
+
+A Description is made from the words (words.toml) that were stated or said, then held against every buffer that the
+capture states: where a page is not as large as it says, it is refused, so a word said wrongly does not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError, WireError, check_whole
+from kvproto.foreign.reading import Reading
+from kvproto.foreign.tables import words
+from kvproto.foreign.values import refuse
+from kvproto.planning.describe import specs
+from kvproto.planning.geometry import Geometry, Owns, validate
+from kvproto.planning.layout import BYTES, Cache, Parallel, lay_out
+from kvproto.wire.enums import DType, ErrorCode
+
+__all__ = ["Fleet", "Unsaid"]
+
+_MOST_RANKS = 1024
+_MOST = {"tp": _MOST_RANKS, "pp": _MOST_RANKS, "cp": _MOST_RANKS, "dcp": _MOST_RANKS, "layers": 4096}
+_LARGEST = 1 << 20
+_NUMBERS = (
+    "tp",
+    "pp",
+    "cp",
+    "dcp",
+    "interleave",
+    "page",
+    "blocks_per_page",
+    "kv_heads",
+    "head_dim",
+    "latent",
+    "layers",
+)
+_OF_RANK = (
+    "tp_rank", "pp_rank", "cp_rank", "dcp_rank", "entries", "entry_bytes", "entry_layers", "entry_names",
+    "entry_groups", "state_bytes", "staging_bytes",
+)  # fmt: skip
+
+
+@attrs.frozen
+class Unsaid:
+    """A word that nobody stated."""
+
+    word: str
+    doc: str
+    say: str
+    usual: int | None
+    """What is taken in its place; None: a Description needs it."""
+
+
+@attrs.define
+class Fleet:
+    """The ranks of one side, in words."""
+
+    readings: Sequence[Reading]
+    shared: dict[str, Any] = attrs.field(factory=dict)
+    """Words that all its ranks have alike."""
+    where: dict[str, str] = attrs.field(factory=dict)
+    """Path of each, or "said"."""
+    ranks: list[dict[str, Any]] = attrs.field(factory=list)
+    """Words of each rank that registered."""
+
+    @classmethod
+    def of(cls, readings: Sequence[Reading], said: Mapping[str, str] | None = None) -> Fleet:
+        """Words of the messages, then those said beside them; raises WireError or LocalError where they contradict."""
+        made = cls(readings)
+        for word, value in readings[0].engine.always.items():
+            made.state(word, value, "always")
+        ahead: dict[str, Any] = {}
+        for reading in readings:
+            own: dict[str, Any] = {}
+            ended = ""
+            for whose, word, value, path in reading.stated():
+                if not word:
+                    ended = "rank" if "rank" in (ended, whose) else whose
+                elif word in _OF_RANK:
+                    if value or word not in own:
+                        own[word] = value
+                else:
+                    made.state(word, value, path)
+            if ended == "next":
+                ahead = own
+            elif own:
+                made.join({**ahead, **own}, reading.path)
+                ahead = {}
+        for word, text in (said or {}).items():
+            made.say(word, text)
+        return made
+
+    @property
+    def name(self) -> str:
+        """Its engine and releases, such as "sglang 0.5.22 to 0.5.23"."""
+        engine, releases = self.readings[0].engine.name, self.readings[0].releases
+        return f"{engine} {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "")
+
+    def state(self, word: str, value: Any, path: str) -> None:
+        """A word of the whole fleet; raises WireError(FIELD_CONFLICT) where it is another than before."""
+        if word.endswith("dtype"):
+            value = words()["dtype"].get(str(value).removeprefix("torch."))
+            if value is None:  # such as auto: what the model has
+                return
+        if word in _NUMBERS and (value < 1 or value > _MOST.get(word, _LARGEST)):
+            raise refuse(ErrorCode.OUT_OF_RANGE, path, f"1 to {_MOST.get(word, _LARGEST)}", value)
+        if self.shared.setdefault(word, value) != value:
+            before = f"{word} {self.shared[word]} ({self.where[word]})"
+            raise refuse(ErrorCode.FIELD_CONFLICT, path, before, value, "one file for each fleet, and one truth in it")
+        self.where.setdefault(word, path)
+
+    def say(self, word: str, text: str) -> None:
+        """A word that the caller says; raises LocalError for one that cannot be said."""
+        sayable = [w for w, row in words()["word"].items() if "say" in row]
+        if word not in sayable:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "say", f"one of {', '.join(sayable)}", word)
+        value: Any = text
+        if word in _NUMBERS:
+            value = check_whole(f"say {word}", int(text) if text.isdecimal() and len(text) < 10 else text, 1)
+        elif text not in words()["dtype"]:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"say {word}", ", ".join(words()["dtype"]), text)
+        try:
+            self.state(word, value, "said")
+        except WireError as error:
+            raise LocalError(error.code, f"say {word}", error.mine, error.yours, "the capture says otherwise") from None
+
+    def join(self, rank: dict[str, Any], path: str) -> None:
+        """A rank; one that registers again must be of the same shape."""
+        for word in ("tp_rank", "pp_rank", "cp_rank"):
+            size = self.shared.get(word[:2], _MOST_RANKS)
+            if word in rank and not 0 <= rank[word] < size:
+                raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}.{word}", f"below {word[:2]} {size}", rank[word])
+        same = next((r for r in self.ranks if _key(r) == _key(rank)), None)
+        if same is None:
+            self.ranks.append(rank)
+        elif _shape(same) != _shape(rank):
+            at = f"rank {'.'.join(map(str, _key(rank)))} as before"
+            raise refuse(ErrorCode.FIELD_CONFLICT, path, at, "other sizes", "one file for each fleet")
+
+    def unsaid(self) -> Iterator[Unsaid]:
+        """Words without which there is no Description, then those for which the usual value is taken."""
+        have = self.known()
+        missing = []
+        for word, row in words()["word"].items():
+            if word in have or (word == "interleave" and have.get("cp", 1) == have.get("dcp", 1) == 1):
+                continue
+            if "latent" in have and word in ("kv_heads", "head_dim"):
+                continue
+            if row.get("need") or ("usual" in row and "say" in row):
+                missing.append(Unsaid(word, row["doc"], row["say"], row.get("usual")))
+        return iter(sorted(missing, key=lambda u: u.usual is not None))
+
+    def known(self) -> dict[str, Any]:
+        """Words of the fleet, with what follows from the sizes of its buffers."""
+        have = dict(self.shared)
+        if "model_dtype" in have:
+            have.setdefault("dtype", have["model_dtype"])
+        counted = self._entries()
+        if counted and have.get("pp", 1) == 1:
+            joint = self.readings[0].engine.entries == "joint"
+            each = 1 if joint or "latent" in have else 2
+            if "layers" not in have and ("latent" in have or "kv_heads" in have or joint) and counted % each == 0:
+                have["layers"] = counted // each
+        size = self._entry_bytes()
+        if size and "head_dim" not in have and {"page", "dtype", "kv_heads", "tp"} <= have.keys():
+            parts = 2 if self.readings[0].engine.entries == "joint" else 1
+            tokens = have["page"] * max(1, have["kv_heads"] * have.get("dcp", 1) // have["tp"])
+            each, rest = divmod(size, tokens * parts * BYTES[DType[have["dtype"]]])
+            if each and not rest:
+                have["head_dim"] = each
+        if "page" in have:
+            have["page"] *= have.get("blocks_per_page", 1)
+        return have
+
+    def _entries(self) -> int:
+        return len(next((r["entries"] for r in self.ranks if r.get("entries")), ()))
+
+    def _entry_bytes(self) -> int:
+        sizes = next((r["entry_bytes"] for r in self.ranks if r.get("entry_bytes")), 0)
+        first: int = sizes[0] if isinstance(sizes, list) else sizes
+        return first
+
+    def describe(
+        self, config: Mapping[str, Any] | None = None, drafts: Sequence[Mapping[str, Any]] = (),
+        facts: Mapping[str, str] | None = None,
+    ) -> Geometry:  # fmt: skip
+        """Its Description; raises LocalError for a word unsaid, WireError where a buffer is of another size."""
+        have = self.known()
+        from_config = ("kv_heads", "head_dim", "layers") if config is not None else ()
+        for word in self.unsaid():
+            if word.usual is None and word.word not in from_config:
+                said = f"--say {word.word}=...: {word.say}"
+                raise LocalError(ErrorCode.MISSING_FIELD, word.word, word.doc, "unsaid", said)
+        sizes = {word: have.get(word, 1) for word in ("tp", "pp", "cp", "dcp", "interleave")}
+        if sizes["tp"] * sizes["pp"] * sizes["cp"] > _MOST_RANKS:
+            raise LocalError(ErrorCode.TOO_LARGE, "ranks", f"at most {_MOST_RANKS}", str(sizes))
+        page, dtype = have["page"], DType[have["dtype"]]
+        if config is not None:
+            caches = [c for model, one in enumerate((config, *drafts)) for c in specs(one, model, page, dtype)]
+        else:
+            caches = [self._cache(have, page, dtype)]
+        geometry = lay_out(caches, Parallel(**sizes), facts=facts, depth=(config or {}).get("num_hidden_layers"))
+        validate(geometry)
+        for rank in self.ranks:
+            self._hold(rank, geometry, sizes)
+        return geometry
+
+    def _cache(self, have: Mapping[str, Any], page: int, dtype: DType) -> Cache:
+        ids = next((r["entry_layers"] for r in self.ranks if r.get("entry_layers")), None)
+        layers = list(dict.fromkeys(ids)) if ids else range(have["layers"])
+        if "latent" in have:
+            return Cache.mla("target", layers, latent=have["latent"], rope=0, page=page, dtype=dtype)
+        return Cache.gqa("target", layers, kv_heads=have["kv_heads"], head_dim=have["head_dim"], page=page, dtype=dtype)
+
+    def _hold(self, rank: Mapping[str, Any], geometry: Geometry, sizes: Mapping[str, int]) -> None:
+        """Refuse a Description whose pages are not those of a rank that registered."""
+        stated = rank.get("entry_bytes")
+        if not stated or not rank.get("entries"):
+            return
+        stage, across = rank.get("pp_rank", 0) * sizes["cp"] + rank.get("cp_rank", 0), rank.get("tp_rank", 0)
+        number = stage * sizes["tp"] + across
+        at = f"ranks[{number}].entries"
+        advice = "what was said is not what this engine runs: see to page, dtype, heads, layers and drafts"
+        if number >= len(geometry.ranks):
+            raise refuse(ErrorCode.BAD_GEOMETRY, at, f"{len(geometry.ranks)} ranks", f"rank {number}", advice)
+        expected = self._buffers(geometry, geometry.ranks[number].owns)
+        if expected is None:
+            return
+        if len(expected) != len(rank["entries"]):
+            raise refuse(ErrorCode.BAD_GEOMETRY, at, f"{len(expected)} buffers", len(rank["entries"]), advice)
+        blocks = self.shared.get("blocks_per_page", 1)
+        for i, size in enumerate(stated if isinstance(stated, list) else [stated]):
+            if i < len(expected) and size * blocks != expected[i]:
+                path = f"{at}[{i}].bytes"
+                raise refuse(ErrorCode.BAD_GEOMETRY, path, expected[i], size * blocks, advice)
+
+    def _buffers(self, geometry: Geometry, owned: Sequence[Owns]) -> list[int] | None:
+        """Bytes of a page in each buffer of a rank, in its engine's order; None where other caches share them."""
+        groups = {g.id: g for g in geometry.groups}
+        found = []
+        joint = self.readings[0].engine.entries == "joint"
+        for share in owned:
+            group = groups[share.group]
+            names = [p.name for p in group.parts]
+            if names not in (["k", "v"], ["latent"]):
+                if joint:
+                    return None
+                continue  # states and indexes are registered beside the entries
+            lanes = [0] * len(names)
+            for span in share.lanes:
+                lanes[span.part] += span.hi - span.lo
+            sizes = [group.rows * n * p.lane_bytes for n, p in zip(lanes, group.parts, strict=True)]
+            found += [sum(sizes)] * len(share.layers) if joint else [n for n in sizes for _ in share.layers]
+        return found
+
+
+def _key(rank: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(rank.get(word, 0) for word in ("pp_rank", "cp_rank", "tp_rank"))
+
+
+def _shape(rank: Mapping[str, Any]) -> tuple[Any, ...]:
+    return len(rank.get("entries") or ()), rank.get("entry_bytes"), rank.get("state_bytes")

@@ -1,0 +1,203 @@
+"""From the messages of a fleet to its Description: what is stated, what follows, what is unsaid, what contradicts."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.foreign.captures import messages
+from kvproto.foreign.compare import compare
+from kvproto.foreign.fleet import Fleet
+from kvproto.foreign.reading import read, resolve
+from kvproto.foreign.tables import engines, words
+from kvproto.planning.describe import Parallel, describe
+from kvproto.planning.geometry import encode_geometry
+from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.plan import plan
+from kvproto.wire.enums import DType
+
+from .shelf import CAPTURES, lines, one
+
+SAID = {"page": "16", "dtype": "bfloat16", "kv_heads": "8"}
+CONFIG = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "hidden_size": 1024,
+}
+
+
+def fleet(*names: str, said: dict[str, str] | None = None) -> Fleet:
+    """Of committed files, one after the other."""
+    return of(b"\n".join((CAPTURES / name).read_bytes() for name in names), said)
+
+
+def of(data: bytes, said: dict[str, str] | None = None) -> Fleet:
+    return Fleet.of(resolve([read(raw) for raw in messages(data)]), said)
+
+
+def test_a_running_sglang_pool_becomes_its_description() -> None:
+    made = fleet("sglang-live.jsonl", said=SAID).describe()
+    same = lay_out([Cache.gqa("target", 3, kv_heads=8, head_dim=64, page=16, dtype=DType.BF16)], Parallel(tp=4))
+    assert encode_geometry(made) == encode_geometry(same)
+    assert encode_geometry(fleet("sglang-live.jsonl", said=SAID).describe(CONFIG)) == encode_geometry(same)
+
+
+def test_a_running_vllm_becomes_its_description_with_what_it_logs() -> None:
+    data = (CAPTURES / "vllm-live.jsonl").read_bytes()
+    logged = fleet("vllm-live.log").known()
+    assert (logged["dtype"], logged["tp"], logged["kv_heads"]) == ("BF16", 2, 4)
+    made = of(data, {"dtype": "bfloat16", "kv_heads": str(logged["kv_heads"])}).describe()
+    same = lay_out([Cache.gqa("target", 4, kv_heads=4, head_dim=32, page=32, dtype=DType.BF16)], Parallel(tp=2))
+    assert encode_geometry(made) == encode_geometry(same)
+
+
+def test_prefill_of_one_engine_plans_with_decode_of_the_other() -> None:
+    said = {"dtype": "bfloat16", "kv_heads": "4"}
+    sink = fleet("vllm-live.jsonl", said=said).describe()
+    config = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "hidden_size": 256,
+    }
+    put = dict(one("sglang", "0.5.23", "bootstrap.put", "plain").record["json"], attn_tp_rank=0, pp_rank=0, pp_size=1)
+    source = of(json.dumps(put).encode()).describe(config)
+    assert len(plan(source, sink).routes) > 0
+
+
+def test_what_is_unsaid_is_listed_with_how_to_say_it() -> None:
+    bare = fleet("sglang-live.jsonl")
+    needed = {u.word: u.say for u in bare.unsaid() if u.usual is None}
+    assert list(needed) == ["page", "dtype", "kv_heads", "head_dim", "layers"]
+    with pytest.raises(LocalError) as refused:
+        bare.describe()
+    assert (refused.value.code.name, refused.value.path) == ("MISSING_FIELD", "page")
+    assert "--say page=" in refused.value.advice
+    assert [(u.word, u.usual) for u in fleet("sglang-live.jsonl", said=SAID).unsaid()] == [("pp", 1), ("cp", 1)]
+    assert "interleave" in {u.word for u in of(lines("vllm", "0.33.0", "nixl.reply regions")).unsaid()}
+
+
+@pytest.mark.parametrize(
+    ("said", "path"),
+    [
+        ({"page": "32"}, "ranks[0].entries[0].bytes"),
+        ({"head_dim": "128"}, "ranks[0].entries[0].bytes"),
+        ({"dtype": "float32", "head_dim": "64"}, "ranks[0].entries[0].bytes"),
+        ({"kv_heads": "16", "head_dim": "64"}, "ranks[0].entries[0].bytes"),
+        ({"layers": "4"}, "ranks[0].entries"),
+    ],
+)
+def test_a_word_said_wrongly_does_not_fit_the_buffers(said: dict[str, str], path: str) -> None:
+    said = {**SAID, "head_dim": "64", **said}
+    with pytest.raises(KvprotoError) as refused:
+        fleet("sglang-live.jsonl", said=said).describe()
+    assert (refused.value.code.name, refused.value.path) == ("BAD_GEOMETRY", path)
+
+
+@pytest.mark.parametrize(
+    ("said", "path"),
+    [({"tp": "8"}, "say tp"), ({"mood": "8"}, "say"), ({"page": "x"}, "say page"), ({"dtype": "int5"}, "say dtype")],
+)
+def test_what_cannot_be_said_is_refused(said: dict[str, str], path: str) -> None:
+    with pytest.raises(LocalError) as refused:
+        fleet("sglang-live.jsonl", said=said)
+    assert refused.value.path == path
+
+
+def test_a_draft_and_a_latent_are_held_against_the_buffers_too() -> None:
+    record = dict(one("sglang", "0.5.23", "mooncake.registration", "plain").record)
+    frames = list(record["frames"])
+    frames[7], frames[8], latent = b"0".hex(), b"1".hex(), 64 * 576 * 2
+    frames[4] = b"".join(n.to_bytes(8, "little") for n in range(1, 5)).hex()
+    frames[9] = str(latent).encode().hex()
+    sizes = [latent, latent, 64 * 2 * 128 * 2, 64 * 2 * 128 * 2]
+    frames[19] = b"".join(n.to_bytes(8, "little") for n in sizes).hex()
+    data = json.dumps({"frames": frames}).encode()
+    target = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    draft = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_attention_heads": 4,
+        "hidden_size": 512,
+    }
+    said = {"page": "64", "dtype": "bfloat16"}
+    made = of(data, said).describe(target, [draft])
+    assert encode_geometry(made) == encode_geometry(describe(target, [draft], Parallel(), 64, DType.BF16))
+    with pytest.raises(KvprotoError, match="BAD_GEOMETRY"):
+        of(data, said).describe(target)
+
+
+def test_pickled_metadata_reads_as_the_frames_do() -> None:
+    for release, message in (("0.12.0", "nixl.metadata"), ("0.33.0", "nixl.payload")):
+        (reading,) = resolve([read(raw) for raw in messages((CAPTURES / f"vllm-{release}.pickle").read_bytes())])
+        (sent,) = resolve([read(raw) for raw in messages(lines("vllm", release, "nixl.reply regions"))])
+        assert reading.message.name == message
+        assert reading.values == sent.values["metadata" if message == "nixl.metadata" else "payload"]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_pickle_is_walked(protocol: int) -> None:
+    plain: dict[str, Any] = {"a": [1, 300, 70_000, 1 << 40], "b": (1, 2, 3, 4), "c": None, "d": {"e": True, "f": "x"}}
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata.NixlAgentMetadata"
+    head = b"\x80" + bytes([protocol]) + b"c" + name.rpartition(".")[0].encode() + b"\nNixlAgentMetadata\n)\x81"
+    body = pickle.dumps(plain, protocol)
+    start = 2 + (9 if protocol >= 4 else 0)
+    (raw,) = messages(head + body[start:-1] + b"b.")
+    assert raw.kind == name
+    assert raw.value == {"a": [1, 300, 70_000, 1 << 40], "b": [1, 2, 3, 4], "c": None, "d": {"e": True, "f": "x"}}
+
+
+def test_the_same_messages_in_every_container() -> None:
+    record = one("sglang", "0.5.23", "nixl.registration", "hybrid").record
+    frames = [bytes.fromhex(f) for f in record["frames"]]
+    stream = b"\xff" + bytes(8) + b"\x7f" + bytes(54) + b"\x04\x05\x05READY"[:2] + b"READY"
+    for i, frame in enumerate(frames):
+        more = i < len(frames) - 1
+        long = len(frame) > 255
+        stream += bytes([more | long << 1]) + len(frame).to_bytes(8 if long else 1, "big") + frame
+    text = "# a remark\n" + "\n".join(f.hex(" ") or "-" for f in frames) + "\n"
+    want = read(messages(json.dumps(record).encode())[0])[0].values
+    for data in (stream, text.encode(), text.upper().encode().replace(b"# A", b"# a"), json.dumps([record]).encode()):
+        assert read(messages(data)[0])[0].values == want
+
+
+def test_a_request_of_zeromq_loses_its_empty_frame() -> None:
+    record = one("vllm", "0.33.0", "nixl.request", "plain").record
+    body = bytes.fromhex(record["frames"][0])
+    stream = b"\xff" + bytes(8) + b"\x7f" + bytes(54) + b"\x01\x00" + bytes([0, len(body)]) + body
+    assert messages(stream)[0].value == (body,)
+
+
+def test_two_fleets_are_compared_field_by_field() -> None:
+    a = of(lines("sglang", "0.5.16", "mooncake.registration plain"))
+    b = of(lines("sglang", "0.5.18", "mooncake.registration plain"))
+    found = {d.path: (d.source, d.sink) for d in compare(a, b)}
+    assert found["mooncake.registration[12]"] == ("staging_base_ptr u64?, 0.5.16", "dst_kv_layer_ids list<u32>, 0.5.18")
+    assert compare(a, a) == []
+    nixl = of(lines("sglang", "0.5.16", "nixl.registration plain"))
+    assert [d.path for d in compare(a, nixl)] == ["backend"]
+    other = of(lines("vllm", "0.32.0", "nixl.reply plain"))
+    assert [d.path for d in compare(a, other)] == ["engine"]
+    info = one("sglang", "0.5.23", "bootstrap.info", "plain").record["json"]
+    two = [
+        of(json.dumps({**info, "page_size": n, "kv_cache_dtype": t}).encode()) for n, t in ((16, "auto"), (64, "bf16"))
+    ]
+    assert [(d.path, d.source, d.sink) for d in compare(*two)] == [("page", "16", "64")]
+
+
+def test_every_word_of_a_row_is_in_the_list() -> None:
+    known = words()["word"]
+    used = {row.word for engine in engines().values() for m in engine.messages for row in m.rows if row.word}
+    assert used <= known.keys()
+    assert {w for w, row in known.items() if row.get("need")} <= {w for w, row in known.items() if "say" in row}
+
+
+def test_captures_hold_no_more_than_is_needed() -> None:
+    assert sum(path.stat().st_size for path in Path(CAPTURES).iterdir()) < 400_000
