@@ -165,7 +165,7 @@ def _bounded(path: Path) -> bytes:
 
 
 def _is_capture(path: Path) -> bool:
-    """Whether it is no JSON, or JSON with a message that is known; else a Description is expected, and refused as one."""
+    """Whether it is no JSON, or has a message that is known; else a Description is expected, and refused as one."""
     try:
         data = _bounded(path)
     except OSError:

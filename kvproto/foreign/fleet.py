@@ -15,9 +15,10 @@ from kvproto.errors import LocalError, WireError, check_whole
 from kvproto.foreign.reading import Reading
 from kvproto.foreign.tables import words
 from kvproto.foreign.values import refuse
+from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.describe import specs
 from kvproto.planning.geometry import Geometry, Owns, validate
-from kvproto.planning.layout import BYTES, Cache, Parallel, lay_out
+from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
 
 __all__ = ["Fleet", "Unsaid"]
@@ -169,7 +170,7 @@ class Fleet:
         if size and "head_dim" not in have and {"page", "dtype", "kv_heads", "tp"} <= have.keys():
             parts = 2 if self.readings[0].engine.entries == "joint" else 1
             tokens = have["page"] * max(1, have["kv_heads"] * have.get("dcp", 1) // have["tp"])
-            each, rest = divmod(size, tokens * parts * BYTES[DType[have["dtype"]]])
+            each, rest = divmod(size * 8, tokens * parts * BITS[DType[have["dtype"]]])
             if each and not rest:
                 have["head_dim"] = each
         if "page" in have:

@@ -116,7 +116,10 @@ def test_check_of_a_capture_and_a_description(tmp_path: Path, capsys: pytest.Cap
 
 def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "cut"
-    for data, said in ((b"\xff" + bytes(8) + b"\x7f", "TRUNCATED at capture"), (b'{"frames": ["00"', "BAD_TYPE at messages[0]")):
+    for data, said in (
+        (b"\xff" + bytes(8) + b"\x7f", "TRUNCATED at capture"),
+        (b'{"frames": ["00"', "BAD_TYPE at messages[0]"),
+    ):
         cut.write_bytes(data)
         assert main(["check", str(cut), SGLANG]) == 1
         assert said in capsys.readouterr().err

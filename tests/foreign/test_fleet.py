@@ -13,9 +13,10 @@ from kvproto.foreign.compare import compare
 from kvproto.foreign.fleet import Fleet
 from kvproto.foreign.reading import read, resolve
 from kvproto.foreign.tables import engines, words
+from kvproto.planning.cache import Cache
 from kvproto.planning.describe import Parallel, describe
 from kvproto.planning.geometry import encode_geometry
-from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.layout import lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 
