@@ -15,8 +15,9 @@ from typing import Any
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import PART_NAMES
 from kvproto_conformance.electing import Piece, elect
+from kvproto_conformance.sections import check, lane, place
 
-__all__ = ["plan"]
+__all__ = ["boxes", "plan"]
 
 Json = dict[str, Any]
 Row = tuple[int, ...]
@@ -25,20 +26,7 @@ _STRICTNESS = {"EQUAL": 0, "WARN": 1, "IGNORE": 2}
 
 def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
     """Digests, routes and required responses; raises Refusal with the code and path of what does not fit."""
-    for side in (source, sink):
-        _names(side)
-        _deals(side)
-    _facts(source, sink)
-    cold = set()
-    if "COLD_DRAFT" in features:
-        cold = _models(sink) - _models(source) - {"0"}
-    pieces: list[Piece] = []
-    for group in sink["groups"]:
-        if group["model"] not in cold:
-            names = [p["name"] for p in group["parts"]]
-            for index in [i for i, name in enumerate(names) if name not in names[:i]]:
-                pieces += _part(source, sink, group, index)
-    rows = _rows(pieces, elect(pieces, int(sink["replica"]), features), sink)
+    rows, cold = _planned(source, sink, features)
     routes: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         routes[row[0], row[1], row[2]].append(row)
@@ -52,6 +40,30 @@ def plan(source: Json, sink: Json, features: Iterable[str] = ()) -> Json:
         "required": {str(rank): [str(a) for a in ranks] for rank, ranks in required.items()},
         "cold": sorted(cold),
     }  # fmt: skip
+
+
+def boxes(source: Json, sink: Json, features: Iterable[str] = ()) -> list[Row]:
+    """All boxes, as rows of the digest; raises Refusal."""
+    return sorted(_planned(source, sink, features)[0])
+
+
+def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Row], set[str]]:
+    """All boxes, as rows of the digest, and the models that start cold."""
+    for side in (source, sink):
+        check(side)
+        _names(side)
+        _deals(side)
+    _facts(source, sink)
+    cold: set[str] = set()
+    if "COLD_DRAFT" in features:
+        cold = _models(sink) - _models(source) - {"0"}
+    pieces: list[Piece] = []
+    for group in sink["groups"]:
+        if group["model"] not in cold:
+            names = [p["name"] for p in group["parts"]]
+            for index in [i for i, name in enumerate(names) if name not in names[:i]]:
+                pieces += _part(source, sink, group, index)
+    return _rows(pieces, elect(pieces, int(sink["replica"]), features), sink), cold
 
 
 def _names(side: Json) -> None:
@@ -110,15 +122,7 @@ def _models(side: Json) -> set[str]:
 def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
     """Where lanes [lo, hi) lie on the lane axis: side by side, or, of a section, a bit of each lane."""
     size = int(part["lane_bytes"])
-    if _lane(part) == size:
-        return [(lo * size, hi * size)]
-    starts = [lane * _lane(part) + int(part.get("at", 0)) for lane in range(lo, hi)]
-    return [(start, start + size) for start in starts]
-
-
-def _lane(part: Json) -> int:
-    """Bytes of a lane of the part that this is, or is a section of."""
-    return int(part["whole"] if "whole" in part else part["lane_bytes"])
+    return [(lo * size, hi * size)] if lane(part) == size else [place(part, number) for number in range(lo, hi)]
 
 
 def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:
@@ -201,7 +205,7 @@ def _held(side: Json, group: Json) -> bool:
 def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     a, b = (next(p for p in g["parts"] if p["name"] == part) for g in (src, dst))
     live = [(g.get("live_rows") or g["rows"]) if g["kind"] == "SLOT" else None for g in (src, dst)]
-    sizes = _lane(a), _lane(b)
+    sizes = lane(a), lane(b)
     whole = [
         (g["rows"], p["lane_bytes"] if a.get("encoding") else None, g["cp_size"])
         + ((g["interleave"], g["origin"], _order(g)) if g["cp_size"] != "1" else ())

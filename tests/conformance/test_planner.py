@@ -16,7 +16,7 @@ from kvproto.wire.messages import Geometry
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan as second
 from tests.plan.test_spreading import odd_world
-from tests.plan.wild import world
+from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
 
 FEATURES = [

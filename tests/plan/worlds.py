@@ -160,13 +160,14 @@ def layout(rng: random.Random, geometry: Geometry, rank: int, items: int) -> tup
         sizes = [
             (len(oracle.lanes_of(share, p)), part.lane_bytes) for p, part in enumerate(group.parts)
         ] * share.layers.size
-        found[group.id], lengths[pool] = _columns(rng, group, sizes, items, pool, lengths[pool])
+        found[group.id], lengths[pool] = columns_of_group(rng, group, sizes, items, pool, lengths[pool])
     return found, {region: length + 1 for region, length in lengths.items()}
 
 
-def _columns(
+def columns_of_group(
     rng: random.Random, group: Group, sizes: list[tuple[int, int]], items: int, pool: int, at: int
 ) -> tuple[Columns, int]:
+    """The columns of one group from byte `at` of region `pool` on, and where they end; `sizes` are lanes and bytes."""
     style = rng.choice(["apart", "apart", "rows", "blocks"])
     rows = []
     if style == "rows":  # a row holds every layer and part: joint K|V

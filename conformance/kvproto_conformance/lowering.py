@@ -1,0 +1,123 @@
+"""The suite's own lowering: lowering.md word by word, byte by byte, over JSON forms; slow.
+
+It shares no code with kvproto. The answer has one form, however it was found: runs of bytes that are contiguous on both
+sides, as long as they can be, by ascending place at the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvproto_conformance.dcp import Deal
+from kvproto_conformance.planner import boxes
+from kvproto_conformance.sections import place
+
+__all__ = ["copies", "joined"]
+
+Json = dict[str, Any]
+Place = tuple[int, int]
+"""Region and offset."""
+
+
+class Side:
+    """One rank's share, columns and windows."""
+
+    def __init__(self, given: Json) -> None:
+        geometry = given["geometry"]
+        self.groups = {g["id"]: g for g in geometry["groups"]}
+        self.shares = {s["group"]: s for r in geometry["ranks"] if r["rank"] == given["rank"] for s in r["owns"]}
+        self.columns = {c["group"]: c for c in given["columns"]}
+        self.windows = {w["group"]: w for w in given["windows"]}
+
+    def home(self, model: int, part: str, layer: int) -> str:
+        """The group in which this rank has a layer of a part."""
+        return next(
+            id
+            for id, share in self.shares.items()
+            if self.groups[id]["model"] == str(model)
+            and str(layer) in share["layers"]
+            and part in [p["name"] for p in self.groups[id]["parts"]]
+        )
+
+    def rows(self, id: str) -> dict[int, tuple[int, int]]:
+        """The rows that the window covers and the rank owns: global row to item and row within the item."""
+        group, window = self.groups[id], self.windows[id]
+        items = [int(item) for item in window["items"]]
+        if group["kind"] == "SLOT":
+            return {row: (items[0], row) for row in range(int(group.get("live_rows", group["rows"])))}
+        step, rows = int(group["tokens_per_row"]), int(group["rows"])
+        first, end = int(window["first"]), int(window["first"]) + int(window["count"])
+        last = -(-end // step) if group.get("partial") else end // step
+        covered = range(-(-first // step), last)
+        if group["kind"] == "RING":
+            return {row: (items[0], row % rows) for row in covered if row >= last - rows}
+        local = {row: Deal.of(group).owner(row * step) for row in covered}
+        mine = {row: at[1] for row, at in local.items() if at and str(at[0]) == self.shares[id]["cp_rank"]}
+        base = min(mine.values(), default=0) // rows
+        return {row: (items[at // rows - base], at % rows) for row, at in mine.items()}
+
+    def byte(self, id: str, layer: int, part: str, at: tuple[int, int], x: int) -> Place:
+        """Where byte x of the lane axis is."""
+        group, share, columns = self.groups[id], self.shares[id], self.columns[id]
+        for p, stated in enumerate(group["parts"]):
+            spans = [span for span in share["lanes"] if int(span["part"]) == p]
+            numbers = [lane for span in spans for lane in range(int(span["lo"]), int(span["hi"]))]
+            for local, lane in enumerate(numbers if stated["name"] == part else ()):
+                lo, hi = place(stated, lane)
+                if lo <= x < hi:
+                    k = share["layers"].index(str(layer)) * len(group["parts"]) + p
+                    begin, *strides = (
+                        int(columns[name][k]) for name in ("offset", "item_stride", "row_stride", "lane_stride")
+                    )
+                    places = zip((*at, local), strides, strict=True)
+                    return int(columns["region"][k]), begin + sum(n * stride for n, stride in places) + x - lo
+        raise ValueError(f"byte {x} of {part} is not of this rank")
+
+
+def copies(source: Json, sink: Json) -> list[list[str]]:
+    """[source region, source offset, sink region, sink offset, bytes] of what one rank sends another."""
+    here, there = Side(source), Side(sink)
+    moved: dict[Place, Place] = {}
+    for a, b, dst, model, first, last, index, lo, hi, c, d, _ in boxes(source["geometry"], sink["geometry"]):
+        if (str(a), str(b)) != (source["rank"], sink["rank"]):
+            continue
+        group = there.groups[str(dst)]
+        part = group["parts"][index]["name"]
+        for layer in range(first, last):
+            home = here.home(model, part, layer)
+            for from_, to in _pairs(here, home, there, str(dst), c):
+                for x in range(lo, hi):
+                    at = there.byte(str(dst), layer, part, to, x)
+                    assert at not in moved, "a byte of the sink is written twice"
+                    moved[at] = here.byte(home, layer, part, from_, x)
+        assert there.shares[str(dst)]["cp_rank"] == str(d)
+    return joined(moved)
+
+
+def _pairs(here: Side, home: str, there: Side, id: str, c: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Item and row at the source and at the sink of all that moves of a pair of groups and one class of the source."""
+    src, dst = here.groups[home], there.groups[id]
+    held, wanted = here.rows(home), there.rows(id)
+    if any("encoding" in p for p in dst["parts"]):
+        items = {there_at[0]: here_at for row, there_at in wanted.items() if (here_at := held.get(row))}
+        for to, (from_, _) in items.items():
+            yield from (((from_, row), (to, row)) for row in range(int(dst["rows"])))
+        return
+    for row, to in wanted.items():
+        owner = Deal.of(src).owner(row * int(src["tokens_per_row"])) if src["kind"] == "PAGE" else (0, row)
+        if owner is not None and owner[0] == c:
+            yield held[row], to
+
+
+def joined(moved: dict[Place, Place]) -> list[list[str]]:
+    """Bytes of the sink, each with where it comes from, as the longest runs."""
+    runs: list[list[int]] = []
+    for (region, at), (other, from_) in sorted(moved.items()):
+        if runs and runs[-1][:1] == [other] and runs[-1][2] == region:
+            *_, size = runs[-1]
+            if (runs[-1][1] + size, runs[-1][3] + size) == (from_, at):
+                runs[-1][4] += 1
+                continue
+        runs.append([other, from_, region, at, 1])
+    return [[str(n) for n in run] for run in runs]

@@ -1,0 +1,194 @@
+"""Makes the vectors of lowering: `python -m kvproto_conformance.lowering_vectors` writes spec/v1/vectors/lowering.json.
+
+Inputs are built with kvproto's constructors; what is expected comes from the suite's own lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvproto.planning.geometry import Geometry, LaneSpan, Rank, gqa, mla, owns
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind
+from kvproto.wire.messages import Columns, Grants
+from kvproto_conformance.lowering import copies
+from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, sections, text
+
+FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/lowering.json"
+
+
+def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int) -> list[Columns]:
+    """Items one after the other, [item, row, lane], `gap` bytes after each row; a region a group."""
+    groups, made = {g.id: g for g in geometry.groups}, []
+    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
+        group, at, found = groups[share.group], 0, []
+        for _ in share.layers.tolist():
+            for p, part in enumerate(group.parts):
+                row = part.lane_bytes * sum(s.hi - s.lo for s in share.lanes if s.part == p) + gap
+                found.append((at, row * group.rows, row, part.lane_bytes))
+                at += row * group.rows * pools[group.id]
+        offset, item, step, lane = np.array(found, np.uint64).T.copy()
+        region = np.full(len(found), group.id + 1, np.uint32)
+        made.append(
+            Columns(group=group.id, items=pools[group.id], region=region, offset=offset, item_stride=item, row_stride=step, lane_stride=lane)
+        )  # fmt: skip
+    return made
+
+
+def side(geometry: Geometry, items: list[int], first: int, count: int, rank: int = 0, gap: int = 0) -> dict[str, Any]:
+    """One rank, all of whose groups have the same window and items."""
+    pools = {g.id: 8 for g in geometry.groups}
+    grants = [
+        Grants(group=g.id, first=first, count=count, valid=first + count, items=np.array(items, np.uint32))
+        for g in geometry.groups
+    ]
+    return {
+        "geometry": to_json(geometry), "rank": str(rank), "columns": [to_json(c) for c in columns(geometry, rank, pools, gap)],
+        "windows": [to_json(grant) for grant in grants],
+    }  # fmt: skip
+
+
+def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+    """id, clause, source, sink, note."""
+    kv = gqa(0, "target", 0, 2, 4, 4, dtype=DType.U8)
+    ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
+    exact = "KVP-PLAN-EXACT"
+    yield "ring-to-pages", exact, side(one(ring), [2], 0, 20), side(one(kv), [1, 5], 13, 7), "the worked example"
+    yield "pages-to-ring", exact, side(one(kv), [0, 1, 2, 7, 5], 0, 20), side(one(ring), [3], 13, 7), "the same back"
+    longer = attrs.evolve(ring, rows=16)
+    yield "ring-to-ring", exact, side(one(ring), [2], 0, 20, gap=1), side(one(longer), [4], 13, 7), "rings of 8 and 16"
+    scales = attrs.evolve(gqa(0, "scales", 0, 2, 4, 1), tokens_per_row=16, partial=True)
+    yield (
+        "scale-of-a-page-in-part",
+        exact,
+        side(one(scales), [3, 0, 2], 0, 45),
+        side(one(scales), [1, 6], 16, 29),
+        "row 2 is the scale of tokens 32 to 44",
+    )
+    whole = attrs.evolve(scales, partial=None)
+    yield (
+        "rows-covered-wholly",
+        exact,
+        side(one(whole), [3, 0], 0, 45),
+        side(one(whole), [1], 16, 29),
+        "without partial row 1 alone",
+    )
+    half = over(scales, 2, 1)
+    yield (
+        "scales-of-one-head",
+        exact,
+        side(half, [3, 0], 0, 20, rank=1),
+        side(one(scales), [1, 6], 0, 20),
+        "from the second of two ranks",
+    )
+    joint = mla(0, "target", 0, 12, 4, dtype=DType.U8)
+    split = sections(joint, 8, 4)
+    window = ([5, 2, 7], 0, 11), ([3, 1], 5, 6)
+    yield (
+        "latent-joint",
+        exact,
+        side(one(split), *window[0]),
+        side(one(joint), *window[1], gap=3),
+        "two buffers to one row",
+    )
+    yield (
+        "latent-split",
+        exact,
+        side(one(joint), *window[0], gap=3),
+        side(one(split), *window[1]),
+        "one row to two buffers",
+    )
+    yield (
+        "latent-elsewhere",
+        exact,
+        side(one(split), *window[0]),
+        side(one(sections(joint, 3, 9)), *window[1]),
+        "cut at 3 and at 8",
+    )
+    two = sections(kv, 3, 1)
+    yield (
+        "heads-in-sections",
+        exact,
+        side(one(two), *window[0]),
+        side(one(kv), *window[1]),
+        "a byte of every head apart",
+    )
+    fine = gqa(0, "target", 0, 4, 2, 4, dtype=DType.U8)
+    yield (
+        "sections-folded",
+        exact,
+        side(one(fine), *window[0]),
+        side(one(two), *window[1]),
+        "lanes of 2 bytes to 3 and 1",
+    )
+    yield (
+        "sections-of-a-rank",
+        exact,
+        side(odd_small(), *window[0], rank=1),
+        side(one(kv), *window[1]),
+        "lanes in another order",
+    )
+    state = attrs.evolve(kv, kind=ItemKind.SLOT, rows=5, live_rows=3)
+    yield (
+        "slot-with-scratch",
+        exact,
+        side(one(state), [6], 0, 9),
+        side(one(attrs.evolve(state, rows=3)), [0], 0, 9),
+        "scratch is never sent",
+    )
+    coded = changed(kv, 0, encoding="tiled")
+    yield (
+        "opaque-in-part",
+        "KVP-GRANT-WHOLE",
+        side(one(coded), [5, 2, 7], 0, 11),
+        side(one(coded), [3, 1], 4, 7),
+        "whole items, the plain part too",
+    )
+    yield (
+        "dealt", exact, side(dealt(kv, 2, 3), [4, 6], 0, 14), side(dealt(attrs.evolve(kv, rows=3), 2, 2), [1, 7, 2], 0, 14), "3 tokens in turn to 2 tokens in turn",
+    )  # fmt: skip
+    yield (
+        "ring-to-dealt",
+        exact,
+        side(one_two(ring), [2], 0, 20),
+        side(dealt(kv, 2, 3), [1, 5], 12, 8),
+        "rank 0 of two takes its runs of 3",
+    )
+
+
+def odd_small() -> Geometry:
+    """Two ranks with other lanes of each section."""
+    group = sections(gqa(0, "target", 0, 2, 4, 4, dtype=DType.U8), 3, 1)
+    lanes: list[list[tuple[int, int, int]]] = [
+        [(0, 0, 1), (1, 1, 2), (2, 0, 2)],
+        [(0, 1, 2), (1, 1, 2), (1, 0, 1), (2, 0, 2)],
+    ]
+    made = []
+    for rank, spans in enumerate(lanes):
+        owned = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in spans)
+        made.append(Rank(rank=rank, owns=(attrs.evolve(owns(group, [0]), lanes=owned),)))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
+
+
+def made() -> str:
+    """The text of the file."""
+    rows = []
+    for id_, clause, here, there, note in lowered():
+        given = {"source": here, "sink": there, "expected": copies(here, there)}
+        rows.append({"id": id_, "clause": clause, **given, "note": note})
+    return text("lowering", rows)
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text(made())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

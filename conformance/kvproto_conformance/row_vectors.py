@@ -1,0 +1,305 @@
+"""Makes plan vectors of rows, rings and sections: `python -m kvproto_conformance.row_vectors` writes plan/rows.json.
+
+Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, handoff, mla, owns
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.plan_vectors import engine, heads
+from kvproto_conformance.planner import plan
+
+FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan/rows.json"
+Pair = tuple[Geometry, Geometry]
+
+HEADS = gqa(0, "target", 0, 4, 16, 4, dtype=DType.U8)
+LATENT = mla(0, "target", 0, 1152, 64, dtype=DType.U8)
+SCALES = attrs.evolve(gqa(0, "scales", 0, 4, 4, 1), tokens_per_row=16, partial=True)
+RING = attrs.evolve(HEADS, kind=ItemKind.RING, rows=8)
+SLOT = attrs.evolve(HEADS, kind=ItemKind.SLOT, rows=4)
+
+
+def sections(group: Group, *sizes: int, part: int = 0) -> Group:
+    """The same with one part in sections of so many bytes."""
+    parts, at = list(group.parts), 0
+    (whole,) = parts[part : part + 1]
+    made = []
+    for size in sizes:
+        made.append(attrs.evolve(whole, lane_bytes=size, at=at, whole=sum(sizes)))
+        at += size
+    parts[part : part + 1] = made
+    return attrs.evolve(group, parts=tuple(parts))
+
+
+def changed(group: Group, part: int, **change: Any) -> Group:
+    """The same with one part changed."""
+    parts = list(group.parts)
+    parts[part] = attrs.evolve(parts[part], **change)
+    return attrs.evolve(group, parts=tuple(parts))
+
+
+def dealt(group: Group, ranks: int, interleave: int, origin: int = 0) -> Geometry:
+    """Tokens over ranks that hold all lanes."""
+    group = attrs.evolve(group, cp_size=ranks, interleave=interleave, origin=origin)
+    made = tuple(Rank(rank=r, owns=(owns(group, [0, 1], cp_rank=r),)) for r in range(ranks))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=made)
+
+
+def over(group: Group, ranks: int, layers: int = 2) -> Geometry:
+    """Lanes over tensor-parallel ranks."""
+    return engine((group, layers, heads(group.parts[0].lanes, ranks)), ranks=ranks)
+
+
+def one(*groups: Group) -> Geometry:
+    """One rank that holds everything."""
+    return engine(*((group, 1, None) for group in groups), ranks=1)
+
+
+def odd_owners() -> Geometry:
+    """Two ranks that hold other lanes of each section, in another order."""
+    group = sections(HEADS, 12, 4)
+    lanes = [
+        [(0, 2, 3), (0, 0, 2), (1, 0, 1), (2, 0, 4)],
+        [(0, 3, 4), (0, 0, 1), (1, 1, 4), (2, 0, 4)],
+    ]
+    made = []
+    for rank, spans in enumerate(lanes):
+        owned = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in spans)
+        made.append(Rank(rank=rank, owns=(attrs.evolve(owns(group, [0, 1]), lanes=owned),)))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
+
+
+def layers_apart(group: Group) -> Geometry:
+    """Layers 0 and 2 in one group, 1 and 3 in another, as a pool that two kinds of layers share."""
+    other = attrs.evolve(group, id=1, name="odd", rows=group.rows + 1)
+    owned = owns(group, [0, 2]), owns(other, [1, 3])
+    return Geometry(replica=0, facts=(), groups=(group, other), ranks=(Rank(rank=0, owns=owned),))
+
+
+def plans() -> Iterator[tuple[str, str, Pair, str]]:
+    """id, clause, source and sink, note."""
+    exact, rows, kind, opaque = "KVP-PLAN-EXACT", "KVP-PLAN-ROWS", "KVP-PLAN-KIND", "KVP-PLAN-OPAQUE"
+    for p, d in ((4, 2), (2, 4), (1, 3), (3, 2), (8, 1)):
+        yield (
+            f"page-scales-{p}-{d}",
+            exact,
+            (over(SCALES, p), over(SCALES, d)),
+            "scales of pages are lanes like any others",
+        )
+    yield (
+        "page-scales-dealt", exact, (dealt(SCALES, 2, 16), dealt(SCALES, 4, 32)), "rows of 16 tokens, dealt by one and by two",
+    )  # fmt: skip
+    yield (
+        "page-scales-draft",
+        exact,
+        (over(attrs.evolve(SCALES, model=1), 2), over(attrs.evolve(SCALES, model=1), 4)),
+        "of a draft",
+    )
+    whole = attrs.evolve(SCALES, partial=None)
+    yield (
+        "partial-false",
+        exact,
+        (over(whole, 2), over(attrs.evolve(SCALES, partial=False), 1)),
+        "false is what absent means",
+    )
+    yield "refused-partial-sink", rows, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
+    yield "refused-partial-source", rows, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
+    other = attrs.evolve(SCALES, tokens_per_row=32)
+    yield "refused-partial-pages", rows, (over(SCALES, 1), over(other, 1)), "scales of pages of another size"
+    for name, odd in (("slot", SLOT), ("hand-off", handoff(0, "target", {"token": (DType.U32, 4)}))):
+        odd = attrs.evolve(odd, partial=True)
+        yield f"refused-partial-{name}", "KVP-GEO-PARTIAL", (one(odd), one(odd)), "rows that stand for no tokens"
+
+    yield "ring-to-pages", exact, (over(RING, 2), over(HEADS, 1)), "the last rows of a window"
+    yield "pages-to-ring", exact, (over(HEADS, 1), over(RING, 2)), "the same back"
+    yield "ring-to-dealt-pages", exact, (one_two(RING), dealt(HEADS, 3, 2)), "each token from the one ring to its rank"
+    yield "dealt-pages-to-ring", exact, (dealt(HEADS, 3, 2, 4), one_two(RING)), "all ranks of the deal fill one ring"
+    several = attrs.evolve(HEADS, tokens_per_row=4)
+    yield (
+        "rows-of-4-to-ring", exact, (over(several, 2), over(attrs.evolve(several, kind=ItemKind.RING), 1)),
+        "rows of several tokens, in a ring too",
+    )  # fmt: skip
+    yield "ring-to-pages-and-ring", exact, (one(RING), layers_ring()), "layers of one ring to pages and to a ring"
+    coded = changed(HEADS, 0, encoding="tiled")
+    for name, source, sink in (
+        ("ring-to-slot", RING, SLOT), ("slot-to-pages", SLOT, HEADS),
+        ("opaque-pages-to-ring", coded, attrs.evolve(coded, kind=ItemKind.RING)),
+        ("hand-off-to-pages", handoff(0, "target", {"k": (DType.U8, 64), "v": (DType.U8, 64)}), HEADS),
+    ):  # fmt: skip
+        yield (
+            f"refused-{name}",
+            kind,
+            (one(source), one(sink)),
+            "rows that do not stand for the same, or bytes that nobody may cut",
+        )
+    beside = attrs.evolve(changed(HEADS, 1, encoding="tiled"), kind=ItemKind.RING)
+    yield (
+        "refused-ring-beside-opaque",
+        kind,
+        (one(HEADS), one(beside)),
+        "the plain part of a group whose items move whole",
+    )
+
+    split = sections(LATENT, 1024, 128)
+    for p, d in ((1, 1), (4, 2), (2, 8)):
+        yield f"latent-split-joint-{p}-{d}", exact, (over(split, p), over(LATENT, d)), "two buffers to one row"
+        yield f"latent-joint-split-{p}-{d}", exact, (over(LATENT, p), over(split, d)), "one row to two buffers"
+    yield (
+        "latent-cut-elsewhere",
+        exact,
+        (one(split), one(sections(LATENT, 512, 256, 384))),
+        "sections that do not match",
+    )
+    yield "latent-one-section", exact, (one(sections(LATENT, 1152)), one(LATENT)), "a section that is the whole"
+    for p, d in ((2, 1), (1, 2), (4, 4), (3, 2)):
+        yield (
+            f"k-in-two-{p}-{d}",
+            exact,
+            (over(sections(HEADS, 12, 4), p), over(HEADS, d)),
+            "some bytes of each head apart",
+        )
+        yield f"k-from-one-{p}-{d}", exact, (over(HEADS, p), over(sections(HEADS, 12, 4), d)), "the same back"
+    fine = gqa(0, "target", 0, 8, 8, 4, dtype=DType.U8)
+    yield (
+        "sections-of-folded-lanes",
+        exact,
+        (over(fine, 4), over(sections(HEADS, 12, 4), 2)),
+        "a section ends inside a lane of the other side",
+    )
+    yield "sections-folded-back", exact, (over(sections(HEADS, 6, 10), 2), over(fine, 1)), "and the other way round"
+    yield "sections-odd-owners", exact, (over(HEADS, 2), odd_owners()), "each rank its own lanes of each section"
+    yield "sections-odd-sources", exact, (odd_owners(), one_two(HEADS)), "pieces of a head from two ranks"
+    turned = sections(sections(HEADS, 8, 8, part=1), 4, 12)
+    turned = attrs.evolve(turned, parts=tuple(turned.parts[i] for i in (0, 2, 1, 3)))
+    yield "sections-in-turn", exact, (over(turned, 2), over(HEADS, 1)), "k, v, k, v: those of one name are in order"
+    yield (
+        "sections-in-turn-back",
+        exact,
+        (over(HEADS, 2), over(turned, 1)),
+        "the index of a part is that of its first section",
+    )
+    yield "sections-of-state", exact, (one(sections(SLOT, 4, 4, 8)), one(SLOT)), "state in three buffers"
+    yield "sections-of-a-ring", exact, (one(sections(RING, 4, 12)), one(HEADS)), "a ring of sections to pages"
+    yield (
+        "sections-beside-opaque",
+        exact,
+        (one(changed(sections(HEADS, 8, 8, part=1), 0, encoding="tiled")), one(coded)),
+        "whole items of both",
+    )
+    yield "sections-dealt", exact, (dealt(split, 4, 64), dealt(LATENT, 2, 16)), "tokens over ranks on both sides"
+    yield (
+        "layers-in-two-groups",
+        exact,
+        (layers_apart(split), engine((LATENT, 4, None), ranks=1)),
+        "a part in two groups, by layers",
+    )
+    yield (
+        "shared-layers",
+        exact,
+        (engine((LATENT, 6, None), ranks=2), engine((LATENT, 4, None), ranks=1)),
+        "a sink states layers that are written",
+    )
+    for name, group in broken().items():
+        yield (
+            f"refused-sections-{name}",
+            "KVP-GEO-SECTIONS",
+            (one(LATENT), one(group)),
+            "a Description that contradicts itself",
+        )
+    yield (
+        "refused-sections-length",
+        "KVP-PLAN-LANES",
+        (one(sections(LATENT, 1024, 64)), one(LATENT)),
+        "a rotary part of another length",
+    )
+    yield "refused-sections-dtype", "KVP-PLAN-DTYPE", (one(as_type(split, DType.I8)), one(LATENT)), "of another type"
+    yield (
+        "refused-sections-to-opaque",
+        opaque,
+        (one(split), one(changed(LATENT, 0, encoding="tiled"))),
+        "a tiled row cannot be cut",
+    )
+    plain = attrs.evolve(HEADS, rows=8)
+    yield (
+        "refused-beside-opaque-pages",
+        opaque,
+        (two_groups(coded, plain), one(coded)),
+        "a plain part from pages of another size",
+    )
+    yield "beside-opaque-pages", exact, (two_groups(coded, HEADS), one(coded)), "and from pages of the same size"
+    idle = attrs.evolve(coded, interleave=64, origin=128)
+    yield "opaque-without-a-deal", exact, (one(coded), one(idle)), "an interleave that means nothing"
+
+
+def one_two(group: Group) -> Geometry:
+    """One rank with layers 0 and 1."""
+    return engine((group, 2, None), ranks=1)
+
+
+def layers_ring() -> Geometry:
+    """Layer 0, of which a ring is kept."""
+    return one(attrs.evolve(RING, rows=16))
+
+
+def as_type(group: Group, dtype: DType) -> Group:
+    """The same of another element type."""
+    return attrs.evolve(group, parts=tuple(attrs.evolve(p, dtype=dtype) for p in group.parts))
+
+
+def two_groups(opaque: Group, plain: Group) -> Geometry:
+    """K of the one and V of the other."""
+    k, v = attrs.evolve(opaque, parts=opaque.parts[:1]), attrs.evolve(plain, id=1, name="v", parts=plain.parts[1:])
+    return one(k, v)
+
+
+def broken() -> dict[str, Group]:
+    """Sections that do not tile a lane, and others that cannot be."""
+    split = sections(LATENT, 1024, 128)
+    return {
+        "gap": changed(split, 1, at=1056), "overlap": changed(split, 1, at=1000), "late": changed(split, 0, at=8),
+        "beyond": changed(split, 1, lane_bytes=256), "short": changed(split, 1, lane_bytes=64),
+        "order": attrs.evolve(split, parts=split.parts[::-1]), "twice": attrs.evolve(LATENT, parts=LATENT.parts * 2),
+        "wholes": changed(split, 1, whole=2304), "dtypes": changed(split, 1, dtype=DType.I8),
+        "lanes": changed(split, 1, lanes=2), "opaque": changed(split, 1, encoding="tiled"),
+        "alone": attrs.evolve(split, parts=split.parts[:1]),
+        "hand-off": sections(handoff(0, "target", {"latent": (DType.U8, 1152)}), 1024, 128),
+    }  # fmt: skip
+
+
+def made() -> str:
+    """The text of the file."""
+    rows = []
+    for id_, clause, (source, sink), note in plans():
+        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": []}
+        try:
+            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
+        except Refusal as refusal:
+            expected = {"error": refusal.code, "path": refusal.path}
+        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+    return text("plan/rows", rows)
+
+
+def text(suite: str, rows: list[dict[str, Any]]) -> str:
+    """A file of vectors, a case a line."""
+    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    return f'{{"suite": "{suite}", "version": "1.0-draft", "cases": [\n{lines}\n]}}\n'
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text(made())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
