@@ -32,13 +32,14 @@ class Side:
 
     def home(self, model: int, part: str, layer: int) -> str:
         """The group in which this rank has a layer of a part."""
-        return next(
-            id
+        homes = (
+            str(id)
             for id, share in self.shares.items()
             if self.groups[id]["model"] == str(model)
             and str(layer) in share["layers"]
             and part in [p["name"] for p in self.groups[id]["parts"]]
         )
+        return next(homes)
 
     def rows(self, id: str) -> dict[int, tuple[int, int]]:
         """The rows that the window covers and the rank owns: global row to item and row within the item."""
@@ -101,8 +102,8 @@ def _pairs(here: Side, home: str, there: Side, id: str, c: int) -> Iterator[tupl
     held, wanted = here.rows(home), there.rows(id)
     if any("encoding" in p for p in dst["parts"]):
         items = {there_at[0]: here_at for row, there_at in wanted.items() if (here_at := held.get(row))}
-        for to, (from_, _) in items.items():
-            yield from (((from_, row), (to, row)) for row in range(int(dst["rows"])))
+        for item, (other, _) in items.items():
+            yield from (((other, row), (item, row)) for row in range(int(dst["rows"])))
         return
     for row, to in wanted.items():
         owner = Deal.of(src).owner(row * int(src["tokens_per_row"])) if src["kind"] == "PAGE" else (0, row)
