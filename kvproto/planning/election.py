@@ -16,15 +16,19 @@ from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, lane_byte
 from kvproto.planning.spreading import Layers, Piece, Ranks, joined
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["MOST_PIECES", "Claim", "Claims", "alike", "claims_of", "cut", "whole"]
+__all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "whole"]
 
 
 _MOST_PAIRS = 1 << 16
 """Pairs of a cp rank of the source and one of the sink, for one part."""
 
 
-MOST_PIECES = 1 << 18
-"""Pieces of lane intervals and token classes, each in so many layers, that are looked at for one plan."""
+MOST_PIECES, MOST_IN_LAYERS = 1 << 16, 1 << 18
+"""Pieces of lane intervals and token classes that are looked at for one plan: as such, and times their layers."""
+
+
+_SHOWN = 8
+"""Intervals, or lists of them, that an error shows."""
 
 
 @attrs.frozen
@@ -107,54 +111,59 @@ def whole(
 
     Raises LAYOUT_OPAQUE (KVP-PLAN-OPAQUE).
     """
-    owned: tuple[dict[int, list[tuple[int, int]]], ...] = ({}, {})
-    for held, claims in zip(owned, (sources, sinks), strict=True):
+    families: tuple[dict[tuple[tuple[int, int], ...], list[Claim]], ...] = ({}, {})
+    for found, claims in zip(families, (sources, sinks), strict=True):
+        owned: dict[int, list[Claim]] = defaultdict(list)
         for claim in claims:
-            held.setdefault(claim.rank, []).append((claim.lo, claim.hi))
-    for spans in sorted({tuple(v) for v in owned[1].values()}):
-        some = tuple(c for c in sources if tuple(owned[0][c.rank]) == spans)
-        if not some:
-            theirs = sorted({tuple(v) for v in owned[0].values()})
+            owned[claim.rank].append(claim)
+        for some in owned.values():
+            found.setdefault(tuple((claim.lo, claim.hi) for claim in some), []).extend(some)
+    have, want = families
+    for spans, needy in sorted(want.items()):
+        if spans not in have:
             where = f"groups[{sinks[0].group.name}].parts[{part}]"
-            raise incompatible(ErrorCode.LAYOUT_OPAQUE, where, str(theirs), str(spans), "divide opaque parts alike")
-        yield some, tuple(c for c in sinks if tuple(owned[1][c.rank]) == spans)
+            theirs = str(sorted(have)[:_SHOWN])
+            raise incompatible(ErrorCode.LAYOUT_OPAQUE, where, theirs, str(spans[:_SHOWN]), "divide opaque parts alike")
+        yield tuple(have[spans]), tuple(needy)
 
 
-def cut(
-    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: str, most: int, pieces: list[Piece]
-) -> int:
-    """Cut what both sides claim into pieces that the same ranks own throughout, and add them to `pieces`.
+@attrs.define(eq=False)
+class Cutter:
+    """Cuts what both sides claim into pieces that the same ranks own throughout, and counts them."""
 
-    Returns how many were looked at, times layers: `most` at most. Raises COVERAGE (KVP-PLAN-COVER), ROW_MISMATCH
-    (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
-    """
-    cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
-    dst = sinks[0].group
-    pairs = _class_pairs(sources[0].group, dst)
-    at = {x: i for i, x in enumerate(cuts)}
-    number = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
-    number *= sum(hi - lo for lo, hi in layers)
-    where = f"groups[{dst.name}].parts[{part}]"
-    if number > most:
-        mine, yours = f"at most {MOST_PIECES} pieces times layers", str(MOST_PIECES - most + number)
-        raise incompatible(ErrorCode.TOO_LARGE, where, mine, yours, "cut lanes at fewer places")
-    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
-    index = [p.name for p in dst.parts].index(part)
-    for i, (lo, hi) in enumerate(pairwise(cuts)):
-        for c, d in pairs:
-            needy, candidates = want[i].get(d, ()), have[i].get(c, ())
-            if needy and not candidates:
-                mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
-                raise incompatible(
-                    ErrorCode.COVERAGE,
-                    where,
-                    mine,
-                    f"rank {needy[0]} needs them",
-                    "state every rank in the Description",
-                )
-            if needy:
-                pieces.append(Piece(dst.id, index, lo, hi, c, d, layers, candidates, needy))
-    return number
+    pieces: list[Piece] = attrs.field(factory=list)
+    _number: int = 0
+    _in_layers: int = 0
+
+    def cut(
+        self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int,
+        pairs: tuple[tuple[int, int], ...],
+    ) -> None:  # fmt: skip
+        """Add the pieces of claims of the same layers; `part` is an index at the sink, `pairs` are `class_pairs`.
+
+        Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
+        """
+        cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
+        dst = sinks[0].group
+        at = {x: i for i, x in enumerate(cuts)}
+        number = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
+        where = f"groups[{dst.name}].parts[{dst.parts[part].name}]"
+        self._number += number
+        self._in_layers += number * sum(hi - lo for lo, hi in layers)
+        for came, most, of in ((self._number, MOST_PIECES, ""), (self._in_layers, MOST_IN_LAYERS, " times layers")):
+            if came > most:
+                mine, advice = f"at most {most} pieces{of}", "cut lanes at fewer places"
+                raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(came), advice)
+        have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
+        for i, (lo, hi) in enumerate(pairwise(cuts)):
+            for c, d in pairs:
+                needy, candidates = want[i].get(d, ()), have[i].get(c, ())
+                if needy and not candidates:
+                    mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
+                    yours, advice = f"rank {needy[0]} needs them", "state every rank in the Description"
+                    raise incompatible(ErrorCode.COVERAGE, where, mine, yours, advice)
+                if needy:
+                    self.pieces.append(Piece(dst.id, part, lo, hi, c, d, layers, candidates, needy))
 
 
 def _text(layers: Layers) -> str:
@@ -174,8 +183,8 @@ def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, Ranks]
     return [{k: tuple(sorted(v)) for k, v in row.items()} for row in found]
 
 
-def _class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all."""
+def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
+    """Pairs (source cp rank, sink cp rank) that share a row at all. Raises ROW_MISMATCH (KVP-PLAN-DEALS)."""
     if src.cp_size == dst.cp_size == 1:
         return ((0, 0),)
     if src.cp_size * dst.cp_size > _MOST_PAIRS:

@@ -80,6 +80,8 @@ def encode_geometry(geometry: Geometry) -> bytes:
 
 def decode_geometry(data: bytes | memoryview) -> Geometry:
     """Decode and validate a Description; raises WireError, or PlanError of code BAD_GEOMETRY."""
+    if len(data) > _MOST_BYTES:
+        raise _bad("geometry", f"at most {_MOST_BYTES} bytes", str(len(data)))
     geometry = decode_struct(Geometry, data)
     validate(geometry)
     return geometry
@@ -107,9 +109,7 @@ def validate(geometry: Geometry) -> None:
     """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
     groups = {g.id: g for g in geometry.groups}
-    claims = sum(_intervals(groups.get(share.group), share) for rank in geometry.ranks for share in rank.owns)
-    if claims > _LARGEST_CLAIM:
-        raise _bad("ranks", f"at most {_LARGEST_CLAIM} layers times intervals", str(claims))
+    _check_size(geometry, groups)
     for i, group in enumerate(geometry.groups):
         _check_group(group, f"groups[{i}]")
     held: dict[tuple[int, str, int], int] = {}
@@ -124,12 +124,31 @@ def validate(geometry: Geometry) -> None:
                     key = (groups[share.group].model, part.name, layer)
                     if held.setdefault(key, share.group) != share.group:
                         raise _bad(f"{path}.layers", "each layer and part in one group", f"layer {layer} twice")
+            if len(held) > _MOST_LAYERS:
+                raise _bad(f"{path}.layers", f"at most {_MOST_LAYERS} layers times parts", "more")
 
 
 _LARGEST_DEAL = 1 << 20
 """Rows after which a token deal repeats, at most."""
-_LARGEST_CLAIM = 1 << 16
-"""Layers times lane intervals that one Description states, at most."""
+_MOST_BYTES = 1 << 20
+_MOST_RANKS = _MOST_PARTS = 1 << 12
+_MOST_CLAIMS = 1 << 17
+"""Layers times lane intervals of all ranks."""
+_MOST_OF_RANK = _MOST_LAYERS = 1 << 13
+"""Layers times lane intervals of one rank; layers times parts of all groups."""
+
+
+def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
+    """Raise BAD_GEOMETRY for more than any fleet has (KVP-GEO-SIZE)."""
+    claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
+    for path, most, of, number in (
+        ("groups", _MOST_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
+        ("ranks", _MOST_RANKS, "ranks", len(geometry.ranks)),
+        ("ranks", _MOST_CLAIMS, "layers times intervals", sum(claims)),
+        ("ranks", _MOST_OF_RANK, "layers times intervals on one rank", max(claims, default=0)),
+    ):
+        if number > most:
+            raise _bad(path, f"at most {most} {of}", str(number))
 
 
 def _check_group(group: Group, path: str) -> None:

@@ -11,13 +11,14 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 
 from kvproto.planning.compare import check_facts, check_pair, differences, missing
-from kvproto.planning.election import MOST_PIECES, Claim, Claims, alike, claims_of, cut, whole
+from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, class_pairs, whole
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.spreading import Layers, Piece, elect, joined
 from kvproto.wire.enums import Feature
@@ -104,41 +105,58 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     check_facts(source, sink)
     have, want = claims_of(source), claims_of(sink)
     cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
-    groups = {g.id: g for g in sink.groups}
     cells: dict[tuple[int, ...], list[tuple[int, int, Layers]]] = defaultdict(list)
     for piece, shares in elect(_pieces(sink, have, want, cold), sink.replica, features):
         for a, b, layers in shares:
-            cell = piece.group, piece.part, a, b, piece.source_class, piece.sink_class
+            cell = a, b, piece.group, piece.part, piece.source_class, piece.sink_class
             cells[cell].append((piece.lo, piece.hi, layers))
-    boxes: dict[tuple[int, int, int], list[Box]] = defaultdict(list)
-    rows: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
-    homes = {key: _homes(claims) for key, claims in have.items()}
-    for (group, index, a, b, c, d), spans in cells.items():
-        model = groups[group].model
-        home = homes[model, groups[group].parts[index].name]
-        for lo, hi, x, y in _merge(spans):
-            rows[a, b, group].append((a, b, group, model, lo, hi, index, x, y, c, d, sink.replica))
-            # the digest does not know the source's groups; lowering does
-            for from_, to, id in _within(home, lo, hi):
-                boxes[a, b, group].append(Box(model, from_, to, index, x, y, c, d, id))
-    routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))
-    return Plan(tuple(routes), _digest([row for found_rows in rows.values() for row in found_rows]), cold)
+    models = {g.id: g.model for g in sink.groups}
+    rows = sorted(
+        (a, b, group, models[group], from_, to, part, lo, hi, c, d, sink.replica)
+        for (a, b, group, part, c, d), spans in cells.items()
+        for from_, to, lo, hi in _merge(spans)
+    )
+    parts = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
+    homes = {key: _homes(have[key]) for key in {parts[group, part] for _, _, group, part, _, _ in cells}}
+    data, routes, end = np.array(rows, "<u8").tobytes(), [], 0
+    for (a, b, group), some in groupby(rows, key=lambda row: row[:3]):
+        found = list(some)
+        # the digest does not know the source's groups; lowering does
+        boxes = sorted(
+            Box(model, x, y, part, lo, hi, c, d, id)
+            for _, _, _, model, from_, to, part, lo, hi, c, d, _ in found
+            for x, y, id in _within(homes[parts[group, part]], from_, to)
+        )
+        start, end = end, end + len(found) * _ROW
+        routes.append(Route(a, b, group, tuple(boxes), hashlib.sha256(data[start:end]).digest()))
+    return Plan(tuple(routes), hashlib.sha256(data).digest(), cold)
+
+
+_ROW = 12 * 8
+"""Bytes of a box in the digest."""
 
 
 def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> list[Piece]:
     """All that the sink's ranks need, cut by owners; raises what does not fit, in the order of the sink's groups."""
     shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
-    pieces: list[Piece] = []
-    left = MOST_PIECES
+    names: dict[int, list[str]] = defaultdict(list)
+    for model, name in have:
+        names[model].append(name)
+    checked: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+    cutter = Cutter()
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
         for sources, sinks, layers in () if dst.model in cold else shared.get(key, {}).get(dst.id, ()):
             if not sources:
-                raise missing(dst, part, layers[0][0], [name for model, name in have if model == dst.model])
-            check_pair(sources[0].group, dst, part)
+                raise missing(dst, part, layers[0][0], names[dst.model])
+            src = sources[0].group
+            if (src.id, dst.id, index) not in checked:
+                check_pair(src, dst, part)
+                checked[src.id, dst.id, index] = class_pairs(src, dst)
+            pairs = checked[src.id, dst.id, index]
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                left -= cut(some, needy, layers, part, left, pieces)
-    return pieces
+                cutter.cut(some, needy, layers, index, pairs)
+    return cutter.pieces
 
 
 Homes = list[tuple[int, int, int]]
@@ -157,6 +175,9 @@ def _homes(claims: Iterable[Claim]) -> Homes:
 
 def _within(homes: Homes, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """Layers [lo, hi), cut where the source's group changes."""
+    if len(homes) == 1:
+        yield lo, hi, homes[0][2]
+        return
     i = bisect(homes, lo, key=lambda home: home[0]) - 1
     while lo < hi:
         _, end, group = homes[i]
@@ -174,6 +195,10 @@ def _merge(spans: list[tuple[int, int, Layers]]) -> Iterator[tuple[int, int, int
 
     Within a layer lane intervals become as long as they can; then equal intervals of consecutive layers become boxes.
     """
+    if len(spans) == 1:
+        for a, b in spans[0][2]:
+            yield a, b, *spans[0][:2]
+        return
     if len({layers for _, _, layers in spans}) == 1:
         pieces = [(interval, [(lo, hi) for lo, hi, _ in spans]) for interval in spans[0][2]]
     else:
@@ -192,7 +217,3 @@ def _merge(spans: list[tuple[int, int, Layers]]) -> Iterator[tuple[int, int, int
     for (lo, hi), of_layers in sorted(runs.items()):
         for a, b in joined(of_layers):
             yield a, b, lo, hi
-
-
-def _digest(rows: list[tuple[int, ...]]) -> bytes:
-    return hashlib.sha256(np.array(sorted(rows), "<u8").tobytes()).digest()

@@ -138,16 +138,20 @@ def _few(candidates: Ranks, ranks: IntArray, ordinal: int, awaited: dict[int, se
         number = -(-count // most)
         cuts = [end - count - -i * count // number for i in range(number + 1)]
         shares += [(lo - hi, j, lo, hi) for lo, hi in pairwise(cuts)]
-    load, chosen = np.zeros(few, np.int64), np.empty(ranks.size, np.int64)
+    load, chosen = [0] * few, np.empty(ranks.size, np.int64)
+    place = {rank: k for k, rank in enumerate(candidates)}
     for size, j, lo, hi in sorted(shares):
-        rank = int(needy[j])
-        turn = (np.arange(few) + j * few // needy.size + ordinal) % few
-        known = np.isin(np.array(candidates)[turn], list(awaited[rank])) & (load[turn] - size <= most)
-        some = turn[known] if known.any() else turn
-        k = int(some[np.argmin(load[some])])
+        begin = (j * few // needy.size + ordinal) % few
+        theirs = awaited[int(needy[j])]
+        known = [k for k in map(place.__getitem__, theirs & place.keys()) if load[k] - size <= most]
+        if known:
+            k = min(known, key=lambda k: (load[k], (k - begin) % few))
+        else:
+            least = min(load)
+            k = load.index(least, begin) if least in load[begin:] else load.index(least)
         load[k] -= size
         chosen[order[lo:hi]] = k
-        awaited[rank].add(candidates[k])
+        theirs.add(candidates[k])
     return chosen
 
 

@@ -197,7 +197,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
         "heads_dropped", "planning/election.py", "have[i].get(c, ())", "have[i].get(c, ())\n"
-        "            if candidates and candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                continue"),
+        "                if candidates and candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue"),
     "a head comes from the rank of the same share": (
         "heads_dropped", "planning/election.py", "layers, candidates, needy)",
         "layers, (sources[min(needy[0] * len(sources) // len(sinks), len(sources) - 1)].rank,), needy)"),
@@ -206,13 +206,13 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "a rank with a layer has all of its heads": (
         "empty_ranks_shadow", "planning/election.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
         "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
-        "    have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
+        "        have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
         "draft_shards_lost", "planning/election.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
-        "draft_shards_lost", "planning/plan.py", "routes = (Route(*key, tuple(sorted(boxes[key])), _digest(rows[key])) for key in sorted(boxes))",
-        "firsts = {k[1]: k[0] for k in sorted(boxes, reverse=True)}\n    routes = (Route(*key, tuple(sorted(boxes[key])), "
-        "_digest(rows[key])) for key in sorted(boxes) if key[2] == 0 or key[0] == firsts[key[1]])"),
+        "draft_shards_lost", "planning/plan.py", "data, routes, end =",
+        "firsts = {row[1]: row[0] for row in reversed(rows)}\n"
+        "    rows = [row for row in rows if row[2] == 0 or row[0] == firsts[row[1]]]\n    data, routes, end ="),
     "parts pair by position": (
         "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
         "parts = [[box.part], [box.part]]"),

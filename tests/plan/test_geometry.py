@@ -87,6 +87,13 @@ def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
     return Geometry(replica=0, facts=(), groups=groups, ranks=tuple(made))
 
 
+def many(layers: Sequence[Sequence[int]], groups: int = 1) -> Geometry:
+    """The layers of each rank of the first of so many groups."""
+    latent = [mla(n, f"group {n}", n, 1152, 64) for n in range(groups)]
+    ranks = (Rank(rank=r, owns=(owns(latent[0], some),)) for r, some in enumerate(layers))
+    return Geometry(replica=0, facts=(), groups=tuple(latent), ranks=tuple(ranks))
+
+
 HANDED = handoff(0, "first token", {"token": (DType.I32, 4), "score": (DType.F32, 4)})
 
 
@@ -185,6 +192,30 @@ def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
 def test_sections_that_tile_a_lane() -> None:
     validate(sections((0, 4, None), (4, 8, None)))
     validate(sections((0, 12, None)))
+
+
+def test_a_description_of_more_bytes_than_any_fleet_has() -> None:
+    """KVP-GEO-SIZE: refused before it is read."""
+    named = attrs.evolve(good(), facts=facts({f"fact {n:05}": "v" * 4000 for n in range(270)}))
+    validate(named)
+    with pytest.raises(PlanError) as caught:
+        decode_geometry(encode_geometry(named))
+    assert (caught.value.code, caught.value.path, caught.value.mine) == (
+        ErrorCode.BAD_GEOMETRY,
+        "geometry",
+        "at most 1048576 bytes",
+    )
+
+
+def test_the_largest_fleet_of_the_benchmark_is_within_the_limits() -> None:
+    """512 ranks, 80 layers of keys and values."""
+    group = gqa(0, "target", 0, 8, 256, 64)
+    validate(many_of(group, 512))
+
+
+def many_of(group: Group, ranks: int) -> Geometry:
+    made = (Rank(rank=r, owns=(owns(group, range(80), [(r * 8 // ranks, r * 8 // ranks + 1)]),)) for r in range(ranks))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
 
 
 def test_hand_off_data_as_it_should_be() -> None:

@@ -407,7 +407,14 @@ def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*cut, *whole))
     with pytest.raises(PlanError) as caught:
         plan(geometry, geometry)
-    assert (caught.value.code, caught.value.yours) == (ErrorCode.TOO_LARGE, str(3 * 16 * (2 * 5 * 512 + 513)))
+    one = 2 * 5 * 512 + 513  # of k, and as many of v
+    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 262144 pieces times layers")
+    assert caught.value.yours == str(3 * 16 * one)
+    fewer = [Rank(rank=r.rank, owns=(attrs.evolve(r.owns[0], layers=r.owns[0].layers[:1]),)) for r in geometry.ranks]
+    many = [attrs.evolve(r, rank=r.rank + 10 * n) for n in range(8) for r in fewer]
+    with pytest.raises(PlanError) as caught:
+        plan(attrs.evolve(geometry, ranks=tuple(many)), attrs.evolve(geometry, ranks=tuple(many)))
+    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 65536 pieces")
     even = attrs.evolve(geometry, ranks=(cut[0], *(Rank(rank=r.rank, owns=cut[0].owns) for r in whole)))
     assert plan(even, even).routes
 
@@ -420,7 +427,7 @@ def test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state
     for made in (
         Geometry(replica=0, facts=(), groups=groups, ranks=(apart,)),
         Geometry(
-            replica=0, facts=(), groups=groups[:1], ranks=(Rank(rank=0, owns=(owns(groups[0], range(0, 60000, 2)),)),)
+            replica=0, facts=(), groups=groups[:1], ranks=(Rank(rank=0, owns=(owns(groups[0], range(0, 16000, 2)),)),)
         ),
     ):
         began = time.process_time()
