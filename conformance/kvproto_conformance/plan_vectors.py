@@ -6,7 +6,7 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gq
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
+from kvproto_conformance import deals_vectors
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan
 
 Pair = tuple[Geometry, Geometry]
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan/plan.json"
+FOLDER = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan"
 
 
 def engine(*shares: tuple[Group, int, Any], ranks: int, replica: int = 0) -> Geometry:
@@ -290,10 +291,16 @@ def _parts(**changes: Any) -> tuple[Part, ...]:
     return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
 
 
-def made() -> str:
-    """The text of the file."""
+FILES: dict[str, Callable[[], Iterator[tuple[str, str, Pair, list[str], str]]]] = {
+    "plan.json": cases,
+    "deals.json": deals_vectors.cases,
+}
+
+
+def made(file: str) -> str:
+    """The text of a file."""
     rows = []
-    for id_, clause, (source, sink), features, note in cases():
+    for id_, clause, (source, sink), features, note in FILES[file]():
         given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": features}
         try:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
@@ -305,8 +312,9 @@ def made() -> str:
 
 
 def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
+    """Write the files."""
+    for file in FILES:
+        (FOLDER / file).write_text(made(file))
     return 0
 
 

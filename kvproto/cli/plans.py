@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
-from kvproto.cli import layouts
+from kvproto.cli import layouts, sizes
 from kvproto.cli.page import page
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Config, Parallel, describe, draft_of
+from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import kind_of
@@ -47,13 +47,7 @@ def add(commands: Any) -> None:
     made.add_argument(
         "--nextn", action="store_true", help="the checkpoint's own multi-token-prediction layers are a draft"
     )
-    for name in ("tp", "pp", "cp", "dcp", "interleave"):
-        made.add_argument(f"--{name}", type=int, default=1, metavar="N")
-    made.add_argument("--origin", type=int, default=0, metavar="N", help="first token that cp or dcp ranks deal")
-    for name, what in (("sharded", "deal among them"), ("replicated", "each store whole")):
-        text = f"a cache, by name, that cp or dcp ranks {what}; may be repeated"
-        made.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=text)
-    made.add_argument("--pp-layers", type=_numbers, metavar="N,N,...", help="layers of each stage, where not equal")
+    sizes.add_options(made)
     made.add_argument("--page", type=int, metavar="TOKENS", help="64 unless the engine has another")
     dtypes = ", ".join(_KV_DTYPES + [f"or of {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()])
     made.add_argument("--kv-dtype", metavar="NAME", help=f"element type of pages: {dtypes}")
@@ -101,10 +95,6 @@ def _tokens(text: str) -> int:
     if not 0 <= int(text) <= _MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"0 to {_MOST_TOKENS}, not {text}")
     return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,13 +172,14 @@ def _describe(args: argparse.Namespace) -> int:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
     configs += [_config(path) for path in args.draft]
-    stages = tuple(args.pp_layers) if args.pp_layers else None
-    sizes = Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages)
+    parallel, own_sizes = sizes.parallel_of(args), sizes.own_of(args)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     if args.engine:
-        for line in layouts.described(args, configs, sizes, dict(pairs)):
+        if own_sizes:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "own", "sizes of all caches beside --engine", args.own[0])
+        for line in layouts.described(args, configs, parallel, dict(pairs)):
             print(line)
         return 0
     if args.kv_dtype not in (None, *_KV_DTYPES):
@@ -198,9 +189,9 @@ def _describe(args: argparse.Namespace) -> int:
             raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--engine beside it", "none")
     dtype = DType[args.kv_dtype] if args.kv_dtype else None
     geometry = describe(
-        configs[0], configs[1:], sizes, args.page or 64, dtype, args.replica, dict(pairs), args.sharded, args.replicated
-    )
-    validate(geometry)
+        configs[0], configs[1:], parallel, args.page or 64, dtype, args.replica, dict(pairs), args.sharded,
+        args.replicated, own_sizes,
+    )  # fmt: skip
     print(json.dumps(to_json(geometry)))
     return 0
 

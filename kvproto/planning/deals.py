@@ -86,7 +86,7 @@ def dealt(group: Group) -> str:
     if group.cp_size == 1:
         return ""
     said = f", dealt {group.cp_size} x {group.interleave} from {group.origin}"
-    if group.order is None:
+    if group.order is None or np.array_equal(group.order, np.arange(group.cp_size)):
         return said
     more = f" .. ({group.order.size} runs)" if group.order.size > _SHOWN else ""
     return said + f" in the order {' '.join(str(r) for r in group.order[:_SHOWN])}{more}"

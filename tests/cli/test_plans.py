@@ -178,3 +178,38 @@ def test_names_in_the_page_are_only_names(files: dict[str, str], tmp_path: Path)
     assert main(["plan", files["p"], files["d"], "--html", str(out)]) == 0
     assert "</script><b>" not in out.read_text()
     assert main(["plan", files["p"], files["d"], "--html", str(tmp_path / "no" / "plan.html")]) == 1
+
+
+def test_describe_divides_tokens_layers_and_single_caches_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", "--interleave", "64", "--deal", "zigzag"]
+    assert main(["describe", *options, "--pp", "2", "--virtual", "2", "--own", "draft:tp=2,copies=no"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["groups"][0]["order"] == ["0", "1", "1", "0"]
+    assert [len(rank["owns"][0]["layers"]) for rank in made["ranks"]] == [31] * 4 + [30] * 4
+    assert [len(rank["owns"]) for rank in made["ranks"]] == [1] * 4 + [2, 2, 1, 1]
+    assert main(["describe", *options, "--deal", "0,1,1", "--own", "draft:dcp=4,interleave=4,deal=3+2+1+0"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert [g["order"] for g in groups] == [["0", "1", "1"], ["3", "2", "1", "0"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--deal", "zigzag-by-length"], "share of each request's length"),
+        (["--deal", "0,x"], "at deal: wanted numbers, with , between, found 0,x"),
+        (["--pp-layers", "1,-2"], "at pp_layers: wanted numbers"),
+        (["--own", "draft"], "NAME:SIZE=N"),
+        (["--own", "draft:pp=2"], "of the sizes tp, cp, dcp"),
+        (["--own", "draft:tp=2,tp=1"], "each cache and size once"),
+        (["--own", "draft:tp=2+1"], "at own draft.tp: wanted a number, found 2+1"),
+        (["--own", "draft:copies=maybe"], "wanted yes or no, found maybe"),
+        (["--own", "drift:tp=1"], "wanted one of target, draft, found drift"),
+        (["--own", "draft:tp=3"], "a divisor of 4"),
+        (["--own", "draft:tp=1", "--engine", "vllm"], "sizes of all caches beside --engine"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options]) == 1
+    assert says in capsys.readouterr().err

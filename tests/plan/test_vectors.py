@@ -14,7 +14,9 @@ from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
 from kvproto_conformance import plan_vectors
 
-CASES: list[dict[str, Any]] = json.loads(plan_vectors.FILE.read_text())["cases"]
+CASES: list[dict[str, Any]] = [
+    case for file in plan_vectors.FILES for case in json.loads((plan_vectors.FOLDER / file).read_text())["cases"]
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
@@ -37,8 +39,14 @@ def test_plan(case: dict[str, Any]) -> None:
     assert (made.digest.hex(), [str(m) for m in made.cold]) == (wanted["plan"], wanted["cold"])
 
 
-def test_vectors_are_what_their_maker_makes() -> None:
-    assert plan_vectors.FILE.read_text() == plan_vectors.made()
+@pytest.mark.parametrize("file", plan_vectors.FILES)
+def test_vectors_are_what_their_maker_makes(file: str) -> None:
+    assert (plan_vectors.FOLDER / file).read_text() == plan_vectors.made(file)
+
+
+def test_every_file_of_vectors_has_a_maker_and_every_case_a_name() -> None:
+    assert {file.name for file in plan_vectors.FOLDER.iterdir()} == set(plan_vectors.FILES)
+    assert len({case["id"] for case in CASES}) == len(CASES)
 
 
 def test_worked_example_of_the_spec() -> None:
