@@ -22,18 +22,31 @@ from kvproto_reference.models import ModelConfig
 
 GQA = ModelConfig(kind="gqa", hidden=8, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=8)
 MLA = ModelConfig(kind="mla", hidden=8, layers=1, heads=4, latent=12, rope_dim=4, nope_dim=8, v_dim=6, ffn=8)
+Deal = str | tuple[int, ...]
 HEADS = {"gqa": [0, 0, 1, 1], "mla": [0, 0, 0, 0]}
 CONFIGS = {"gqa": GQA, "mla": MLA}
 
 
-def group_of(config: ModelConfig, ranks: int, interleave: int, page: int, origin: int = 0) -> Group:
+def group_of(
+    config: ModelConfig, ranks: int, interleave: int, page: int, origin: int = 0, deal: Deal = "cyclic"
+) -> Group:
     """The target's group of an engine whose TP ranks are one DCP group."""
     made = (
         Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=page)
         if config.kind == "gqa"
         else Cache.mla("kv", 1, latent=12, rope=4, page=page)
     )
-    return lay_out([made], Parallel(tp=ranks, dcp=ranks, interleave=interleave, origin=origin)).groups[0]
+    sizes = Parallel(tp=ranks, dcp=ranks, interleave=interleave, origin=origin, deal=deal)
+    return lay_out([made], sizes).groups[0]
+
+
+@st.composite
+def deals(draw: Any, ranks: int) -> Deal:
+    """In turn, in a zigzag, or by any table."""
+    if draw(st.booleans()):
+        return str(draw(st.sampled_from(["cyclic", "zigzag"])))
+    more = draw(st.lists(st.integers(0, ranks - 1), max_size=4))
+    return tuple(draw(st.permutations([*range(ranks), *more])))
 
 
 @attrs.frozen(eq=False)
@@ -111,7 +124,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def worlds(draw: Any) -> World:
     config = CONFIGS[draw(st.sampled_from(["gqa", "mla"]))]
     ranks = draw(st.integers(1, 8))
-    group = group_of(config, ranks, draw(st.sampled_from([1, 2, 3, 4, 5, 16])), draw(st.sampled_from([1, 4, 7])))
+    run, page = draw(st.sampled_from([1, 2, 3, 4, 5, 16])), draw(st.sampled_from([1, 4, 7]))
+    group = group_of(config, ranks, run, page, deal=draw(deals(ranks)))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
     counts = [draw(st.integers(1, n)) for n in lengths] if draw(st.booleans()) else [1] * len(lengths)
     group = attrs.evolve(group, rows=max(group.rows, 4))  # forty pages hold any of these
@@ -174,13 +188,15 @@ def test_a_log_sum_exp_of_another_shape_or_type_is_refused() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(2, 9), st.integers(1, 7), st.integers(1, 9), st.integers(0, 40), st.integers(0, 90))
+@given(st.integers(2, 9), st.integers(1, 7), st.integers(1, 9), st.integers(0, 40), st.integers(0, 90), st.data())
 def test_pages_slots_and_lengths_agree_with_counting(
-    ranks: int, interleave: int, page: int, origin: int, more: int
+    ranks: int, interleave: int, page: int, origin: int, more: int, data: st.DataObject
 ) -> None:
-    group, length = group_of(MLA, ranks, interleave, page, origin), origin + more
+    group = group_of(MLA, ranks, interleave, page, origin, data.draw(deals(ranks)))
+    length = origin + more
     shards = [Shard(group, r) for r in range(ranks)]
-    owner = [((t - origin) // interleave) % ranks for t in range(origin, length)]
+    runs = [*range(ranks)] if group.order is None else group.order.tolist()
+    owner = [runs[((t - origin) // interleave) % len(runs)] for t in range(origin, length)]
     for rank, shard in enumerate(shards):
         mine = [t for t, who in zip(range(origin, length), owner, strict=True) if who == rank]
         assert shard.rows(np.array(length)) == len(mine)

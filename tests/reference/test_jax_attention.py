@@ -30,16 +30,18 @@ HEADS, PAGE, PAGES, DIM, WIDTH = 24, 4, 64, 8, 6
 SPANS = [Span(0, 4, range(0, 16)), Span(3, 1, range(16, 32)), Span(17, 3, range(32, 48)), Span(41, 4, range(48, 64))]
 """Nothing committed; fewer tokens than ranks; the rest begin in the middle of a page."""
 N = 4
+DEALS = [(1, "cyclic"), (3, "cyclic"), (3, "zigzag"), (PAGE, "cyclic")]
+"""Consecutive tokens of a rank, and the name of the deal."""
 Floats = npt.NDArray[np.float64]
 
 
-def shards(kind: str, ranks: int, interleave: int) -> list[Shard]:
+def shards(kind: str, ranks: int, interleave: int, deal: str = "cyclic") -> list[Shard]:
     made = (
         Cache.gqa("kv", 1, kv_heads=2, head_dim=DIM, page=PAGE, dtype=DType.F32)
         if kind == "gqa"
         else Cache.mla("kv", 1, latent=WIDTH, rope=DIM - WIDTH, page=PAGE, dtype=DType.F32)
     )
-    (group,) = lay_out([made], Parallel(cp=ranks, interleave=interleave)).groups
+    (group,) = lay_out([made], Parallel(cp=ranks, interleave=interleave, deal=deal)).groups
     return [Shard(group, rank) for rank in range(ranks)]
 
 
@@ -138,13 +140,13 @@ def program(case: Case, ranks: int, variants: Sequence[Attention]) -> Any:
     return compiled(mesh_of(ranks, ranks), run, (RANKS, RANKS, RANKS), RANKS)
 
 
-def worst(case: Case, ranks: int, interleaves: Sequence[int], *variants: Attention) -> list[float]:
-    """The largest error of a head's output, relative in L2, over all tokens and interleaves, of each variant."""
+def worst(case: Case, ranks: int, deals: Sequence[tuple[int, str]], *variants: Attention) -> list[float]:
+    """The largest error of a head's output, relative in L2, over all tokens and deals, of each variant."""
     found, run, each = [0.0] * len(variants), program(case, ranks, variants), HEADS // ranks
     q, replicated = case.q.astype(np.float32), variants[0].replicated
     dealt = [q if replicated else q[:, :, rank * each : (rank + 1) * each] for rank in range(ranks)]
-    for interleave in interleaves:
-        of = shards(case.kind, ranks, interleave)
+    for interleave, deal in deals:
+        of = shards(case.kind, ranks, interleave, deal)
         batches = [batch_of(SPANS, shard) for shard in of]
         reads = Reads(
             np.stack([grid(b, b.positions, -1) for b in batches]),
@@ -166,19 +168,19 @@ def variant(case: Case, ranks: int, **how: Any) -> Attention:
 def test_ranks_attend_to_all_tokens(kind: str, ranks: int) -> None:
     case = Case.draw(kind)
     exchanges = [variant(case, ranks, exchange=exchange) for exchange in ("ag_rs", "a2a")]
-    assert max(worst(case, ranks, (1, 3, PAGE), *exchanges)) < 1e-5
+    assert max(worst(case, ranks, DEALS, *exchanges)) < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("gqa", 3), ("mla", 8)])
 def test_queries_that_every_rank_projects(kind: str, ranks: int) -> None:
     case = Case.draw(kind, 1)
-    assert max(worst(case, ranks, (1, 3), variant(case, ranks, replicated=True))) < 1e-5
+    assert max(worst(case, ranks, DEALS[1:3], variant(case, ranks, replicated=True))) < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("gqa", 6), ("mla", 1)])
 def test_each_token_by_bounds_of_its_own(kind: str, ranks: int) -> None:
     case = Case.draw(kind, 2)
-    assert max(worst(case, ranks, (1, 3, PAGE), variant(case, ranks, by_token=True))) < 1e-5
+    assert max(worst(case, ranks, DEALS, variant(case, ranks, by_token=True))) < 1e-5
 
 
 def test_a_log_sum_exp_of_base_2_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +190,7 @@ def test_a_log_sum_exp_of_base_2_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
         base2 = lambda part, ranks, right=right: right(Partial(part.out, part.lse / np.log(2)), ranks)  # noqa: E731
         monkeypatch.setitem(attention.EXCHANGES, f"{name} of base 2", base2)
         wrong.append(variant(case, 2, exchange=f"{name} of base 2"))
-    assert min(worst(case, 2, (1,), *wrong)) > 1e-2
+    assert min(worst(case, 2, DEALS[:1], *wrong)) > 1e-2
 
 
 def test_nothing_and_nothing_is_nothing() -> None:

@@ -35,7 +35,7 @@ LAYOUTS = {
     "dcp 2": Layout(tp=2, dcp=2),
     "tp 4, dcp 2, interleave 3, gathered": Layout(tp=4, dcp=2, interleave=3, exchange="ag_rs"),
     "dcp 4, wide, draft dealt": Layout(tp=4, dcp=4, interleave=16, draft_sharded=True),
-    "dcp 4, queries everywhere": Layout(tp=4, dcp=4, interleave=2, replicate_q=True),
+    "dcp 4 in a zigzag, queries everywhere": Layout(tp=4, dcp=4, interleave=2, deal="zigzag", replicate_q=True),
     "tp 4, dcp 2, queries everywhere, gathered": Layout(tp=4, dcp=2, replicate_q=True, exchange="ag_rs"),
 }
 PAGE, PAGES = 8, 24

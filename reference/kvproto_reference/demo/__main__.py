@@ -26,6 +26,7 @@ from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
 from .options import (
+    DEAL,
     FRAMEWORKS,
     POOLS,
     TRANSPORT_HELP,
@@ -52,10 +53,12 @@ class DemoOptions:
     decode_framework: str = "torch"
     prefill_cp: int = 1
     prefill_interleave: int = 16
+    prefill_deal: str = "cyclic"
     prefill_dp: int = 1
     decode_dp: int = 1
     dcp: int = 1
     interleave: int = 1
+    deal: str = "cyclic"
     draft_sharded: bool = False
     exchange: str = "a2a"
     replicate_q: bool = False
@@ -97,6 +100,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
         )
     add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
     add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
+    add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
     add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
     add_dcp(parser)
@@ -180,9 +184,11 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     here, there = (["--devices", d] if d else [] for d in _devices(options))
     here += [] if options.part is None else ["--part", str(options.part)]
     here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
-    here += ["--interleave", str(options.prefill_interleave), "--framework", options.prefill_framework]
+    here += ["--interleave", str(options.prefill_interleave), "--deal", options.prefill_deal]
+    here += ["--framework", options.prefill_framework]
     there += ["--framework", options.decode_framework]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
+    there += ["--deal", options.deal]
     there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []

@@ -27,6 +27,10 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
 
 
+DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until they repeat (default cyclic)"
+"""What the option of a deal says of itself."""
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Comma-separated numbers."""
     return tuple(int(n) for n in text.split(",") if n)
@@ -161,9 +165,10 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
     _check(role, args)
     layout = Layout(
-        tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, draft_sharded=args.draft_sharded,
-        replicate_q=args.replicate_q, exchange=args.exchange,
+        tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, deal=_deal(args.deal),
+        draft_sharded=args.draft_sharded, replicate_q=args.replicate_q, exchange=args.exchange,
     )  # fmt: skip
+    layout.parallel.check("--")
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
         name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), layout=layout,
@@ -176,6 +181,16 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         costs=args.costs and load(args.costs),
         verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def _deal(text: str) -> str | tuple[int, ...]:
+    """The name of a deal, or the ranks of its runs."""
+    if not text[:1].isdecimal():
+        return text
+    try:
+        return numbers(text)
+    except ValueError:
+        raise EngineError(f"--deal is a name, or ranks with commas between, not {text}") from None
 
 
 def _check(role: str, args: argparse.Namespace) -> None:
@@ -225,6 +240,7 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dcp", type=int, default=1, help="TP ranks that deal the target's tokens among them (default 1)")
     add("--interleave", type=int, default=1, help="consecutive tokens that one DCP rank stores (default 1)")
+    add("--deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--draft-sharded", action="store_true", help="deal the draft's tokens too; else each rank stores all")
     add("--exchange", choices=EXCHANGES, default="a2a", help="how DCP ranks merge attention (default a2a)")
     add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank, and gather none")

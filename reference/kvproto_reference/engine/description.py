@@ -27,6 +27,8 @@ class Layout:
     dcp: int = 1
     interleave: int = 1
     """Consecutive tokens that one CP or DCP rank stores."""
+    deal: str | tuple[int, ...] = "cyclic"
+    """Which rank stores each such run: a name that `Parallel` knows, or the ranks until they repeat."""
     draft_sharded: bool = False
     """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
     replicate_q: bool = False
@@ -37,7 +39,7 @@ class Layout:
     @property
     def parallel(self) -> Parallel:
         """The same to kvproto."""
-        return Parallel(tp=self.tp, cp=self.cp, dcp=self.dcp, interleave=self.interleave)
+        return Parallel(tp=self.tp, cp=self.cp, dcp=self.dcp, interleave=self.interleave, deal=self.deal)
 
     @property
     def ranks(self) -> int:
