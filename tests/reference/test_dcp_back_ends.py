@@ -18,6 +18,7 @@ from kvproto_reference.attention.torch_kernel import TorchKernel
 from kvproto_reference.cache import KVPool
 from kvproto_reference.demo.options import parse
 from kvproto_reference.demo.prefill import PrefillProcess
+from kvproto_reference.engine.captured import CapturedRunner
 from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import ModelConfig
@@ -53,10 +54,11 @@ def test_engines_say_what_the_options_need(tmp_path: Path, options: str, says: s
 
 def test_an_engine_asks_for_the_back_end_of_its_options(tmp_path: Path) -> None:
     """Where that cannot run for a model it computes with torch, and says so for each."""
-    options = attrs.evolve(parse("prefill", ["--dir", str(tmp_path / "kv")]), back_end="flashinfer")
+    options = attrs.evolve(parse("prefill", ["--dir", str(tmp_path / "kv")]), back_end="flashinfer", captured=True)
     with pytest.warns(RuntimeWarning, match="attention runs on back end torch") as said:
         engine = PrefillProcess(options, World())
     engine.sources[0].close("over")
+    assert not isinstance(engine.target, CapturedRunner)
     assert len([each for each in said if "back end torch" in str(each.message)]) == 2
 
 

@@ -16,7 +16,7 @@ from ..errors import EngineError
 from .base import Exchange
 from .lse import Found, Partial, merge
 
-__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Alone", "exchange_of", "gather"]
+__all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of", "gather"]
 
 # By the names that torch 2.13 gives them, which before it were others.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -105,7 +105,9 @@ class AllToAll(_Group):
 
 
 _ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
-EXCHANGES = ("ag_rs", "a2a", *_ON_CUDA)
+OVER_ANY = ("ag_rs", "a2a")
+"""Exchanges over any process group, as that of gloo which `engine.launch` makes."""
+EXCHANGES = (*OVER_ANY, *_ON_CUDA)
 """By the names that engines give them; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
 
 

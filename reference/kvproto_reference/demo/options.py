@@ -9,7 +9,7 @@ import attrs
 from kvproto import Options
 from kvproto.calibration.results import Probe, load
 
-from ..attention.exchange import EXCHANGES
+from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
 from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
@@ -242,7 +242,7 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
     add("--interleave", type=int, default=1, help="consecutive tokens that one DCP rank stores (default 1)")
     add("--deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--draft-sharded", action="store_true", help="deal the draft's tokens too; else each rank stores all")
-    add("--exchange", choices=EXCHANGES, default="a2a", help="how DCP ranks merge attention (default a2a)")
+    add("--exchange", choices=OVER_ANY, default="a2a", help="how DCP ranks merge attention (default a2a)")
     add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank, and gather none")
 
 
