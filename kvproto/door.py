@@ -7,14 +7,15 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, Generic, Self, TypeVar
 
-from kvproto.errors import KvprotoError, LocalError, check_type, type_name
+from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, type_name
 from kvproto.events import Event
 from kvproto.node.driver import Driver, Node
 from kvproto.options import Options
+from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket, check_name
@@ -23,7 +24,7 @@ from kvproto.transport import load
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Door", "Handle", "check_request", "options_of", "party_of", "transports_of"]
+__all__ = ["Door", "Handle", "check_request", "ends_of", "options_of", "party_of", "transports_of"]
 
 Result = TypeVar("Result")
 
@@ -45,12 +46,33 @@ def options_of(options: Any) -> Options:
     return options or Options()
 
 
-def check_request(ticket: Any, prompt: Any, call: Any) -> None:
-    """Raise LocalError(OUT_OF_RANGE) for what is no ticket, prompt or callback."""
+def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for what is no ticket or callback, and no prompt of this geometry's axes."""
     check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
     check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
     if call is not None and not callable(call):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "callback", "something to call with the handle", type_name(call))
+    for group in geometry.groups:
+        if axis_of(group) not in (TOKENS, *prompt.axes):  # KVP-TKT-W-AXES
+            mine, yours = f"the length of axis {group.axis!r} of group {group.name!r}", f"of {sorted(prompt.axes)}"
+            advice = f'state it, 0 for a request that has none: Prompt(..., axes={{"{group.axis}": 0}})'
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, yours, advice)
+
+
+def ends_of(prompt: Prompt, tokens: int | Mapping[str, int] | None, least: int) -> tuple[int, Mapping[str, int]]:
+    """Where a call ends on the tokens and on other axes: `tokens` is of the tokens or by axis, what is not named whole.
+
+    Raises LocalError(OUT_OF_RANGE) for an end beyond the prompt, or below `least` tokens, and for an unknown axis.
+    """
+    named = tokens if isinstance(tokens, Mapping) else {} if tokens is None else {TOKENS: tokens}
+    axes = dict(prompt.axes)
+    if unknown := [name for name in named if name not in (TOKENS, *axes)]:
+        known = sorted([TOKENS, *axes])
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "tokens", f"axes of {known}", repr(unknown[0]))
+    for name in named.keys() & axes.keys():
+        axes[name] = check_whole(f'tokens["{name}"]', named[name], 0, axes[name], f"0 to {axes[name]}, the prompt's")
+    most = len(prompt)
+    return check_whole("tokens", named.get(TOKENS, most), least, most, f"{least} to {most}, the prompt's"), axes
 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:

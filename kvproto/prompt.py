@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -14,14 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import U32, LocalError, check_type, check_whole, type_name
+from kvproto.planning.axes import TOKENS
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Content, Ticket
+from kvproto.wire.messages import Axis, Content, Ticket
 
 __all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
 
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
 """Bytes of an engine's name, as the registry has it."""
+_LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if name == "name" and most)
+"""Bytes of the name of an axis."""
 
 
 @attrs.frozen(init=False, eq=False)
@@ -38,16 +42,23 @@ class Prompt:
     """Name of the LoRA adapter; empty for none."""
     salts: tuple[bytes, ...] = attrs.field(repr=False)
     """Digests of inputs that are not tokens, 32 bytes each, in the order of the prompt."""
+    axes: Mapping[str, int]
+    """Positions on each axis beside the tokens, such as "image": of all images, one after the other."""
 
-    def __init__(self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = ()) -> None:
-        """`tokens` is any sequence or array of integers; raises LocalError(OUT_OF_RANGE) naming what is not."""
+    def __init__(
+        self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = (),
+        axes: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`tokens` is any sequence or array of integers; `axes` has the length of each axis that a cache of either side
+        names, 0 where the request has nothing there. Raises LocalError(OUT_OF_RANGE) naming what is wrong.
+        """
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
             raise _bad("Prompt.salts", "a sequence of digests", type_name(salts))
         given = tuple(salts)
         for i, salt in enumerate(given):
             check_type(f"Prompt.salts[{i}]", salt, (bytes, bytearray, memoryview), "32 bytes, such as a SHA-256")
-        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in given))
+        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in given), _axes(axes))
         for i, salt in enumerate(self.salts):
             if len(salt) != 32:
                 raise _bad(f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256", f"{len(salt)} bytes")
@@ -59,8 +70,22 @@ class Prompt:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the canonical Content, 32 bytes."""
-        content = Content(tokens=self.tokens, adapter=self.adapter, salts=self.salts)
+        axes = tuple(Axis(name=name, length=length) for name, length in self.axes.items())
+        content = Content(tokens=self.tokens, adapter=self.adapter, salts=self.salts, axes=axes or None)
         return hashlib.sha256(encode_struct(content)).digest()
+
+
+def _axes(given: Any) -> dict[str, int]:
+    """Lengths by name, ascending."""
+    check_type("Prompt.axes", given, (Mapping, NoneType), 'a mapping of axis to its length, such as {"image": 576}')
+    found = {}
+    for name, length in (given or {}).items():
+        path = f"Prompt.axes[{name!r}]"
+        check_type(path, name, str, "the name of an axis, a str")
+        if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
+            raise _bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes, but {TOKENS!r}, which `tokens` says", repr(name))
+        found[name] = check_whole(path, length, 0, mine="positions on this axis")
+    return dict(sorted(found.items(), key=lambda each: each[0].encode()))
 
 
 def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:

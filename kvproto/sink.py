@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
-from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
+from kvproto.door import Door, Handle, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole
 from kvproto.events import Arrived, Event, Lost, PagesFree
 from kvproto.net import Dialer, check_address
@@ -98,18 +98,18 @@ class Sink(Door):
 
     def fetch(
         self, ticket: Ticket, prompt: Prompt, pages: PageTables, *, cached: int | Mapping[str, int] = 0,
-        tokens: int | None = None, late: bool | Collection[str] = False,
+        tokens: int | Mapping[str, int] | None = None, late: bool | Collection[str] = False,
         on_done: Callable[[Fetch], object] | None = None,
     ) -> Fetch:  # fmt: skip
         """Have tokens [cached, tokens) of a request written into these pages.
 
         `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes;
-        what is not needed is left alone. `cached` is the token with which the fetch begins, of all groups or by name:
-        what the pages hold already, or what a window has no pages for. `tokens` is where it ends (None: with the
-        prompt). Where the source does not hold the first tokens any more, the fetch is lost with NOT_HELD, or begins
-        later where `late` says that it may, of all groups or of those named: `Arrived.since` tells. Name a page only
-        when all device work that used it has completed, and leave it alone until the handle is done and, if it is lost,
-        `pages_free`. `on_done` is called when it is over.
+        what is not needed is left alone. `cached` is the token with which the fetch begins, of all groups of tokens or
+        by name: what the pages hold already, or what a window has no pages for. `tokens` is where it ends (None: with
+        the prompt), or where it does on some axes by name. Where the source does not hold the first tokens any more,
+        the fetch is lost with NOT_HELD, or begins later where `late` says that it may, of all groups or of those named:
+        `Arrived.since` tells. Name a page only when all device work that used it has completed, and leave it alone
+        until the handle is done and, if it is lost, `pages_free`. `on_done` is called when it is over.
 
         Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call, and
         with PEER_LOST where the source ends or restarts first: its tickets end with it.
@@ -118,11 +118,9 @@ class Sink(Door):
         BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine.
         """
         self._driver.check()
-        check_request(ticket, prompt, on_done)
-        most, key, digest = len(prompt), bytes(ticket.key), prompt.digest
-        seconds = ticket.deadline / 1000
-        end = most if tokens is None else check_whole("tokens", tokens, 1, most, f"1 to {most}, the prompt's")
-        grants = grants_of(self.pool.layout, pages, cached, end, late)
+        check_request(ticket, prompt, on_done, self.geometry)
+        key, digest, seconds = bytes(ticket.key), prompt.digest, ticket.deadline / 1000
+        grants = grants_of(self.pool.layout, pages, cached, *ends_of(prompt, tokens, 1), late)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
             known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"

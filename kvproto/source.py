@@ -19,6 +19,7 @@ from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
 from kvproto.node.told import Copied, RequestOver, RequestUnwanted, shared_event
 from kvproto.options import Options
+from kvproto.planning.axes import NO_AXES, length_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.pool import Pool
@@ -52,8 +53,9 @@ class Request(Handle[Over]):
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
         after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
-        """Say that positions [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
+        """Say that tokens [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
 
+        Rows on other axes are there at `finish`; the table of such a group may still be empty before.
         What is there is copied while prefill goes on: by the I/O thread or the next `step`, so that a forward is not
         held up. `after` is the handle of a CUDA event after which the rows are there. `since` is the first token whose
         rows are still there, of all groups that hold rows of tokens or by name (None: as said before): pages before it
@@ -63,8 +65,9 @@ class Request(Handle[Over]):
         """
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
-        held = since_of(self._source.pool.layout, since, self._since, tokens)
-        items = tables_of(self._source.pool.layout, pages, tokens, held)
+        layout, axes = self._source.pool.layout, NO_AXES
+        held = since_of(layout, since, self._since, tokens, axes)
+        items = tables_of(layout, pages, tokens, axes, held)
         self._check_open("computed")
         span = self._source._layers(model)
         if layers is not None:
@@ -72,7 +75,7 @@ class Request(Handle[Over]):
             if not _is_span(layers) or not 0 <= layers[0] <= layers[1] <= depth:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
             span = int(layers[0]), int(layers[1])
-        self._agree(items, tokens, held)
+        self._agree(items, tokens, axes, held)
         computed = Computed(items, tokens, span, model, after, held)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 
@@ -80,21 +83,22 @@ class Request(Handle[Over]):
         self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
         finished: bool = False, after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
-        """Say that prefill is over: positions [0, `tokens`) are in the pages (None: the whole prompt).
+        """Say that prefill is over: tokens [0, `tokens`) are in the pages (None: the whole prompt), other axes whole.
 
         `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says
         that the first token ends the text; `since` is as for `computed`. The pages from there on stay as they are until
         this handle is done. Harmless once the request is over. Raises LocalError.
         """
+        layout, axes = self._source.pool.layout, self.prompt.axes
         number = self._checked(len(self.prompt) if tokens is None else tokens)
-        held = since_of(self._source.pool.layout, since, self._since, number)
-        items = tables_of(self._source.pool.layout, pages, number, held)
+        held = since_of(layout, since, self._since, number, axes)
+        items = tables_of(layout, pages, number, axes, held)
         data = _handoff(self._source.geometry, self._source.pool.rank, {} if handoff is None else handoff)
         check_type("finished", finished, bool, "True or False")
         _check_after(after)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
-        self._agree(items, number, held)
+        self._agree(items, number, axes, held)
         self._finished = True
         finished_ = Finished(items, number, outcome, data, after, held)
         # a large request is left to the I/O thread, so that its copy does not hold the engine up
@@ -117,14 +121,17 @@ class Request(Handle[Over]):
     def _give_up(self, error: KvprotoError) -> None:
         self._source._node.refuse(self._key, error)
 
-    def _agree(self, items: Mapping[int, IntArray], tokens: int, since: dict[int, int]) -> None:
+    def _agree(
+        self, items: Mapping[int, IntArray], tokens: int, axes: Mapping[str, int], since: dict[int, int]
+    ) -> None:  # fmt: skip
         """Keep the pages of the tokens computed so far; raises BAD_GRANT where an earlier call named other pages, and
         ITEM_ALIAS for a page that is named twice.
         """
         layout, tables = self._source.pool.layout, dict(self._tables)
         for id, table in items.items():
             group, cp_rank = layout.group(id), layout.owns(id).cp_rank
-            before, now = tables.get(id), table[: items_needed(group, cp_rank, 0, tokens)]
+            need = items_needed(group, cp_rank, 0, length_of(group, tokens, axes))
+            before, now = tables.get(id), table[:need]
             skip = items_before(group, cp_rank, since.get(id, 0))
             if before is not None:
                 both = slice(skip, min(before.size, now.size))
@@ -201,8 +208,8 @@ class Source(Door):
         `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
         replica, TICKET_USED for one that came before.
         """
-        check_request(ticket, prompt, on_free)
-        digest, tokens = prompt.digest, len(prompt)
+        check_request(ticket, prompt, on_free, self.geometry)
+        digest, tokens, axes = prompt.digest, len(prompt), prompt.axes
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
             mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(
@@ -212,7 +219,7 @@ class Source(Door):
         self._take(made, ticket)
         if on_free is not None:
             made.add_done_callback(on_free)
-        made._post(lambda: self._node.expect(ticket, digest, tokens))
+        made._post(lambda: self._node.expect(ticket, digest, tokens, axes))
         return made
 
     def _take(self, made: Request, ticket: Ticket) -> None:

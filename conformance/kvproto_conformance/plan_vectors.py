@@ -14,6 +14,7 @@ import attrs
 
 from kvproto.planning.describe import PRESETS, Parallel, describe, draft_of
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
+from kvproto.planning.layout import Cache, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
@@ -224,6 +225,16 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         [],
         "first tokens are a group: they make a route of their own",
     )
+    for axis, tp, dcp in (("image", 2, 1), ("audio", 4, 2)):
+        caches = [
+            Cache.gqa("self", 4, kv_heads=4, head_dim=64, page=16),
+            Cache.cross("cross", [1, 3], kv_heads=4, head_dim=64, page=8, axis=axis),
+            Cache.encoder("encoder", dim=256, page=1, axis=axis),
+        ]
+        pair = lay_out(caches, Parallel(tp=4)), lay_out(caches, Parallel(tp=tp, dcp=dcp, interleave=4))
+        yield f"cross-4-{tp}-{axis}", exact, pair, [], "K and V of what an encoder saw are dealt over no tokens"
+    images, sounds = (lay_out([Cache.encoder("encoder", dim=256, page=1, axis=axis)]) for axis in ("image", "audio"))
+    yield "refused-axes", "KVP-PLAN-AXIS", (images, sounds), [], "positions of images to those of sound"
     swapped = engine((gqa(0, "target", 0, 4, 128, 16), 2, None), ranks=1)
     share = swapped.ranks[0].owns[0]
     order = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p in (0, 1) for lo, hi in ((2, 4), (0, 2)))
@@ -237,6 +248,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     )
     for id_, clause, change, note in (
         ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.SLOT}, "pages to a slot"),
+        ("axis", "KVP-PLAN-AXIS", {"axis": "image"}, "tokens to positions of images"),
         ("step", "KVP-PLAN-ROWS", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
         ("dtype", "KVP-PLAN-DTYPE", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
         ("lanes", "KVP-PLAN-LANES", {"parts": _parts(lanes=3)}, "another model's number of heads"),

@@ -214,6 +214,7 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
     both = set() if any(p.get("encoding") for p in dst["parts"]) else {"PAGE", "RING"}
     for code, path, same in (
         ("KIND_MISMATCH", f"{at}.kind", src["kind"] == dst["kind"] or {src["kind"], dst["kind"]} == both),
+        ("AXIS_MISMATCH", f"{at}.axis", src.get("axis", "tokens") == dst.get("axis", "tokens")),
         ("DTYPE_MISMATCH", f"{at}.parts[{part}].dtype", a["dtype"] == b["dtype"]),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lanes", int(a["lanes"]) * sizes[0] == int(b["lanes"]) * sizes[1]),
         ("ROW_MISMATCH", f"{at}.tokens_per_row", src["tokens_per_row"] == dst["tokens_per_row"]),

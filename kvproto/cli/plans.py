@@ -77,7 +77,11 @@ def add(commands: Any) -> None:
         )
         if name == "plan":
             one.add_argument(
-                "--tokens", type=_tokens, default=8192, metavar="N", help="tokens of the request that is costed"
+                "--tokens",
+                type=_tokens,
+                default=8192,
+                metavar="N",
+                help="tokens of the request that is costed, and positions on its other axes",
             )
             for side in ("source", "sink"):
                 one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")

@@ -9,10 +9,10 @@ import attrs
 
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.planning.geometry import Group, deal, owned_before
+from kvproto.planning.deals import deal, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
-from kvproto.wire.messages import Begin, Grants
+from kvproto.wire.messages import Begin, Grants, Group
 
 __all__ = ["begins_of", "begun", "held_from", "items_before"]
 
@@ -37,11 +37,14 @@ def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mappi
 
 
 def _whole(group: Group, first: int) -> int:
-    """The next token with which a row begins; of opaque items, an item of every cp rank."""
+    """The next token with which a row begins; of opaque items, a turn of the deal and an item of every cp rank."""
     step, origin = group.tokens_per_row, 0
     if any(part.encoding for part in group.parts):
-        run, origin = deal(group)
-        step, origin = step * math.lcm(group.rows, run) * group.cp_size, step * origin
+        run, begin = deal(group)
+        turn = run * (group.cp_size if group.order is None or group.cp_size == 1 else group.order.size)
+        shares = (owned_before(group, cp_rank, begin + turn) for cp_rank in range(group.cp_size))
+        turns = math.lcm(*(group.rows // math.gcd(group.rows, share) for share in shares))
+        step, origin = step * turn * turns, step * begin
     return origin + -(-max(first - origin, 0) // step) * step
 
 

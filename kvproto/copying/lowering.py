@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvproto.copying.execute import seeds
 from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RankLayout, Window
 from kvproto.copying.rows import Deals, row_map
+from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Group, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
@@ -47,19 +48,20 @@ class Pair:
                 tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
         self._ops = np.concatenate(tables) if tables else np.empty(0, OP)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
+        self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
 
     @cached_property
     def nothing(self) -> CopyProgram:
         """The copy program of a request without rows."""
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
         ends = tuple(0 if kind_of(m.sink).is_state else None for m in self._maps)
-        return CopyProgram(maps, self._ops, self._steps, ends)
+        return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
         """Make the copy program of one request from windows by group id, each of its own side. Raises BAD_GRANT."""
         maps = tuple(row_map(m, sources[m.source.id], sinks[m.sink.id]) for m in self._maps)
         ends = tuple(_state_after(m.sink, sinks[m.sink.id]) for m in self._maps)
-        return CopyProgram(maps, self._ops, self._steps, ends)
+        return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
 
 def lower(

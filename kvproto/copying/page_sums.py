@@ -56,7 +56,9 @@ def page_sums(
         step = group.rows * group.tokens_per_row
         values = []
         for layer in layers:
-            some = CopyProgram(program.maps, ops[ops["layer"] == layer], program.tokens_per_row, program.state_after)
+            some = CopyProgram(
+                program.maps, ops[ops["layer"] == layer], program.tokens_per_row, program.state_after, program.others
+            )
             for page in pages:
                 part = some.select(tokens=(page * step, (page + 1) * step)) if apart else some
                 values.append(checksums(part).get(id, 0))

@@ -206,6 +206,8 @@ class CopyProgram:
     """For each map."""
     state_after: tuple[int | None, ...] = ()
     """For each map, the token after which the state is that of the request; None for rows of tokens."""
+    others: frozenset[int] = frozenset()
+    """Indices of maps whose rows stand for positions of another axis than the tokens."""
 
     @cached_property
     def _rows(self) -> IntArray:
@@ -226,9 +228,9 @@ class CopyProgram:
 
     @property
     def early(self) -> frozenset[int]:
-        """Indices of maps whose rows may be copied before prefill ends: neither opaque items nor state."""
+        """Indices of maps whose rows may be copied before prefill ends: plain ones of tokens."""
         ends = self.state_after or (None,) * len(self.maps)
-        return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None)
+        return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None) - self.others
 
     def bytes_by_group(self) -> dict[int, int]:
         """Bytes that the program writes, by the sink's group id, without groups of 0 bytes."""
@@ -270,12 +272,12 @@ class CopyProgram:
                 else (m.between(lo, max(lo, hi)) if end is None else m)
                 for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
             )
-        return CopyProgram(maps, ops, self.tokens_per_row, self.state_after)
+        return CopyProgram(maps, ops, self.tokens_per_row, self.state_after, self.others)
 
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
         """Return the rows of a model that `end` tokens complete and `first` tokens do not; end None: all that are left.
 
-        A row of several tokens is complete with its last token; opaque items and state are complete at the end.
+        A row of several tokens is complete with its last token; opaque items, state and rows of other axes at the end.
         Operations stay the same array, so that caches keyed by it still apply.
         """
         of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
@@ -286,7 +288,7 @@ class CopyProgram:
             elif i in early and (first or end is not None):
                 m = m.between(first // step, _ALL if end is None else end // step)
             maps.append(m)
-        return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after)
+        return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after, self.others)
 
 
 _ALL = 1 << 62

@@ -287,6 +287,7 @@ class SourceLink:
                     program.ops[program.ops["group"] == group],
                     program.tokens_per_row,
                     program.state_after,
+                    program.others,
                 )
                 sums = page_sums(some, {group: spec}, take)[group]
                 advice = f"{sums.first_difference(sent[group].pages)}; {advice}"

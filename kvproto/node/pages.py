@@ -14,6 +14,7 @@ from kvproto.copying.grants import distinct, items_needed, rows_of
 from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, check_whole, type_name
+from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
@@ -67,9 +68,9 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
 
 
 def tables_of(
-    layout: RankLayout, pages: PageTables, tokens: int | None, since: Mapping[int, int]
+    layout: RankLayout, pages: PageTables, tokens: int, axes: Mapping[str, int], since: Mapping[int, int]
 ) -> dict[int, IntArray]:  # fmt: skip
-    """Page tables by group id, of the groups that this rank owns, with room for `tokens` (None: not checked).
+    """Page tables by group id, of the groups that this rank owns, with room for `tokens`, or for what `axes` says.
 
     Entries of pages that lie before `since`, by group id, may be anything: engines name a null page there, or -1.
 
@@ -100,14 +101,18 @@ def tables_of(
                 ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
                 "name pages of the pool; state those that are gone by `since`, or `cached` at a sink",
             )  # fmt: skip
-        need = 0 if tokens is None else items_needed(group, cp_rank, 0, tokens)
+        end = length_of(group, tokens, axes)
+        need = items_needed(group, cp_rank, 0, end)
         if table.size < need:
-            raise _bad(path, f"{need} pages for {tokens} tokens", f"{table.size}", "name the pages from token 0 on")
+            mine = f"{need} pages for {end} {axis_of(group)}"
+            raise _bad(path, mine, f"{table.size}", f"name the pages from position 0 of {axis_of(group)} on")
         found[group.id] = table
     return found
 
 
-def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int) -> dict[int, int]:
+def since_of(
+    layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int, axes: Mapping[str, int]
+) -> dict[int, int]:  # fmt: skip
     """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
 
     A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that
@@ -117,13 +122,15 @@ def since_of(layout: RankLayout, given: Since | None, before: Mapping[int, int],
     if given is None:
         given = {}
     elif not isinstance(given, Mapping):
-        given = dict.fromkeys(groups, check_whole("since", given, 0, tokens, f"0 to {tokens}, the tokens computed"))
+        first = check_whole("since", given, 0, tokens, f"0 to {tokens}, the tokens computed")
+        given = {name: first for name, group in groups.items() if axis_of(group) == TOKENS}
     found = dict(before)
     for name, first in given.items():
         path = f'since["{name}"]'
         if name not in groups:
             raise _bad(path, f"groups that hold rows of tokens, {sorted(groups)}", repr(name))
-        first = check_whole(path, first, 0, tokens, f"0 to {tokens}, the tokens computed")
+        end = length_of(groups[name], tokens, axes)
+        first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(groups[name])} computed")
         if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
             mine = f"{found[groups[name].id]}, as said before"
             raise _bad(path, mine, str(first), "pages that are gone do not come back: the number only rises")
@@ -143,23 +150,25 @@ def _ring_begins(group: Group, tokens: int) -> int:
 
 def grants_of(
     layout: RankLayout, pages: PageTables, cached: int | Mapping[str, int], tokens: int,
-    late: bool | Collection[str] = False,
+    axes: Mapping[str, int] = NO_AXES, late: bool | Collection[str] = False,
 ) -> dict[int, Grants]:  # fmt: skip
-    """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them.
+    """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them; of
+    groups on other axes their positions, as far as `axes` says.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
-    begins, for all groups or by name; `late`: whether it may begin later, for all groups or those named. Raises what
-    `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the prompt or a
-    `late` of no group.
+    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
+    Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the
+    prompt or a `late` of no group.
     """
-    held, may = _held(layout, cached, tokens), _late(layout, late)
-    tables = tables_of(layout, pages, tokens, held)
+    held, may = _held(layout, cached, tokens, axes), _late(layout, late)
+    tables = tables_of(layout, pages, tokens, axes, held)
     found = {}
     for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in tables:
-            made = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held[group.id], tokens)
+            end = length_of(group, tokens, axes)
+            made = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held[group.id], end)
             found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
     return found
 
@@ -175,7 +184,9 @@ def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
     return {groups[name] for name in given}
 
 
-def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int) -> dict[int, int]:
+def _held(
+    layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]
+) -> dict[int, int]:  # fmt: skip
     """The token with which a fetch begins, by group id."""
     found, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
@@ -184,12 +195,13 @@ def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int) -> d
         raise _bad("cached", f"groups of {names}", repr(unknown[0]))
     for group in layout.geometry.groups:
         if group.id in layout.columns:
-            held = cached if isinstance(cached, int) else cached.get(group.name, 0)
+            end = length_of(group, tokens, axes)
+            held = (cached if axis_of(group) == TOKENS else 0) if isinstance(cached, int) else cached.get(group.name, 0)
             held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
-            if not 0 <= held <= tokens:
+            if not 0 <= held <= end:
                 raise LocalError(
-                    ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {tokens}, the tokens of this fetch",
-                    str(held), "pass the tokens that the pages hold already",
+                    ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {end}, the {axis_of(group)} of this fetch",
+                    str(held), f"pass the {axis_of(group)} that the pages hold already",
                 )  # fmt: skip
             found[group.id] = held
     return found

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 
-__all__ = ["Available", "Part", "SendProgress"]
+__all__ = ["Available", "Part", "SendProgress", "layers_of"]
 
 _NO_MODEL = -1
 
@@ -61,7 +61,7 @@ class SendProgress:
 
     @cached_property
     def _layers(self) -> list[Layer]:
-        return sorted(_layers(self._program.ops))
+        return sorted(layers_of(self._program.ops))
 
     @cached_property
     def _tokens(self) -> dict[Layer, int]:
@@ -71,7 +71,7 @@ class SendProgress:
     @cached_property
     def _early(self) -> set[Layer]:
         """Layers with rows that may go before prefill is over."""
-        return _layers(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
+        return layers_of(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
 
     def due(
         self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float
@@ -133,5 +133,5 @@ class SendProgress:
         return found
 
 
-def _layers(ops: npt.NDArray[np.void]) -> set[Layer]:
+def layers_of(ops: npt.NDArray[np.void]) -> set[Layer]:
     return set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True))

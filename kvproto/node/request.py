@@ -12,7 +12,8 @@ from kvproto.copying.late import begins_of, begun, held_from, items_before
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Window, windows
 from kvproto.errors import RemoteError
-from kvproto.node.progress import Available
+from kvproto.node.progress import Available, layers_of
+from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.kinds import kind_of
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
@@ -81,6 +82,8 @@ class Computed:
 class Request:
     """How far a request is."""
 
+    axes: Mapping[str, int] = NO_AXES
+    """Lengths of the axes beside the tokens; their rows are there when prefill is over."""
     items: Mapping[int, IntArray] = attrs.Factory(dict)
     available: dict[Layer, Available] = attrs.Factory(dict)
     tokens: dict[int, int] = attrs.Factory(dict)
@@ -113,25 +116,25 @@ class Request:
         ends, sources = asked_tokens(pair, grants), {}
         sinks = windows(self.begun(pair, grants))
         if self.finished is not None:
-            check_ends(pair, grants, self.finished.tokens)
+            check_ends(pair, grants, self.finished.tokens, self.axes)
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
                 if not kind_of(group).has_memory:
                     continue
-                items, tokens = self.items, self.tokens.get(group.model, 0)
+                items, end = self.items, length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                 if self.finished is not None:
-                    items, tokens = self.finished.items, self.finished.tokens
+                    items, end = self.finished.items, length_of(group, self.finished.tokens, self.axes)
                 elif whole:
-                    _, tokens = ends[group.model]
+                    end = length_of(group, ends.get(group.model, (0, 0))[1], self.axes)
                 elif not kind_of(group).is_state:
                     window = sinks[route.group]
-                    count = max(min(window.count, tokens - window.first), 0)
+                    count = max(min(window.count, end - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
                 first = self.since.get(group.id, 0)
                 skip = items_before(group, pair.source.owns(group.id).cp_rank, first) if first else 0
                 table = items.get(group.id, _NO_ITEMS)[skip:]
-                sources[group.id] = Window(first, max(tokens - first, 0), table)
+                sources[group.id] = Window(first, max(end - first, 0), table)
         return pair.lower(sources, sinks)
 
     def begins(self, pair: Pair, grants: Sequence[Grants]) -> tuple[Begin, ...]:
@@ -147,16 +150,18 @@ class Request:
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
         """Layers all of whose rows for a sink are there, and the device events that those wait for."""
-        ends = asked_tokens(pair, grants)
-        return {layer: t.after for layer, t in self.available.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
+        ends, ops = asked_tokens(pair, grants), pair.nothing.ops
+        later = layers_of(ops[np.isin(ops["map"], list(pair.nothing.others))])
+        there = {layer: t for layer, t in self.available.items() if layer not in later}
+        return {layer: t.after for layer, t in there.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
 
 
 def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
-    """Positions [first, end) that a sink asked for, by model."""
+    """Tokens [first, end) that a sink asked for, by model."""
     found: dict[int, tuple[int, int]] = {}
     for grant in grants:
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+        if not kind_of(group).has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
             continue
         model = group.model
         first, end = found.get(model, (grant.first, grant.valid))
@@ -164,13 +169,15 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     return found
 
 
-def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int) -> None:
+def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
     """Raise BAD_GRANT or STATE_POSITION where a grant wants what a request of so many tokens does not have."""
     for i, grant in enumerate(grants):
-        if not kind_of(pair.sink.group(grant.group)).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+        group = pair.sink.group(grant.group)
+        if not kind_of(group).has_memory:  # its window says nothing (KVP-HND-WINDOW)
             continue
-        if grant.valid > tokens:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(tokens), str(grant.valid), _MORE)
+        there = length_of(group, tokens, axes)
+        if grant.valid > there:
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(there), str(grant.valid), _MORE)
         if grant.state_after not in (None, tokens):
             path = f"grants[{i}].state_after"
             raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

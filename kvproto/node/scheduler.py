@@ -115,7 +115,7 @@ class Scheduler:
         finished = request.finished
         if finished is not None:
             try:
-                check_ends(attempt.peer.pair, attempt.asked.transfer.grants, finished.tokens)
+                check_ends(attempt.peer.pair, attempt.asked.transfer.grants, finished.tokens, request.axes)
             except KvprotoError as error:
                 attempt.failure = error
                 return None

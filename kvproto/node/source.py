@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from kvproto.copying.lowering import Pair
-from kvproto.copying.page_sums import PageSums, page_sums
-from kvproto.copying.program import CopyProgram, RankLayout
+from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
+from kvproto.node.answers import bytes_by_name, checksums_of
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.pool import RankPool
@@ -20,6 +20,7 @@ from kvproto.node.registrar import PeerMapping, Spread, features_of, map_peer, r
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
 from kvproto.node.told import Copied, RequestOver
+from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Expired, Fetched, RegisterAsked, Released, TransferRequested
 from kvproto.session.source import SourceSession
@@ -29,7 +30,7 @@ from kvproto.transport.base import Transport
 from kvproto.transport.process import this_process
 from kvproto.transport.staging.staged import Piece
 from kvproto.wire.enums import ErrorCode, Feature
-from kvproto.wire.messages import Checksum, Ticket
+from kvproto.wire.messages import Ticket
 
 __all__ = ["PART_BYTES", "SourceNode"]
 
@@ -76,11 +77,11 @@ class SourceNode:
 
     # what the engine says
 
-    def expect(self, ticket: Ticket, content: bytes, tokens: int) -> None:
-        """The request of this ticket is here; its prompt has so many tokens."""
-        self._requests.setdefault(bytes(ticket.key), Request())
+    def expect(self, ticket: Ticket, content: bytes, tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
+        """The request of this ticket is here; its prompt has so many tokens, and so many positions on other axes."""
+        self._requests.setdefault(bytes(ticket.key), Request(axes))
         self._news.add(bytes(ticket.key))
-        self.endpoint.expect(ticket, content, time.monotonic(), tokens)
+        self.endpoint.expect(ticket, content, time.monotonic(), tokens, axes)
 
     def computed(self, key: bytes, computed: Computed) -> None:
         """Some rows are there: they are copied to whoever asks, in parts, each once.
@@ -312,7 +313,7 @@ class SourceNode:
     def _close(self, attempt: Attempt, finished: Finished, now: float, left: int) -> None:
         """The last part is handed over; work out what will be said of it while its bytes are on their way."""
         program = attempt.program
-        moved = _by_name(attempt.peer, program) if program is not None else {}
+        moved = bytes_by_name(attempt.peer, program) if program is not None else {}
         attempt.last = LastPart(now, left, moved, finished.handoffs(attempt.peer.pair))
 
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
@@ -348,7 +349,7 @@ class SourceNode:
         ):
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
-        sums = self._checksums(attempt, program) if Feature.VERIFY in session.features else None
+        sums = checksums_of(attempt.peer, program, self.pool.memories, session.features)
         said = finished.outcome, last.handoff, sums, attempt.begins
         if attempt.peer.reads:
             held = request.begun(attempt.peer.pair, asked.transfer.grants)
@@ -360,26 +361,12 @@ class SourceNode:
         self._flush()
         return [Copied(asked.key, attempt.peer.pair.sink.rank, last.bytes, now - last.began, last.left)]
 
-    def _checksums(self, attempt: Attempt, program: CopyProgram) -> tuple[Checksum, ...]:
-        """What Done or Offer says of the bytes (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
-
-        def take(some: CopyProgram) -> Mapping[int, int]:
-            return attempt.peer.transport.checksums(some, self.pool.memories, sink=False)
-
-        pages: dict[int, PageSums] = {}
-        if Feature.VERIFY_PAGES in self.endpoint.sessions[attempt.asked.session].features:
-            pages = page_sums(program, {g.id: g for g in attempt.peer.pair.sink.geometry.groups}, take)
-        return tuple(
-            Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
-            for group, value in sorted(take(program).items())
-        )
-
     def _fetched(self, event: Fetched) -> list[Any]:
         """A sink rank has read what it was offered."""
         attempt, since = self._offers.pop((event.session, event.sequence, event.attempt), (None, 0.0))
         if attempt is None or attempt.program is None or event.bytes != attempt.program.bytes:
             return []
-        moved, seconds = _by_name(attempt.peer, attempt.program), time.monotonic() - since
+        moved, seconds = bytes_by_name(attempt.peer, attempt.program), time.monotonic() - since
         return [Copied(attempt.asked.key, attempt.peer.pair.sink.rank, moved, seconds, attempt.program.bytes)]
 
     def close(self, reason: str) -> None:
@@ -392,8 +379,3 @@ class SourceNode:
                 peer.close()
         for transport in self.transports:
             transport.close()
-
-
-def _by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
-    """Bytes by the name of the sink's group."""
-    return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}

@@ -11,6 +11,7 @@ import attrs
 
 from kvproto.errors import LocalError, check_type, check_whole
 from kvproto.planning import geometry as g
+from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
@@ -74,7 +75,7 @@ def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[
         for name, given in named.items():
             if name.endswith("dtype"):
                 check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
-            elif name not in ("name", "layers", "parts", "blocks", "part", "split") and given is not None:
+            elif name not in ("name", "layers", "parts", "blocks", "part", "split", "axis") and given is not None:
                 check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 
@@ -95,7 +96,7 @@ class Cache:
     blocks: tuple[tuple[Block, ...], ...]
     """Of each part: blocks one after the other on its lane axis."""
     dealt: bool | None = None
-    """Whether context-parallel ranks deal its tokens among them; None: as engines do, the target's pages alone."""
+    """Whether context-parallel ranks deal its tokens among them; None: as engines do, the target's pages of tokens."""
 
     own: tuple[tuple[str, Any], ...] = ()
     """Sizes of `Parallel` that are its own, by name."""
@@ -133,6 +134,17 @@ class Cache:
             raise _bad(f"{self.group.name!r}.sharded", "pages, as tokens are dealt by rows", "items of another kind")
         return attrs.evolve(self, dealt=True)
 
+    def along(self, axis: str) -> Cache:
+        """The same cache, where rows stand for positions of another axis than the tokens, such as "image".
+
+        Raises LocalError for items that are no pages, and for no name.
+        """
+        check_type("axis", axis, str, 'the name of an axis, such as "image"')
+        if not kind_of(self.group).paged or not 0 < len(axis.encode()) <= 64:
+            found = repr(axis) if kind_of(self.group).paged else "items of another kind"
+            raise _bad(f"{self.group.name!r}.along", "pages, and a name of 1 to 64 bytes", found)
+        return attrs.evolve(self, group=attrs.evolve(self.group, axis=None if axis == TOKENS else axis))
+
     @classmethod
     @_checked
     def gqa(
@@ -166,6 +178,26 @@ class Cache:
         parts: dict[str, Sizes] = {"latent": (dtype, 1, sizes if split else sizes[0])}
         parts |= _scales({"latent": latent + rope}, 1, scale_block, scale_dtype)
         return cls.paged(name, layers, parts=parts, page=page, model=model)
+
+    @classmethod
+    @_checked
+    def cross(
+        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
+        dtype: DType = DType.BF16, axis: str = "image", model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """Paged K and V of cross-attention: a row for every position of `axis` that an encoder saw."""
+        sizes = (dtype, kv_heads, bytes_of(dtype, head_dim, "Cache.head_dim"))
+        parts = dict.fromkeys(("cross_k", "cross_v"), sizes)
+        return cls.paged(name, layers, parts=parts, page=page, model=model).along(axis)
+
+    @classmethod
+    @_checked
+    def encoder(
+        cls, name: str, *, dim: int, page: int, dtype: DType = DType.BF16, axis: str = "image", model: int = 0
+    ) -> Cache:
+        """Paged output of an encoder, in layer 0: an embedding for every position of `axis`, whole on every rank."""
+        parts = {"embedding": (dtype, 1, bytes_of(dtype, dim, "Cache.dim"))}
+        return cls.paged(name, 1, parts=parts, page=page, model=model).along(axis)
 
     @classmethod
     @_checked

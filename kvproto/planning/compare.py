@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvproto.errors import PlanError
+from kvproto.planning.axes import axis_of
 from kvproto.planning.deals import dealt, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
@@ -40,7 +41,7 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
 
 
 def check_pair(src: Group, dst: Group, name: str) -> None:
-    """Raise KIND_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE where the part of that name cannot be mapped."""
+    """Raise KIND_, AXIS_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE where the part of that name cannot be mapped."""
     a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
     path = f"groups[{dst.name}]"
     at, sizes = f"{path}.parts[{name}]", (lane_bytes(a), lane_bytes(b))
@@ -50,6 +51,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         advice = "keep the cache in items of one kind on both sides" + ", as opaque items move whole" * opaque
         raise incompatible(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
     for code, where, mine, yours in (
+        (ErrorCode.AXIS_MISMATCH, f"{path}.axis", axis_of(src), axis_of(dst)),
         (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
         (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a), _extent(b)),
         (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),

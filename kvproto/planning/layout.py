@@ -13,6 +13,7 @@ import numpy as np
 
 from kvproto.errors import LocalError, RemoteError, check_type, check_whole
 from kvproto.planning import geometry as g
+from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
@@ -235,7 +236,9 @@ def _staged(spec: Cache) -> bool:
 
 def _dealt(spec: Cache) -> bool:
     """Whether context-parallel ranks deal out a cache's tokens."""
-    return (spec.group.model == 0 and kind_of(spec.group).paged) if spec.dealt is None else spec.dealt
+    if spec.dealt is not None:
+        return spec.dealt
+    return spec.group.model == 0 and kind_of(spec.group).paged and axis_of(spec.group) == TOKENS
 
 
 def _bad(path: str, mine: str, yours: object) -> LocalError:

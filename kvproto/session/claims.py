@@ -16,6 +16,7 @@ import attrs
 
 from kvproto.copying.late import held_from
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.planning.axes import NO_AXES, axis_of, length_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.session.core import Endpoint
@@ -58,6 +59,8 @@ class _Claim:
     """None until the engine expects the request."""
     tokens: int | None = None
     """Length of the prompt, where the engine has said it."""
+    axes: Mapping[str, int] = {}
+    """Lengths of its other axes."""
     bound: tuple[str, int] | None = None
     """Engine and replica of the sink that used it first."""
     users: dict[int, _User] = attrs.Factory(dict)
@@ -102,16 +105,19 @@ class Claims(Endpoint):
         """Deadlines of tickets whose claims are over (KVP-TKT-USED)."""
         self._touched: set[bytes] = set()
 
-    def expect(self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
+    def expect(
+        self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None, axes: Mapping[str, int] = NO_AXES
+    ) -> None:
         """The engine has the request of this ticket; its first use binds it to one sink.
 
-        `tokens`: length of its prompt; where it is given, a Transfer for more is refused at once (KVP-GRANT-PROMPT).
+        `tokens` and `axes`: length of its prompt and of its other axes; where `tokens` is given, a Transfer for more is
+        refused at once (KVP-GRANT-PROMPT).
         """
         claim = self._claim(bytes(ticket.key), now)
         claim.timer.cancel()
         claim.deadline = now + ticket.deadline / 1000
         claim.timer = self.timers.at(claim.deadline, partial(self._expire, claim))
-        claim.content, claim.tokens = content, tokens
+        claim.content, claim.tokens, claim.axes = content, tokens, axes
         self._touched.add(claim.key)
         for user in claim.take_waiting():
             self._match(claim, user, now)
@@ -282,17 +288,20 @@ def _check(claim: _Claim, asking: _User) -> None:
     if user is not None and user.attempt.sequence != transfer.sequence:
         raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
     if claim.tokens is not None:
-        _check_ends(claim.tokens, asking)
+        _check_ends(claim.tokens, claim.axes, asking)
     _check_held(claim, asking)
 
 
-def _check_ends(tokens: int, user: _User) -> None:
-    """Raise BAD_GRANT where a window ends beyond the prompt (KVP-GRANT-PROMPT)."""
+def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
+    """Raise BAD_GRANT where a window ends beyond its axis (KVP-GRANT-PROMPT)."""
     groups = {g.id: g for g in user.session.described.sink.groups}
     for i, grant in enumerate(user.transfer.grants):
-        end = max(grant.valid, grant.first + grant.count)
-        if end > tokens and kind_of(groups[grant.group]).has_memory:
-            mine, yours = f"a prompt of {tokens} tokens", f"tokens up to {end}"
+        group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
+        if end > length_of(group, tokens, axes) and kind_of(group).has_memory:
+            mine, yours = (
+                f"a prompt of {length_of(group, tokens, axes)} {axis_of(group)}",
+                f"{axis_of(group)} up to {end}",
+            )
             advice = "the two prompts differ in length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
 

@@ -240,6 +240,8 @@ class ErrorCode(IntEnum):
     """No version is common to both sides."""
     FEATURE_MISSING = 0x030F
     """A feature that one side needs is not offered by the other, or was not chosen."""
+    AXIS_MISMATCH = 0x0310
+    """The rows of a group stand for positions of different axes."""
     UNKNOWN_SESSION = 0x0401
     """The session id is not known."""
     UNEXPECTED_MESSAGE = 0x0402
@@ -328,6 +330,7 @@ ERROR_CLASS: dict[ErrorCode, str] = {
     ErrorCode.COVERAGE: "incompatible",
     ErrorCode.NO_VERSION: "incompatible",
     ErrorCode.FEATURE_MISSING: "incompatible",
+    ErrorCode.AXIS_MISMATCH: "incompatible",
     ErrorCode.UNKNOWN_SESSION: "state",
     ErrorCode.UNEXPECTED_MESSAGE: "state",
     ErrorCode.WRONG_PEER: "state",
@@ -393,6 +396,7 @@ ERROR_RECOVERY: dict[ErrorCode, str] = {
     ErrorCode.COVERAGE: "give-up",
     ErrorCode.NO_VERSION: "give-up",
     ErrorCode.FEATURE_MISSING: "give-up",
+    ErrorCode.AXIS_MISMATCH: "give-up",
     ErrorCode.UNKNOWN_SESSION: "reconnect",
     ErrorCode.UNEXPECTED_MESSAGE: "fix",
     ErrorCode.WRONG_PEER: "give-up",
@@ -458,6 +462,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.COVERAGE: "No source rank owns bytes that the sink needs.",
     ErrorCode.NO_VERSION: "No version is common to both sides.",
     ErrorCode.FEATURE_MISSING: "A feature that one side needs is not offered by the other, or was not chosen.",
+    ErrorCode.AXIS_MISMATCH: "The rows of a group stand for positions of different axes.",
     ErrorCode.UNKNOWN_SESSION: "The session id is not known.",
     ErrorCode.UNEXPECTED_MESSAGE: "The message is not allowed in this state.",
     ErrorCode.WRONG_PEER: "The engine, role or rank is not the one expected.",

@@ -110,6 +110,8 @@ class Group:
     """Whether a row that a window covers in part moves too; absent: no. Since 1.0."""
     order: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """cp rank that takes each run of a deal, which then repeats; 0 to cp_size - 1 if absent. Since 1.0."""
+    axis: str | None = attrs.field(default=None)
+    """What its rows stand for positions of: image, audio ...; absent: the tokens of the prompt. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -320,6 +322,18 @@ class Content:
     """Adapter name, or empty. Since 1.0."""
     salts: tuple[bytes, ...]
     """Digests of other inputs. Since 1.0."""
+    axes: tuple["Axis", ...] | None = attrs.field(default=None)
+    """Lengths of the axes beside the tokens, by ascending name; absent: there are none. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
+class Axis:
+    """How long an axis of a request is."""
+
+    name: str
+    """Name, as in Group. Since 1.0."""
+    length: int
+    """Positions; 0: the request has none. [token] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -349,11 +349,12 @@ _Group_origin = setter(Group, "origin")
 _Group_parts = setter(Group, "parts")
 _Group_partial = setter(Group, "partial")
 _Group_order = setter(Group, "order")
+_Group_axis = setter(Group, "axis")
 
 
 def _d_Group(b: Any, p: int) -> tuple[Group, int]:
     left = b[p]
-    if not 138 <= left <= 141:
+    if not 138 <= left <= 142:
         raise Doubt
     left -= 138
     p += 1
@@ -471,14 +472,21 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
         f13, p = read_array(b, p + 1, 3, 1, 4096)
     else:
         f13 = None
+    if left and b[p] == 14:
+        left -= 1
+        f14, p = read_text(b, p + 1, 1, 64)
+    else:
+        f14 = None
     if left:
         raise Doubt
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
         raise Doubt
+    if f14 is not None and not f4 == 1:
+        raise Doubt
     o = new(Group)
-    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11); _Group_partial(o, f12); _Group_order(o, f13)
+    _Group_id(o, f1); _Group_name(o, f2); _Group_model(o, f3); _Group_kind(o, f4); _Group_rows(o, f5); _Group_tokens_per_row(o, f6); _Group_live_rows(o, f7); _Group_cp_size(o, f8); _Group_interleave(o, f9); _Group_origin(o, f10); _Group_parts(o, f11); _Group_partial(o, f12); _Group_order(o, f13); _Group_axis(o, f14)
     return o, p
 
 
@@ -498,11 +506,14 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     f11 = o.parts
     f12 = o.partial
     f13 = o.order
+    f14 = o.axis
     if f7 is not None and f7 > f5:
         raise Doubt
     if f7 is not None and not f4 == 2:
         raise Doubt
-    out.append(BYTE_OF[141 - (f7 is None) - (f12 is None) - (f13 is None)])
+    if f14 is not None and not f4 == 1:
+        raise Doubt
+    out.append(BYTE_OF[142 - (f7 is None) - (f12 is None) - (f13 is None) - (f14 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
         raise Doubt
     if f3.__class__ is not int or not 0 <= f3 <= 4294967295:
@@ -537,6 +548,8 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     if f13 is not None:
         out.append(b'\r')
         write_array(f13, 3, 1, 4096, out)
+    if f14 is not None:
+        out += (b'\x0e', write_text(f14, 1, 64))
 
 
 Part = messages.Part
@@ -1552,11 +1565,14 @@ Content = messages.Content
 _Content_tokens = setter(Content, "tokens")
 _Content_adapter = setter(Content, "adapter")
 _Content_salts = setter(Content, "salts")
+_Content_axes = setter(Content, "axes")
 
 
 def _d_Content(b: Any, p: int) -> tuple[Content, int]:
-    if b[p] != 131:
+    left = b[p]
+    if not 131 <= left <= 132:
         raise Doubt
+    left -= 131
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -1572,8 +1588,22 @@ def _d_Content(b: Any, p: int) -> tuple[Content, int]:
         x3, p = read_bin(b, p, 0, 8388608)
         v3.append(x3)
     f3 = tuple(v3)
+    if left and b[p] == 4:
+        left -= 1
+        n, p = read_count(b, p + 1, 0, 65536)
+        v4 = []
+        for _ in range(n):
+            x4, p = _d_Axis(b, p)
+            v4.append(x4)
+        f4 = tuple(v4)
+    else:
+        f4 = None
+    if left:
+        raise Doubt
+    if f4 is not None and len(f4) > 1 and not ascends([x.name for x in f4]):
+        raise Doubt
     o = new(Content)
-    _Content_tokens(o, f1); _Content_adapter(o, f2); _Content_salts(o, f3)
+    _Content_tokens(o, f1); _Content_adapter(o, f2); _Content_salts(o, f3); _Content_axes(o, f4)
     return o, p
 
 
@@ -1583,7 +1613,11 @@ def _e_Content(o: Any, out: list[Any]) -> None:
     f1 = o.tokens
     f2 = o.adapter
     f3 = o.salts
-    out += (b'\x83\x01',)
+    f4 = o.axes
+    if f4 is not None and len(f4) > 1 and not ascends([x.name for x in f4]):
+        raise Doubt
+    out.append(BYTE_OF[132 - (f4 is None)])
+    out += (b'\x01',)
     write_array(f1, 3, 0, 4194304, out)
     out += (b'\x02', write_text(f2, 0, 4096), b'\x03',)
     if f3.__class__ is not tuple:
@@ -1591,6 +1625,52 @@ def _e_Content(o: Any, out: list[Any]) -> None:
     out.append(write_count(len(f3), 0, 65536))
     for x3 in f3:
         write_bin(x3, 0, 8388608, out)
+    if f4 is not None:
+        out.append(b'\x04')
+        if f4.__class__ is not tuple:
+            raise Doubt
+        out.append(write_count(len(f4), 0, 65536))
+        for x4 in f4:
+            _e_Axis(x4, out)
+
+
+Axis = messages.Axis
+_Axis_name = setter(Axis, "name")
+_Axis_length = setter(Axis, "length")
+
+
+def _d_Axis(b: Any, p: int) -> tuple[Axis, int]:
+    if b[p] != 130:
+        raise Doubt
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    f1, p = read_text(b, p + 1, 1, 64)
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        if f2 == 207:
+            (f2,) = u64(b, p)
+            if f2 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f2, p = read_uint(b, f2, p)
+    o = new(Axis)
+    _Axis_name(o, f1); _Axis_length(o, f2)
+    return o, p
+
+
+def _e_Axis(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Axis:
+        raise Doubt
+    f1 = o.name
+    f2 = o.length
+    if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
+        raise Doubt
+    out += (b'\x82\x01', write_text(f1, 1, 64), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
 
 
 Hello = messages.Hello
@@ -4918,6 +4998,7 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Checksum": _d_Checksum,
     "Ticket": _d_Ticket,
     "Content": _d_Content,
+    "Axis": _d_Axis,
     "Hello": _d_Hello,
     "Welcome": _d_Welcome,
     "Refused": _d_Refused,
@@ -4972,6 +5053,7 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Checksum: _e_Checksum,
     Ticket: _e_Ticket,
     Content: _e_Content,
+    Axis: _e_Axis,
     Hello: _e_Hello,
     Welcome: _e_Welcome,
     Refused: _e_Refused,

@@ -74,6 +74,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (11, "parts", "list<struct:Part>", True, 1, 64, None),
         (12, "partial", "bool", False, None, None, None),
         (13, "order", "array<u32>", False, 1, 4096, None),
+        (14, "axis", "str", False, 1, 64, None),
     ),
     "Part": (
         (1, "name", "str", True, 1, 64, None),
@@ -164,6 +165,11 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (1, "tokens", "array<u32>", True, None, None, None),
         (2, "adapter", "str", True, None, None, None),
         (3, "salts", "list<bytes>", True, None, None, None),
+        (4, "axes", "list<struct:Axis>", False, None, None, None),
+    ),
+    "Axis": (
+        (1, "name", "str", True, 1, 64, None),
+        (2, "length", "u64", True, None, None, None),
     ),
     "Hello": (
         (1, "resume", "u64", False, None, None, None),
@@ -423,6 +429,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Group": (
         ("le", ("live_rows", "rows"), "BAD_GEOMETRY"),
         ("only_if", ("live_rows", "kind", "SLOT"), "BAD_GEOMETRY"),
+        ("only_if", ("axis", "kind", "PAGE"), "BAD_GEOMETRY"),
     ),
     "Rank": (
         ("ascend", ("owns", "group"), "BAD_GEOMETRY"),
@@ -443,6 +450,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "Grants": (
         ("sum_le", ("first", "count", "valid"), "BAD_GRANT"),
+    ),
+    "Content": (
+        ("ascend", ("axes", "name"), "NOT_ASCENDING"),
     ),
     "Hello": (
         ("unique", ("versions", "major"), "REPEATED"),
@@ -540,6 +550,7 @@ UNITS: dict[str, dict[str, str]] = {
     "HandOff": {"data": "byte"},
     "Ticket": {"key": "byte", "deadline": "ms"},
     "Content": {"tokens": "token"},
+    "Axis": {"length": "token"},
     "Describe": {"geometry": "byte", "digest": "byte"},
     "Description": {"geometry": "byte", "digest": "byte"},
     "Register": {"source": "byte", "sink": "byte", "plan": "byte"},

@@ -39,6 +39,11 @@ class Late:
         self.sources, self.sink = sources, sink
         self.poison()
 
+    def turn(self) -> None:
+        """A turn of all, which have no threads."""
+        for door in (*self.sources, self.sink):
+            door.step(0.005)
+
     def poison(self) -> None:
         for layer in range(LAYERS):
             for part in ("k", "v"):

@@ -26,6 +26,10 @@ def groups(draw: st.DrawFn) -> Group:
     rows, ring = draw(st.integers(1, 7)), draw(st.booleans()) and opaque is None
     if ring:
         dealt |= {"cp_size": 1}
+    elif draw(st.booleans()):
+        size = int(dealt["cp_size"])
+        order = draw(st.permutations([*range(size), *draw(st.lists(st.integers(0, size - 1), max_size=4))]))
+        dealt |= {"order": np.array(order, np.uint32)}
     kind = ItemKind.RING if ring else ItemKind.PAGE
     more = dealt | {"partial": draw(st.none() | st.just(True))}
     return Group(id=0, name="g", model=0, kind=kind, rows=rows, tokens_per_row=step, parts=(part,), **more)

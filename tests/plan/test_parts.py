@@ -20,6 +20,8 @@ BUILT = [
     Cache.gqa("a", 2, kv_heads=2, head_dim=8, page=4),
     Cache.gqa("b", 2, kv_heads=2, head_dim=64, page=4, scale_block=32),
     Cache.mla("c", 2, latent=16, rope=8, page=4),
+    Cache.cross("l", 2, kv_heads=2, head_dim=8, page=4),
+    Cache.encoder("m", dim=8, page=4),
     Cache.indexer("d", 2, head_dim=128, page=4),
     Cache.page_scales("e", 2, kv_heads=2, page=4),
     Cache.compressed("f", 2, dim=8, tokens_per_row=4, page_rows=2),

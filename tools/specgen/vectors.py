@@ -754,11 +754,10 @@ class _Body:
                 node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
                 yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
         elif name in ("present_iff", "only_if"):
-            yield from self._presence(rule, fields, at, path, id_)
+            yield from self._presence(owner, rule, at, path, id_)
 
-    def _presence(
-        self, rule: Facts, fields: dict[str, Facts], at: tuple[int, ...], path: str, id_: str
-    ) -> Iterator[Case]:
+    def _presence(self, owner: str, rule: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        fields = {f["name"]: f for f in self._fields(owner)}
         field, enum_field, member = rule["args"]
         enum = self.facts["enum"][fields[enum_field]["type"][5:]]
         whole = self.full
@@ -770,7 +769,7 @@ class _Body:
         for name in (member, others[0]):
             node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(enum["values"][name]))
             shown = _json_replaced(whole.json, f"{path}{enum_field}", name)
-            for rest in self._others(rule, at, path):
+            for rest in self._others(owner, rule, at, path):
                 node, shown = rest(node, shown, name)
             wanted = name == member
             absent = _Value(_replaced(node, where, None), _json_replaced(shown, f"{path}{field}", None))
@@ -788,16 +787,18 @@ class _Body:
                     "a field that this kind must or must not have",
                 )
 
-    def _others(self, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
+    def _others(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
         """Mend the other rules on presence of the same enum field."""
-        owner = self.name if not path else None
-        body = self._body(owner) if owner else {}
+        body = self._body(owner)
         found = []
         for other in body.get("rule", ()):
-            if other is not rule and other["rule"] == "present_iff" and other["args"][1] == rule["args"][1]:
+            presence = other["rule"] in ("present_iff", "only_if")
+            if other is not rule and presence and other["args"][1] == rule["args"][1]:
                 f = next(x for x in body["field"] if x["name"] == other["args"][0])
 
                 def mend(node: Node, shown: Any, name: str, f: Facts = f, other: Facts = other) -> tuple[Node, Any]:
+                    if name == other["args"][2] and other["rule"] == "only_if":
+                        return node, shown
                     value = self._value(f, True, 0, "") if name == other["args"][2] else _Value(None, None)
                     return _replaced(node, (*at, f["id"]), value.node), _json_replaced(
                         shown, f"{path}{f['name']}", value.json
