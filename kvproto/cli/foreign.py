@@ -250,8 +250,9 @@ def _short(value: Any) -> str:
     if isinstance(value, bytes):
         return f"{value[:16].hex()}{'...' if len(value) > 16 else ''} [{len(value)} bytes]"
     if isinstance(value, list) and len(value) > 8:
-        return f"[{', '.join(map(str, value[:8]))}, ...] [{len(value)}]"
-    return str(value)
+        return f"[{', '.join(map(repr, value[:8]))}, ...] [{len(value)}]"
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _as_json(fleet: Fleet, geometry: Geometry | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = ["MOST_BYTES", "Raw", "messages"]
 
 MOST_BYTES = 64 << 20
 """Of a file."""
+_MOST_TEXT = 16 << 20
 _MOST_FRAMES = 64
 _MOST_MESSAGES = 1 << 14
 _GREETING = 64
@@ -111,11 +112,13 @@ def _frames(index: int, frames: list[bytes], engine: str = "", release: str = ""
 
 
 def _text(data: bytes) -> Iterator[Raw]:
+    if len(data) > _MOST_TEXT:
+        raise refuse(ErrorCode.TOO_LARGE, "capture", f"at most {_MOST_TEXT} bytes of text", len(data))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise refuse(ErrorCode.UNKNOWN_MESSAGE, "capture", "a capture, see docs/import.md", data[:16].hex()) from None
-    lines = text.splitlines()
+    lines = text.split("\n")
     if all(_HEX.fullmatch(line) for line in lines):
         yield from _hex(lines)
     elif text.lstrip()[:1] in ("{", "["):

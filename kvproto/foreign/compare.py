@@ -47,7 +47,7 @@ def _messages(source: Fleet, sink: Fleet) -> Iterator[Difference]:
 
 
 def _backends(fleet: Fleet) -> set[str]:
-    return {r.message.name.partition(".")[0] for r in fleet.readings} - {"bootstrap", "log"}
+    return {r.message.name.partition(".")[0] for r in fleet.readings} & {"mooncake", "nixl"}
 
 
 def _rows(engine: Engine, message: Message, source: str, sink: str) -> Iterator[Difference]:

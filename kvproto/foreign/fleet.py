@@ -213,6 +213,8 @@ class Fleet:
     def _cache(self, have: Mapping[str, Any], page: int, dtype: DType) -> Cache:
         ids = next((r["entry_layers"] for r in self.ranks if r.get("entry_layers")), None)
         layers = list(dict.fromkeys(ids)) if ids else range(have["layers"])
+        if len(layers) > _MOST["layers"]:
+            raise LocalError(ErrorCode.TOO_LARGE, "layers", f"at most {_MOST['layers']}", str(len(layers)))
         if "latent" in have:
             return Cache.mla("target", layers, latent=have["latent"], rope=0, page=page, dtype=dtype)
         return Cache.gqa("target", layers, kv_heads=have["kv_heads"], head_dim=have["head_dim"], page=page, dtype=dtype)

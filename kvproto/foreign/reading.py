@@ -181,11 +181,11 @@ def _positional(
     if given and rows:
         one(of, release, rows[0], given[0], f"{path}.{rows[0].name}", [])
         done.append(rows[0].name)
-    if len(given) != len(rows):
+    if not len(rows) - sum(row.optional for row in rows) <= len(given) <= len(rows):
         what = "frames" if message.form == "frames" else "elements"
         raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}.{what}", f"{len(rows)} in {release}", len(given))
     values = {}
-    for row, item in zip(rows, given, strict=True):
+    for row, item in zip(rows, given, strict=False):
         values[row.name] = one(of, release, row, item, f"{path}.{row.name}", done)
         done.append(row.name)
     return values

@@ -32,6 +32,7 @@ class Row:
     word: str = ""
     """What it states, in words.toml."""
     optional: bool = False
+    """May be absent: a key, or the last frames."""
 
 
 @attrs.frozen(eq=False)

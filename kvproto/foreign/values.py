@@ -22,14 +22,22 @@ __all__ = ["DEPTH", "from_frame", "from_json", "from_msgpack", "from_value", "re
 
 DEPTH = 16
 """Maps and lists within each other, at most."""
+_MOST_NUMBERS = 1 << 20
+_MOST_LISTS = 1 << 12
+_SHOWN = 200
 _WIDTHS = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4"}
 _DECIMAL = re.compile(rb"-?[0-9]{1,20}")
 
 
 def refuse(code: ErrorCode, path: str, mine: object, yours: object, advice: str = "") -> WireError:
-    """The error, with a value of the capture shortened."""
-    text = str(yours)
-    return WireError(code, path, str(mine), text if len(text) <= 80 else f"{text[:77]}...", advice)
+    """The error, with what is of the capture shortened and without control characters."""
+    return WireError(code, _shown(path), _shown(mine), _shown(yours), advice)
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def from_frame(type_: str, frame: bytes, path: str) -> Any:
@@ -86,6 +94,8 @@ def _numbers(frame: bytes | memoryview, width: str, path: str) -> list[int]:
     kind = np.dtype(_WIDTHS[width])
     if len(frame) % kind.itemsize:
         raise refuse(ErrorCode.BAD_LENGTH, path, f"a multiple of {kind.itemsize} bytes", f"{len(frame)} bytes")
+    if len(frame) > _MOST_NUMBERS * kind.itemsize:
+        raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_NUMBERS} numbers", len(frame) // kind.itemsize)
     found: list[int] = np.frombuffer(frame, kind).tolist()
     return found
 
@@ -97,6 +107,8 @@ def _lists(frame: bytes, width: str, path: str) -> list[list[int]]:
     count = struct.unpack("<I", frame[:4])[0] if len(frame) >= 4 else 0
     if len(frame) < 4 + 4 * count:
         raise refuse(ErrorCode.TRUNCATED, path, "a count, then as many lengths", f"{len(frame)} bytes, count {count}")
+    if count > _MOST_LISTS:
+        raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_LISTS} lists", count)
     lengths = np.frombuffer(frame, "<u4", count, 4).tolist()
     ends = (4 + 4 * count + np.cumsum([0, *lengths], dtype=np.int64)).tolist()
     if ends[-1] != len(frame):
@@ -123,13 +135,16 @@ def from_value(type_: str, value: Any, path: str) -> Any:
     if type_.startswith("map<"):
         if not isinstance(value, dict):
             raise refuse(ErrorCode.BAD_TYPE, path, "a map", _kind(value))
-        return {str(k): from_value(type_[4:-1], v, f"{path}.{k}") for k, v in value.items()}
+        names = {from_value("text", k, path): v for k, v in value.items()}
+        return {k: from_value(type_[4:-1], v, f"{path}.{k}") for k, v in names.items()}
     if type_ == "bytes" and isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value):
         return bytes.fromhex(value)
     if type_ == "any":
         return value
     if type(value) not in _KINDS[type_]:
         raise refuse(ErrorCode.BAD_TYPE, path, type_, _kind(value))
+    if type_ == "text" and not value.isprintable():
+        raise refuse(ErrorCode.BAD_TEXT, path, "printable text", repr(value[:40]))
     return value
 
 
@@ -161,7 +176,10 @@ def from_json(text: str, path: str) -> Any:
 def from_msgpack(data: bytes, path: str) -> Any:
     """One msgpack value without repeated keys, extensions, NaN and deep nesting; raises WireError."""
     try:
-        made = msgpack.unpackb(data, strict_map_key=True, object_pairs_hook=lambda pairs: _map(pairs, path))
+        made = msgpack.unpackb(
+            data, strict_map_key=True, object_pairs_hook=lambda pairs: _map(pairs, path), max_array_len=_MOST_NUMBERS,
+            max_map_len=_MOST_LISTS,
+        )  # fmt: skip
     except msgpack.ExtraData as error:
         raise refuse(ErrorCode.TRAILING_BYTES, path, "one value", f"{len(error.extra)} bytes more") from None
     except UnicodeDecodeError:

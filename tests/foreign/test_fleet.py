@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,7 +197,3 @@ def test_every_word_of_a_row_is_in_the_list() -> None:
     used = {row.word for engine in engines().values() for m in engine.messages for row in m.rows if row.word}
     assert used <= known.keys()
     assert {w for w, row in known.items() if row.get("need")} <= {w for w, row in known.items() if "say" in row}
-
-
-def test_captures_hold_no_more_than_is_needed() -> None:
-    assert sum(path.stat().st_size for path in Path(CAPTURES).iterdir()) < 400_000

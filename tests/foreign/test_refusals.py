@@ -62,6 +62,8 @@ def put(at: int, value: bytes) -> Callable[[list[str]], None]:
         (put(6, struct.pack("<II", 1, 0xFFFF_FFF8)), "TRUNCATED", ".dst_state_data_ptrs"),
         (put(6, struct.pack("<IIQQ", 1, 8, 1, 2)), "TRAILING_BYTES", ".dst_state_data_ptrs"),
         (put(6, struct.pack("<II", 1, 4) + b"1234"), "BAD_LENGTH", ".dst_state_data_ptrs[0]"),
+        (put(12, bytes(4 << 20 | 4)), "TOO_LARGE", ".dst_kv_layer_ids"),
+        (put(6, struct.pack("<I", 5000) + bytes(20_000)), "TOO_LARGE", ".dst_state_data_ptrs"),
         (put(14, b"1234"), "BAD_LENGTH", ".staging_base_ptr"),
     ],
 )
@@ -123,6 +125,12 @@ def test_two_fleets_in_one_file_are_refused() -> None:
     assert refusal(frames(put(19, b""), variant="plain") + b"\n" + regrown)[0] == "FIELD_CONFLICT"
 
 
+def test_control_characters_of_a_capture_do_not_reach_the_terminal() -> None:
+    with pytest.raises(KvprotoError) as refused:
+        fleet(json.dumps({"engine_id": "x", "\x1b[2J": 1}).encode())
+    assert str(refused.value).isprintable()
+
+
 def _map(**change: Any) -> bytes:
     """vLLM's metadata, as msgpack, with keys changed or, by None, left out."""
     values = {**one("vllm", "0.32.0", "nixl.reply", "regions").record["parsed"]}
@@ -142,6 +150,8 @@ def _map(**change: Any) -> bytes:
         (_map(block_lens=[1, "2"]), "BAD_TYPE", ".block_lens[1]"),
         (_map(region_members=[["a"], [1]]), "BAD_TYPE", ".region_members[1][0]"),
         (_map(engine_id=msgpack.ExtType(4, b"x")), "BAD_TYPE", ""),
+        (_map(engine_id="\x1b[2J"), "BAD_TEXT", ".engine_id"),
+        (_map(packed_member_layouts={"\x1b[2J": [1]}), "BAD_TEXT", ".packed_member_layouts"),
         (_map()[:-3], "TRUNCATED", ""),
         (_map() + b"\x00", "TRAILING_BYTES", ""),
         (b"\x82\xa1a\x01\xa1a\x02", "REPEATED", ""),

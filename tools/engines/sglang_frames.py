@@ -71,7 +71,10 @@ def _nested(conn: Any) -> bool:
 
 
 def _has(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 def _records(conn: Any, backend: str, nested: bool) -> Iterator[dict[str, Any]]:
@@ -79,6 +82,10 @@ def _records(conn: Any, backend: str, nested: bool) -> Iterator[dict[str, Any]]:
         yield from _registration(conn, backend, variant, nested)
     for variant in ("plain", "dummy", "hybrid"):
         yield from _transfer(conn, backend, variant, nested)
+    if backend == "mooncake":
+        yield from _aborted(conn, nested)
+    if backend == "mooncake" and _has("sglang.srt.disaggregation.common.staging_handler"):
+        yield from _staged(conn, nested)
 
 
 def _kv_args(variant: str, nested: bool) -> SimpleNamespace:
@@ -187,10 +194,101 @@ def _transfer(conn: Any, backend: str, variant: str, nested: bool) -> Iterator[d
         yield _record(maker, name, variant, "transfer", frames, _parsed(conn.TransferInfo, frames, backend))
 
 
+def _aborted(conn: Any, nested: bool) -> Iterator[dict[str, Any]]:
+    """A decode rank gives a request up, before and after it awaits an acknowledgement."""
+    for variant in ("plain", "generation"):
+        manager = _manager(conn, "mooncake", "plain", nested)
+        manager.enable_deferred_decode_kv_release = variant == "generation"
+        manager.register_deferred_abort_room = lambda room: 17
+        receiver, sockets = _receiver(conn, "mooncake", manager, False)
+        receiver.init_time, receiver._abort_generation = 1.0, None
+        if hasattr(receiver, "_send_abort_notification"):
+            receiver._send_abort_notification()
+            for frames in sockets.sent:
+                given = {"room": ROOM, "decode_ip": "10.0.7.2", "decode_port": 41_873, "generation": 17}
+                yield _record(receiver, "_send_abort_notification", variant, "common.abort", frames, given)
+
+
+def _staged(conn: Any, nested: bool) -> Iterator[dict[str, Any]]:
+    """A prefill rank asks for room in the staging buffer, is answered, says what is there; room is given back."""
+    handler: Any = importlib.import_module("sglang.srt.disaggregation.common.staging_handler")
+    manager = _manager(conn, "mooncake", "staging", nested)
+    receiver, sockets = _receiver(conn, "mooncake", manager, False)
+    receiver.chunk_staging_infos = []
+    manager.kv_args.kv_head_num = manager.kv_args.total_kv_head_num = 8
+    peer = SimpleNamespace(
+        is_dummy=False, dst_kv_indices=PAGES, endpoint="10.0.7.2", dst_port=41_873, room=ROOM,
+        mooncake_session_id="10.0.7.2:15733",
+    )  # fmt: skip
+
+    class Sent(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+        def __getitem__(self, key: Any) -> Any:
+            return sockets
+
+    ranks = [None, 1] if "requester_pp_rank" in inspect.signature(handler.prefetch_staging_reqs).parameters else [None]
+    for rank in ranks:
+        more = {} if rank is None else {"requester_pp_rank": rank}
+        waiting = {ROOM: {"10.0.7.2:15733": peer}}
+        handler.prefetch_staging_reqs(ROOM, waiting, {"page_size": 16}, 64, set(), Sent(), **more)
+    asked = list(sockets.sent)
+    peer_name = {"room": ROOM, "session_id": "10.0.7.2:15733"}
+    for i, frames in ((0, asked[0]), (1, asked[-1])):
+        given = {**peer_name, "chunk_idx": i, "chunk_num_pages": (4, 1)[i], "pp_rank": 1}
+        variant = "plain" if len(frames) < 6 else "stage"
+        yield _record(handler.prefetch_staging_reqs, "", variant, "staging.request", frames, given)
+    sockets.sent.clear()
+    allocator = SimpleNamespace(
+        assign=lambda size: (5, 8_192, 2), free=lambda id: None, get_watermark=lambda: (3, 65_536)
+    )
+    info = {**receiver.bootstrap_infos[0], "pp_rank": 1}
+    handler.handle_staging_req(asked[0], allocator, manager.kv_args, 4, 2, None, {ROOM: receiver}, {ROOM: [info]})
+    given = {**peer_name, "chunk_idx": 0, "offset": 8_192, "round": 2}
+    yield _record(handler.handle_staging_req, "", "plain", "staging.answer", sockets.sent.pop(), given)
+    made = object.__new__(handler.DecodeStagingHandler)
+    made.staging_allocator, made._wm_subscribers = allocator, {"": (receiver, "10.0.7.2:15733")}
+    made._free_and_send_watermark(5, SimpleNamespace(req=SimpleNamespace(bootstrap_room=ROOM)))
+    yield _record(
+        made,
+        "_free_and_send_watermark",
+        "plain",
+        "staging.watermark",
+        sockets.sent.pop(),
+        {**peer_name, "round": 3, "tail": 65_536},
+    )
+    manager._connect = lambda *args, **more: sockets
+    manager._send_multipart_locked = lambda where, frames, **more: sockets.send_multipart(frames)
+    if hasattr(manager, "_send_chunk_ready"):
+        chunk = SimpleNamespace(index_slice=slice(4, 9), prefill_kv_indices=PAGES)
+        manager._send_chunk_ready(peer, 1, chunk, 6)
+    else:
+        for key, value in {"attn_tp_rank": 3, "pp_size": 2, "attn_cp_size": 1, "pp_rank": 0, "attn_cp_rank": 0}.items():
+            setattr(manager, key, value)
+        manager.send_chunk_ready(
+            room=ROOM,
+            chunk_idx=1,
+            page_start=4,
+            num_pages=5,
+            writer_id="10.0.7.2:15733",
+            targets=[("10.0.7.2", 41_873)],
+        )
+    name = "_send_chunk_ready" if hasattr(manager, "_send_chunk_ready") else "send_chunk_ready"
+    given = {
+        "room": ROOM,
+        "chunk_idx": 1,
+        "page_start": 4,
+        "num_pages": 5,
+        "writer_id": "10.0.7.2:15733",
+        "prefill_rank": 6,
+    }
+    yield _record(manager, name, "plain", "staging.chunk", sockets.sent.pop(), given)
+
+
 def _bootstrap(release: str) -> Iterator[dict[str, Any]]:
     """What a prefill rank puts to the bootstrap server, and what the server then tells a decode rank."""
-    common = _has("sglang.srt.disaggregation.common") and _has("sglang.srt.disaggregation.common.conn")
-    where = "common" if common else "mooncake"
+    where = "common" if _has("sglang.srt.disaggregation.common.conn") else "mooncake"
     conn: Any = importlib.import_module(f"sglang.srt.disaggregation.{where}.conn")
     manager = getattr(conn, "CommonKVManager" if where == "common" else "MooncakeKVManager")
     name = next((n for n in ("register_to_bootstrap", "_register_to_bootstrap") if hasattr(manager, n)), None)
@@ -279,7 +377,8 @@ def _plain(value: Any) -> Any:
 def _record(
     maker: Any, name: str, variant: str, message: str, frames: list[bytes], parsed: dict[str, Any]
 ) -> dict[str, Any]:
-    function = f"{type(maker).__module__}.{type(maker).__qualname__}.{name}"
+    owner = maker if inspect.isfunction(maker) else type(maker)
+    function = f"{owner.__module__}.{owner.__qualname__}.{name}".rstrip(".")
     return {
         "message": message, "function": function, "variant": variant, "frames": [f.hex() for f in frames], "parsed": parsed,
     }  # fmt: skip
