@@ -9,11 +9,11 @@ from kvproto.errors import RemoteError
 from tests.plan.mutant import mutant
 from tests.plan.wild import outcome, summary, world
 
-SEEDS = range(75)
+SEEDS = range(80)
 ODDITIES = (
     "PAGE to PAGE", "PAGE to RING", "RING to PAGE", "RING to RING", "SLOT to SLOT", "opaque part", "opaque pages dealt",
     "plain part beside an opaque one", "opaque slot with scratch", "rows covered in part", "slot with scratch", "deals apart",
-    "cp size beyond 9", "interleave beyond 9", "lanes folded", "sections at the source", "sections at the sink",
+    "deals by tables", "cp size beyond 9", "interleave beyond 9", "lanes folded", "sections at the source", "sections at the sink",
     "sections of several lanes", "other parts in the group", "pages of other sizes", "sub-range of lanes",
     "a source group for several sink groups", "SPREAD_ONE", "COLD_DRAFT",
 )  # fmt: skip

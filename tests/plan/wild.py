@@ -36,13 +36,14 @@ def _held(group: Group, cp_rank: int) -> list[int]:
     """The first global rows of a share of the tokens, in the order in which the rank stores them: token by token."""
     if group.cp_size == 1:
         return list(range(200))
+    order = list(range(group.cp_size)) if group.order is None else group.order.tolist()
     found, row, turn, left = [], group.origin // group.tokens_per_row, 0, group.interleave
     while len(found) < 60:
-        if turn == cp_rank:
+        if order[turn] == cp_rank:
             found.append(row)
         row, left = row + 1, left - group.tokens_per_row
         if not left:
-            turn, left = (turn + 1) % group.cp_size, group.interleave
+            turn, left = (turn + 1) % len(order), group.interleave
     return found
 
 
@@ -191,6 +192,8 @@ def _oddities(made: World, routes: Sequence[Route], moved: Counter[int]) -> set[
                 ("rows covered in part", bool(dst.partial) and dst.tokens_per_row > 1),
                 ("slot with scratch", dst.kind == ItemKind.SLOT and dst.live_rows not in (None, dst.rows)),
                 ("deals apart", src.cp_size > 1 and dst.cp_size > 1 and (src.cp_size, src.interleave) != (dst.cp_size, dst.interleave)),
+                ("deals by tables", src.order is not None or dst.order is not None),
+                ("opaque pages dealt by a table", any(encoded) and dst.order is not None),
                 ("cp size beyond 9", max(src.cp_size, dst.cp_size) > 9),
                 ("interleave beyond 9", max(g.interleave for g in (src, dst) if g.cp_size > 1) > 9 if max(src.cp_size, dst.cp_size) > 1 else False),
                 ("lanes folded", lane_bytes(part) != lane_bytes(other)),

@@ -114,13 +114,18 @@ def _group(rng: random.Random, cache: Cache, parts: list[tuple[str, int, str | N
         rows = cache.live + (rng.randint(0, 2))
         live = cache.live if rows > cache.live else rng.choice([None, cache.live])
         return _stated(cache, made, ItemKind.SLOT, rows, live_rows=live)
-    if rng.random() < 0.25:
+    if rng.random() < (0.1 if alike else 0.25):
         return _stated(cache, made, ItemKind.RING, rng.randint(1, 12))
     size = rng.choice([1, 2, 2, 3] if alike else [1, 1, 1, 1, 2, 2, 3, 5, 12])
     run, origin = rng.choice([1, 2, 3, 11]) * step, rng.choice([0, 0, 1, 4]) * step
     if size == 1:  # without a deal these mean nothing
         run, origin = rng.choice([(1, 0), (7, 5), (2**32 - 1, 2**64 - 1)])
-    return _stated(cache, made, ItemKind.PAGE, rng.randint(1, 5), cp_size=size, interleave=run, origin=origin)
+    order: Any = None
+    if size > 1 and rng.random() < 0.4:  # a table of runs, in which every rank comes
+        order = [*range(size), *(rng.randrange(size) for _ in range(rng.choice([0, 1, size])))]
+        order = np.array(rng.sample(order, len(order)), np.uint32)
+    deal = {"cp_size": size, "interleave": run, "origin": origin, "order": order}
+    return _stated(cache, made, ItemKind.PAGE, rng.randint(1, 5), **deal)
 
 
 def _sections(rng: random.Random, part: Part) -> list[Part]:
@@ -170,7 +175,7 @@ def _owned(rng: random.Random, group: Group, ranks: int, opaque: bool) -> list[t
     """Lanes of each of some ranks, which together own all: replicas, shares, and anything between, in any order."""
     found: list[list[LaneSpan]] = [[] for _ in range(ranks)]
     for p, part in enumerate(group.parts):
-        if opaque and rng.random() < 0.95:
+        if opaque and rng.random() < 0.99:
             for r in range(ranks):
                 found[r].append(LaneSpan(part=p, lo=0, hi=part.lanes))
             continue
@@ -212,11 +217,12 @@ def _span(rng: random.Random, mine: list[Group], yours: list[Group]) -> tuple[tu
     opaque = [g for g in yours if any(p.encoding for p in g.parts)]
     if opaque and opaque[0].kind == ItemKind.PAGE:  # where an item begins, of every rank
         g = opaque[0]
-        block = g.rows * step * (g.cp_size * (g.interleave // step) if g.cp_size > 1 else 1)
+        runs = g.cp_size if g.order is None else g.order.size
+        block = g.rows * (runs * g.interleave if g.cp_size > 1 else step)
         first = origin + rng.randint(0, 1) * block
     elif groups[0].partial:
         first -= first % step
-    several = len({(g.rows, g.cp_size, g.interleave, g.origin) for g in opaque}) > 1
+    several = len({(g.rows, g.cp_size, g.interleave, g.origin, str(g.order)) for g in opaque}) > 1
     end = first + (0 if several else rng.choice([0, 1, 5, 20, 40]))
     beyond = rng.choice([0, 0, 3])
     rings = [g.rows for g in mine if g.kind == ItemKind.RING]
