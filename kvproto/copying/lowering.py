@@ -32,6 +32,7 @@ class Pair:
         self.routes, self.source, self.sink = routes, source, sink
         self._maps: list[Deals] = []
         keys: dict[tuple[int, int, int, int], int] = {}
+        layers: dict[tuple[int, int, int, int], _Layers] = {}
         tables = []
         for route in routes:
             dst = sink.group(route.group)
@@ -45,8 +46,12 @@ class Pair:
                     whole = any(p.encoding for p in dst.parts)
                     from_, to = (not whole and _flat(s.columns[g.id], g) for s, g in ((source, src), (sink, dst)))
                     self._maps.append(Deals(src, dst, box.source_class, box.sink_class, from_, to, whole))
-                tables += list(_ops(source, sink, self._maps[keys[key]], box, keys[key]))
+                m, place = self._maps[keys[key]], (keys[key], box.part, box.layer_lo, box.layer_hi)
+                if place not in layers:
+                    layers[place] = _Layers.of(source, sink, m, box)
+                tables += list(_ops(source, sink, m, box, keys[key], layers[place]))
         self._ops = np.concatenate(tables) if tables else np.empty(0, OP)
+        self._ops["seed"] = seeds(self._ops)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
         self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
 
@@ -86,57 +91,77 @@ def _flat(columns: Columns, group: Group) -> bool:
     return bool((columns.item_stride == rows).all())
 
 
-def _ops(source: RankLayout, sink: RankLayout, m: Deals, box: Box, at: int) -> Iterator[npt.NDArray[np.void]]:
-    """Operations of a box: layers with equal strides share their lane pieces."""
-    name = m.sink.parts[box.part].name
-    parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]
-    fine = min(lane_bytes(group.parts[some[0]]) for group, some in zip((m.source, m.sink), parts, strict=True))
-    layers = np.arange(box.layer_lo, box.layer_hi)
-    here = {p: _column(source, m.source, p, layers) for p in parts[0]}
-    there = {p: _column(sink, m.sink, p, layers) for p in parts[1]}
-    strides = np.stack([c[n] for c in (*here.values(), *there.values()) for n in _STRIDES])
-    kinds, kind = np.unique(strides, axis=1, return_inverse=True)
-    for k in range(kinds.shape[1]):
-        some = np.flatnonzero(kind.reshape(-1) == k)
+Column = dict[str, IntArray]
+"""Where layers lie, as arrays over the layers."""
+
+
+@attrs.frozen
+class _Layers:
+    """Some layers of a part at both sides: the columns of its sections, and layers whose strides are equal."""
+
+    here: dict[int, Column]
+    """At the source, by part index."""
+    there: dict[int, Column]
+    alike: list[IntArray]
+    fine: int
+    """Bytes of the smaller lane."""
+
+    @classmethod
+    def of(cls, source: RankLayout, sink: RankLayout, m: Deals, box: Box) -> _Layers:
+        name = m.sink.parts[box.part].name
+        parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]
+        fine = min(lane_bytes(group.parts[some[0]]) for group, some in zip((m.source, m.sink), parts, strict=True))
+        layers = np.arange(box.layer_lo, box.layer_hi)
+        here = {p: _column(source, m.source, p, layers) for p in parts[0]}
+        there = {p: _column(sink, m.sink, p, layers) for p in parts[1]}
+        strides = np.stack([c[n] for c in (*here.values(), *there.values()) for n in _STRIDES])
+        kinds, kind = np.unique(strides, axis=1, return_inverse=True)
+        return cls(here, there, [np.flatnonzero(kind.reshape(-1) == k) for k in range(kinds.shape[1])], fine)
+
+
+_STRIDES = ("item_stride", "row_stride", "lane_stride")
+
+
+def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> Column:
+    share, columns = side.owns(group.id), side.columns[group.id]
+    at = np.searchsorted(share.layers, layers) * len(group.parts) + part
+    found = {n: getattr(columns, n)[at].astype(np.int64) for n in ("region", "offset", *_STRIDES)}
+    return found | {"items": np.full(layers.size, columns.items)}
+
+
+def _ops(
+    source: RankLayout, sink: RankLayout, m: Deals, box: Box, at: int, columns: _Layers
+) -> Iterator[npt.NDArray[np.void]]:
+    """Operations of a box, without their seeds: layers with equal strides share their lane pieces."""
+    fine = columns.fine
+    for some in columns.alike:
         a, b = (
             [
                 piece
-                for p, columns in found.items()
-                for piece in _pieces(side, group, p, int(columns["lane_stride"][some[0]]), box, fine)
+                for p, column in found.items()
+                for piece in _pieces(side, group, p, int(column["lane_stride"][some[0]]), box, fine)
             ]
-            for side, group, found in ((source, m.source, here), (sink, m.sink, there))
+            for side, group, found in ((source, m.source, columns.here), (sink, m.sink, columns.there))
         )
         for lo, hi, left, right in _both(a, b, fine):
             whole = left.stride == right.stride == 0
             unit = hi - lo if whole else fine
             ops = np.zeros(some.size, OP)
             ops["map"], ops["group"], ops["model"], ops["part"] = at, m.sink.id, box.model, box.part
-            ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = layers[some], lo, (hi - lo) // unit, unit
-            for side, columns, piece, flat, group in (
-                ("source", here[left.part], left, m.source_flat, m.source),
-                ("sink", there[right.part], right, m.sink_flat, m.sink),
+            ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = some + box.layer_lo, lo, (hi - lo) // unit, unit
+            for name, column, piece, flat, group in (
+                ("source", columns.here[left.part], left, m.source_flat, m.source),
+                ("sink", columns.there[right.part], right, m.sink_flat, m.sink),
             ):
                 for field in ("region", "item_stride", "row_stride"):
-                    ops[f"{side}_{field}"] = columns[field][some]
-                ops[f"{side}_offset"] = columns["offset"][some] + piece.offset
+                    ops[f"{name}_{field}"] = column[field][some]
+                ops[f"{name}_offset"] = column["offset"][some] + piece.offset
                 # a side whose lanes touch steps from unit to unit
-                ops[f"{side}_lane_stride"] = piece.stride or unit
-                items = columns["items"][some]
-                ops[f"{side}_items"] = 1 if flat else items
-                ops[f"{side}_rows"] = items * group.rows if flat else group.rows
-            ops["seed"] = seeds(ops)
+                ops[f"{name}_lane_stride"] = piece.stride or unit
+                items = column["items"][some]
+                ops[f"{name}_items"] = 1 if flat else items
+                ops[f"{name}_rows"] = items * group.rows if flat else group.rows
             yield ops
-
-
-_STRIDES = ("item_stride", "row_stride", "lane_stride")
-
-
-def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> dict[str, IntArray]:
-    """The columns of some layers, as arrays over the layers."""
-    share, columns = side.owns(group.id), side.columns[group.id]
-    at = np.searchsorted(share.layers, layers) * len(group.parts) + part
-    found = {n: getattr(columns, n)[at].astype(np.int64) for n in ("region", "offset", *_STRIDES)}
-    return found | {"items": np.full(layers.size, columns.items)}
 
 
 @attrs.frozen
@@ -153,25 +178,22 @@ class _Piece:
 
 def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine: int) -> Iterator[_Piece]:
     """What one column of this side stores of the lane bytes of a box."""
-    part, local = group.parts[p], 0
+    part = group.parts[p]
     size, whole, at = part.lane_bytes, lane_bytes(part), part.at or 0
-    for span in side.owns(group.id).lanes:
-        if span.part != p:
-            continue
-        x, y = max(box.lo, span.lo * whole), min(box.hi, span.hi * whole)
+    for first, last, local in side.spans(group.id, p, box.lo // whole, -(-box.hi // whole)):
+        x, y = max(box.lo, first * whole), min(box.hi, last * whole)
         if size != whole:  # a section of each lane, by itself
             for lane in range(x // whole, -(-y // whole)):
                 begin = lane * whole + at
                 cut, end = max(x, begin), min(y, begin + size)
                 while cut < end:
                     stop = min(end, cut + fine - cut % fine)
-                    yield _Piece(cut, stop, p, (local + lane - span.lo) * stride + cut - begin, 0)
+                    yield _Piece(cut, stop, p, (local + lane - first) * stride + cut - begin, 0)
                     cut = stop
-            local += span.hi - span.lo
             continue
         touching, cut = stride == size, x
         while cut < y:
-            lane, within = divmod(cut - span.lo * size, size)
+            lane, within = divmod(cut - first * size, size)
             if touching:
                 end = y
             elif within or size != fine or y - cut < size:  # in one lane
@@ -181,7 +203,6 @@ def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine:
             single = touching or end - cut <= size
             yield _Piece(cut, end, p, (local + lane) * stride + within, 0 if single else stride)
             cut = end
-        local += span.hi - span.lo
 
 
 def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, int, _Piece, _Piece]]:

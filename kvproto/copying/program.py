@@ -6,7 +6,8 @@ and row maps (which rows of which items, made for each request). An operation ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import add
 from typing import Any
@@ -71,12 +72,40 @@ class RankLayout:
 
     def group(self, id: int) -> Group:
         """The group of that id, which must be there."""
-        return next(g for g in self.geometry.groups if g.id == id)
+        return self._groups[id]
 
     def owns(self, id: int) -> Owns:
         """This rank's share of the group, which must be there."""
-        rank = next(r for r in self.geometry.ranks if r.rank == self.rank)
-        return next(o for o in rank.owns if o.group == id)
+        return self._shares[id]
+
+    def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+        """Intervals of a part's lanes that reach into [lo, hi), ascending, each with the local number of its first."""
+        found = self._spans.get((id, part), ())
+        for first, last, local in found[max(bisect(found, (lo, hi, 0)) - 1, 0) :]:
+            if first >= hi:
+                return
+            if last > lo:
+                yield first, last, local
+
+    @cached_property
+    def _groups(self) -> dict[int, Group]:
+        return {g.id: g for g in self.geometry.groups}
+
+    @cached_property
+    def _shares(self) -> dict[int, Owns]:
+        return {o.group: o for r in self.geometry.ranks if r.rank == self.rank for o in r.owns}
+
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+        """By group id and part: first lane, lane after the last, and the local number of the first."""
+        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for share in self._shares.values():
+            local: dict[int, int] = {}
+            for span in share.lanes:
+                before = local.get(span.part, 0)
+                found.setdefault((share.group, span.part), []).append((span.lo, span.hi, before))
+                local[span.part] = before + span.hi - span.lo
+        return {key: sorted(spans) for key, spans in found.items()}
 
 
 _SMALL = 32
