@@ -8,7 +8,7 @@ frame costs the same however many Transfers wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
 
-__all__ = ["Claims"]
+__all__ = ["Claims", "check_held"]
 
 _GONE = "ask from there on, or say that the window may begin late"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
@@ -307,12 +307,16 @@ def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
 
 
 def _check_held(claim: _Claim, user: _User) -> None:
-    """Raise NOT_HELD where a window begins with tokens whose items are gone (KVP-GRANT-HELD)."""
-    if not claim.since:
-        return
-    described = user.session.described
-    held = held_from(described.routes, {g.id: g for g in described.sink.groups}, claim.since)
-    for i, grant in enumerate(user.transfer.grants):
-        if grant.count and not grant.late and grant.first < held.get(grant.group, 0):
-            mine, yours = f"tokens from {held[grant.group]} on", f"tokens from {grant.first} on"
+    if claim.since:
+        described = user.session.described
+        groups = {g.id: g for g in described.sink.groups}
+        check_held(held_from(described.routes, groups, claim.since), user.transfer.grants)
+
+
+def check_held(held: Mapping[int, int], grants: Sequence[m.Grants]) -> None:
+    """Raise NOT_HELD where a window begins below what is held, by group id (KVP-GRANT-HELD)."""
+    for i, grant in enumerate(grants):
+        first = held.get(grant.group, 0)
+        if grant.count and not grant.late and grant.first < first:
+            mine, yours = f"tokens from {first} on", f"tokens from {grant.first} on"
             raise RemoteError(ErrorCode.NOT_HELD, f"grants[{i}].first", mine, yours, _GONE)

@@ -1,0 +1,91 @@
+"""Makes the vectors of windows that begin late: `python -m kvproto_conformance.late_vectors` writes their file.
+
+Inputs are built with kvproto's constructors; what is expected comes from the suite's own `late`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvproto.planning.geometry import Group, gqa
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind
+from kvproto.wire.messages import Grants
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.late import items_of, served
+from kvproto_conformance.row_vectors import changed, text
+
+FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/late.json"
+END = 45
+
+
+def groups() -> Iterator[tuple[str, Group, str]]:
+    """id, group, note."""
+    plain = gqa(0, "window", 0, 2, 4, 4, dtype=DType.U8)
+    yield "pages", plain, "pages of 4 tokens"
+    yield "compressed", attrs.evolve(plain, tokens_per_row=4, rows=2), "rows of 4 tokens, pages of 2 rows"
+    yield (
+        "scales",
+        attrs.evolve(plain, tokens_per_row=8, rows=1, partial=True),
+        "a row that is covered in part moves too",
+    )
+    yield "ring", attrs.evolve(plain, kind=ItemKind.RING, rows=64), "one item"
+    yield "dealt", attrs.evolve(plain, cp_size=2, interleave=3, rows=2, origin=6), "3 tokens in turn, from token 6 on"
+    yield "tiled", changed(plain, 0, encoding="tiled"), "items are held whole"
+    deal: dict[str, Any] = {"cp_size": 2, "interleave": 6, "rows": 4}
+    yield (
+        "tiled-dealt",
+        changed(attrs.evolve(plain, **deal), 0, encoding="tiled"),
+        "turns of 12 tokens, items of 4 rows",
+    )
+    deal |= {"interleave": 2, "order": np.array([0, 1, 1], np.uint32), "origin": 4}
+    yield "tiled-order", changed(attrs.evolve(plain, **deal), 0, encoding="tiled"), "rank 1 takes two runs of three"
+    yield "images", attrs.evolve(plain, axis="image", rows=5), "positions of another axis"
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Windows from the beginning and from later on, with `late` and without, at both cp ranks."""
+    for id, group, note in groups():
+        form, start = to_json(group), group.origin if group.cp_size > 1 else 0
+        for cp_rank in range(group.cp_size):
+            for since, first, late in (
+                ([0], start, False), ([9, 3], start, False), ([9, 3], start, True), ([17], 16 + start, True),
+                ([16], 40, False), ([99], start + 8, True),
+            ):  # fmt: skip
+                need = len(items_of(form, str(cp_rank), first, END))
+                items = np.arange(need, dtype=np.uint32)[::-1] * 2
+                grant = to_json(
+                    Grants(group=0, first=first, count=END - first, valid=END, items=items, late=late or None)
+                )
+                yield {
+                    "id": f"{id}-{cp_rank}-{max(since)}-{first}{'-late' * late}",
+                    "clause": "KVP-GRANT-LATE" if late else "KVP-GRANT-HELD",
+                    "group": form, "cp_rank": str(cp_rank), "since": [str(n) for n in since], "grant": grant, "note": note,
+                }  # fmt: skip
+
+
+def made() -> str:
+    """The text of the file."""
+    rows = []
+    for case in cases():
+        try:
+            expected = served(case["group"], case["cp_rank"], case["grant"], [int(n) for n in case["since"]])
+        except Refusal as refusal:
+            expected = {"error": refusal.code, "path": refusal.path}
+        rows.append({**case, **expected})
+    return text("late", rows)
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text(made())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
