@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c const
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
 
-.PHONY: demo demo-gpu test quick check format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
+.PHONY: demo demo-gpu test quick engines check format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -44,6 +44,7 @@ check: $(VENV)/.check
 	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
 	@$(PY) benchmarks/dcp_report.py --check
+	@$(PY) -m tools.layout_vectors --check
 
 format: $(VENV)/.check
 	@$(VENV)/bin/ruff check --fix -q .
@@ -67,6 +68,11 @@ bench: $(VENV)/.demo $(VENV)/.bench
 
 fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
+
+# vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`.
+engines: $(VENV)/.demo
+	@tools/engines/install.sh .engines
+	@$(PY) -m tools.engines
 
 demo-matrix: $(VENV)/.demo
 	@$(PY) -m tests.demo.matrix

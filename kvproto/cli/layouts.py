@@ -96,7 +96,8 @@ def lines(geometry: Geometry, rank: int, found: Memory) -> Iterator[str]:
     )  # fmt: skip
     alike: dict[tuple[Any, ...], list[Array]] = {}
     for a in found.arrays:
-        alike.setdefault((a.axes, a.shape, a.strides, found.regions[a.region][0] == a.name, a.offset), []).append(a)
+        key = a.name.partition(".")[0], a.axes, a.shape, a.strides, a.offset
+        alike.setdefault(key, []).append(a)
     yield ""
     yield from _table(
         ["tensors", "number", "in", "at byte", "axes: length (bytes from one to the next)"],

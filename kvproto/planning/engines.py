@@ -57,6 +57,8 @@ def pools(
         raise bad("engine", ", ".join(ENGINES), engine)
     setup, row, configs = setup or Setup(), ENGINES[engine], [target, *drafts]
     tp = setup.parallel.tp
+    if any(text(config).get("use_cla") for config in configs):
+        raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
     if setup.kv_dtype not in row.dtypes:
         raise bad("kv_dtype", ", ".join(row.dtypes), setup.kv_dtype)
     if setup.dp < 1 or tp % setup.dp or (setup.dp > 1 and not row.dp):
@@ -127,7 +129,7 @@ def _apart(made: list[Cache], order: Callable[[Cache], str]) -> Arranged:
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
-        "0.32.0, 0.33.0",
+        "0.32.0",
         {
             "auto": KvDtype(), **_FP8,
             "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),

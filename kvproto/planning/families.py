@@ -23,6 +23,7 @@ IMPLIED: dict[str, Config] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
     "falcon_h1": {"_both": "mamba"},
     "qwen3_next": {"full_attention_interval": 4},
+    "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
 }  # fmt: skip
 """What the class of a model type says where its config.json says nothing."""
 HYBRID = ("mamba_", "linear_num_", "conv_L_cache")

@@ -83,11 +83,12 @@ class _Regions:
     """Allocations by name: their ids count up, and their bytes grow with what is put into them."""
 
     sizes: dict[str, int] = attrs.field(factory=dict)
+    ids: dict[str, int] = attrs.field(factory=dict)
 
     def hold(self, name: str, size: int) -> int:
         """The id of a region that is `size` bytes long, at least."""
         self.sizes[name] = max(self.sizes.get(name, 0), size)
-        return [*self.sizes].index(name)
+        return self.ids.setdefault(name, len(self.ids))
 
 
 def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> Memory:
@@ -106,15 +107,19 @@ def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[
         counts = {items[i] for _, ids in here for i in ids}
         if len(counts) > 1:
             raise bad("items", f"as many of all groups of {slab.name}", sorted(counts))
+        laid = {
+            ids: _strides(slab, inner, [(groups[i], owned[i]) for i in ids], len(here), min(counts)) for _, ids in here
+        }
         for place, (layer, ids) in enumerate(here):
-            parts = _strides(slab, inner, [(groups[i], owned[i]) for i in ids], len(here), min(counts))
+            parts = laid[ids]
             for part in parts:
                 name = slab.name + f".{layer}" * ("L" in split) + f".{part.name}" * ("P" in split)
                 region = regions.hold(slab.arena or name, slab.offset + part.span)
                 at = slab.offset + part.offset + part.stride.get("L", 0) * place
                 found[ids[part.nth]][layer, part.index] = region, at, part
-                held = [p for p in parts if p is part or "P" not in split]
-                arrays.setdefault(name, _view(name, inner, held, region, slab.offset, len(here), min(counts)))
+                if name not in arrays:
+                    held = [p for p in parts if p is part or "P" not in split]
+                    arrays[name] = _view(name, inner, held, region, slab.offset)
     columns = tuple(_columns(groups[id], share, items[id], found[id]) for id, share in owned.items())
     return Memory(tuple(regions.sizes.items()), tuple(arrays.values()), columns)
 
@@ -143,7 +148,7 @@ def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers:
     return parts
 
 
-def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: int, layers: int, items: int) -> Array:
+def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: int) -> Array:
     """A tensor as an engine sees it: parts side by side in a lane are one axis, and so are parts of unequal shape."""
     axes, shape, strides = [], [], []
     beside = inner.endswith("P")

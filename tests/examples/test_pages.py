@@ -40,7 +40,7 @@ def test_snippets_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/embed.md", "docs/gpu.md", "README.md", "reference/README.md", "spec/v1/terms.md"]
+    "page", ["docs/embed.md", "docs/gpu.md", "docs/layouts.md", "README.md", "reference/README.md", "spec/v1/terms.md"]
 )
 def test_links_lead_somewhere_in_the_repository(page: str) -> None:
     here = ROOT / page

@@ -1,0 +1,296 @@
+"""What `make engines` asks the packages: models by their architecture, parallel sizes and layouts, and expected refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvproto.planning.engines import Setup, pools
+from kvproto.planning.families import layer_kinds, number, text
+from kvproto.planning.layout import Parallel
+from tools.specgen.registry import ROOT
+
+__all__ = ["ARCHITECTURES", "BLOCKS", "LISTED", "config", "sglang_cases", "vllm_cases"]
+
+CONFIGS = ROOT / "examples/configs"
+BLOCKS = 8
+Case = dict[str, Any]
+Sizes = Mapping[str, Any]
+
+ARCHITECTURES: dict[str, tuple[str, Case]] = {
+    # a model with experts comes first: vLLM makes its groups of processes for it
+    "mixtral-8x7b": ("MixtralForCausalLM", {}),
+    "llama-3.1-8b": ("LlamaForCausalLM", {}),
+    "llama-3.3-70b": ("LlamaForCausalLM", {}),
+    "llama-4-scout": ("Llama4ForCausalLM", {}),
+    "mistral-7b-v0.1": ("MistralForCausalLM", {}),
+    "qwen2.5-7b": ("Qwen2ForCausalLM", {}),
+    "qwen3-8b": ("Qwen3ForCausalLM", {}),
+    "qwen3-235b-a22b": ("Qwen3MoeForCausalLM", {}),
+    "qwen3-next-80b-a3b": ("Qwen3NextForCausalLM", {}),
+    "gemma-2-9b": ("Gemma2ForCausalLM", {}),
+    "gemma-3-27b": ("Gemma3ForCausalLM", {}),
+    "gemma-3n-e4b": (
+        "Gemma3nForCausalLM",
+        # on the CPU, as its construction reads numbers from tensors: so small wherever caches do not depend on it
+        {"device": "cpu", "hidden_size": 64, "intermediate_size": [64] * 35, "laurel_rank": 4, "hidden_size_per_layer_input": 8,
+         "vocab_size_per_layer_input": 128},
+    ),
+    "gpt-oss-20b": ("GptOssForCausalLM", {}),
+    "gpt-oss-120b": ("GptOssForCausalLM", {}),
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "moe_intermediate_size": 64}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+    "glm-4.5": ("Glm4MoeForCausalLM", {}),
+    "kimi-k2": ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3"}),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}),
+    "jamba-1.5-mini": ("JambaForCausalLM", {}),
+    "falcon-h1-7b": ("FalconH1ForCausalLM", {}),
+    "nemotron-h-8b": ("NemotronHForCausalLM", {}),
+    "granite-4.0-h-small": ("GraniteMoeHybridForCausalLM", {}),
+    "phi-3-mini-4k": ("Phi3ForCausalLM", {}),
+    "phi-4": ("Phi3ForCausalLM", {}),
+    "command-r": ("CohereForCausalLM", {}),
+    "command-r7b": ("Cohere2ForCausalLM", {}),
+    "olmo-2-7b": ("Olmo2ForCausalLM", {}),
+    "olmo-2-32b": ("Olmo2ForCausalLM", {}),
+    "olmo-3-7b": ("Olmo3ForCausalLM", {}),
+    "falcon-mamba-7b": ("FalconMambaForCausalLM", {}),
+    "mamba-codestral-7b": ("Mamba2ForCausalLM", {"intermediate_size": 8192}),
+    "hunyuan-a13b": ("HunYuanMoEV1ForCausalLM", {}),
+    "ernie-4.5-21b-a3b": ("Ernie4_5_MoeForCausalLM", {}),
+    "step3": ("Step3TextForCausalLM", {"moe_layers_enum": "4,5", "share_q_dim": 2048, "num_attention_groups": 1}),
+    "lfm2-1.2b": ("Lfm2ForCausalLM", {"conv_dim": 2048, "block_dim": 2048, "block_norm_eps": 1e-5, "block_ff_dim": 64, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1, "block_auto_adjust_ff_dim": False, "conv_dim_out": 2048, "conv_bias": False, "conv_use_xavier_init": True}),
+    "mimo-7b": ("MiMoForCausalLM", {"model_type": "qwen2"}),
+    "seed-oss-36b": ("SeedOssForCausalLM", {}),
+}  # fmt: skip
+"""Of each config.json: the class of vLLM that loads it, and what more that class wants to be told."""
+
+LISTED = (
+    "deepseek-v3.2",
+    "kimi-linear-48b-a3b",
+    "bamba-9b",
+    "minimax-text-01",
+    "deepseek-v3+draft-eagle3-deepseek-v3",
+    "qwen3-8b+draft-dflash-qwen3-8b",
+)
+"""Models whose classes do not build without a GPU, or are not in the release, and drafts: their layers are listed."""
+
+
+def config(name: str) -> Case:
+    """A config.json of the examples."""
+    found: Case = json.loads((CONFIGS / f"{name}.json").read_text())
+    return found
+
+
+def setup(case: Case, model: Case) -> Setup:
+    """What `describe` is told, so that its blocks are those of the CPU platform and its layout that of the case."""
+    if "layers" in case and case["padded"]:
+        return Setup(Parallel(tp=case["tp"]), layout=case["layout"])
+    backend = "CPU_MLA" if model.get("kv_lora_rank") and not model.get("index_head_dim") else None
+    return Setup(Parallel(tp=case["tp"]), page=case["page"], backend=backend, layout=case["layout"])
+
+
+def vllm_cases() -> list[Case]:
+    """Each model on one rank in two layouts, and as one rank of two in a third."""
+    made = []
+    for name, (architecture, more) in ARCHITECTURES.items():
+        model = text(config(name))
+        own = {k: v for k, v in model.items() if not k.startswith("_") and k != "text_config"}
+        page = 16 if model.get("kv_lora_rank") else 128
+        more = dict(more)
+        device = more.pop("device", "meta")
+        for tp, layout in ((1, "LBNHC"), (1, "BLHNC"), (2, "LBHNC")):
+            case: Case = {
+                "id": f"{name}, tp {tp}, {layout}",
+                "model": name,
+                "config": own,
+                "architecture": architecture,
+            }
+            case |= {"more": more, "device": device, "tp": tp, "page": page, "layout": layout, "blocks": BLOCKS}
+            made.append(case)
+    return made + [_listed(name, tp, layout) for name in LISTED for tp, layout in ((1, "LBHNC"), (2, "LBNHC"))]
+
+
+def _listed(name: str, tp: int, layout: str) -> Case:
+    """Layers as the numbers of config.json give them, and as vLLM names its classes and calculators."""
+    target, *drafts = name.split("+")
+    layers, page = [], 16
+    for prefix, one in (("model", target), *(("draft", d) for d in drafts)):
+        c = text(config(one))
+        for i, kind in enumerate(layer_kinds(c, number(c, "num_hidden_layers"))):
+            at = f"{prefix}.layers.{i}"
+            if kind == "attention" and c.get("kv_lora_rank"):
+                page = 64 if c.get("index_head_dim") else page
+                head = c["kv_lora_rank"] + c["qk_rope_head_dim"]
+                layers.append([f"{at}.attn", "MLAAttentionSpec", {"num_kv_heads": 1, "head_size": head}])
+                if c.get("index_head_dim"):
+                    numbers = {"num_kv_heads": 1, "head_size": 132, "dtypes": ["uint8"]}
+                    layers.append([f"{at}.indexer", "MLAAttentionSpec", numbers])
+            elif kind == "attention":
+                dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+                layers.append(
+                    [
+                        f"{at}.attn",
+                        "FullAttentionSpec",
+                        {"num_kv_heads": max(1, c["num_key_value_heads"] // tp), "head_size": dim},
+                    ]
+                )
+            elif kind == "kda":
+                sizes = c["linear_attn_config"]
+                layers.append(
+                    [
+                        f"{at}.kda",
+                        "kda_state_shape",
+                        {
+                            "tp_world_size": tp,
+                            "num_heads": sizes["num_heads"],
+                            "head_dim": sizes["head_dim"],
+                            "conv_kernel_size": 4,
+                            "dtypes": ["bfloat16", "float32"],
+                        },
+                    ]
+                )
+            elif kind == "lightning":
+                layers.append(
+                    [
+                        f"{at}.linear",
+                        "linear_attention_state_shape",
+                        {"tp_size": tp, "num_heads": c["num_attention_heads"], "head_dim": c["head_dim"]},
+                    ]
+                )
+            else:
+                layers.append(
+                    [
+                        f"{at}.mamba",
+                        "mamba2_state_shape",
+                        {
+                            "tp_world_size": tp,
+                            "intermediate_size": c["mamba_expand"] * c["hidden_size"],
+                            "n_groups": c["mamba_n_groups"],
+                            "num_heads": c["mamba_n_heads"],
+                            "head_dim": c["mamba_d_head"],
+                            "state_size": c["mamba_d_state"],
+                            "conv_kernel": c["mamba_d_conv"],
+                            "dtypes": ["bfloat16", "bfloat16"],
+                        },
+                    ]
+                )
+    states, padded = any("shape" in kind for _, kind, _ in layers), None
+    if states:  # the platform makes a block as long as a state; ours is, and the rest is compared
+        side = pools("vllm", config(target), (), Setup(Parallel(tp=tp), layout=layout))
+        page = next(g.rows for g in side.geometry.groups if g.name == "target")
+        padded = int(side.memory(0, 1).columns[0].item_stride[0])
+    c = text(config("llama-3.1-8b"))
+    return {
+        "id": f"{name}, tp {tp}, {layout}",
+        "model": target,
+        "drafts": drafts,
+        "config": c,
+        "architecture": "LlamaForCausalLM",
+        "layers": layers,
+        "tp": tp,
+        "page": page,
+        "padded": padded,
+        "layout": layout,
+        "blocks": BLOCKS,
+    }
+
+
+def sglang_cases() -> list[Case]:
+    """The pools of each model on a rank, in pages of 1, 16 and 64."""
+    made = []
+    for path in sorted(CONFIGS.glob("*.json")):
+        name, c = path.stem, text(json.loads(path.read_text()))
+        if c.get("use_cla"):
+            continue  # `describe --engine` refuses it: which layers are stored is not known
+        for tp, page, layout in ((1, 64, "NHD"), (2, 16, "HND"), (2, 1, "NHD")):
+            kinds = [k for ks in layer_kinds(c, number(c, "num_hidden_layers")) for k in ks.split("+")]
+            head = {
+                "id": f"{name}, tp {tp}, page {page}, {layout}",
+                "model": name,
+                "tp": tp,
+                "page": page,
+                "layout": layout,
+            }
+            if c.get("index_head_dim"):
+                page = head["page"] = 64
+            for kind in ("attention", "window", "chunked"):
+                if kind in kinds:
+                    made.append(head | {"kind": kind, **_pages(c, kinds.count(kind), tp, page)})
+            layers = [
+                i
+                for i, k in enumerate(layer_kinds(c, number(c, "num_hidden_layers")))
+                if {*k.split("+")} & {"mamba", "linear", "kda"}
+            ]
+            if layers:
+                made.append(head | {"kind": "states", "slots": BLOCKS, "layers": layers, **_states(c, tp)})
+    return [case | {"id": f"{case['id']}, {case['kind']}"} for case in made]
+
+
+def _pages(c: Sizes, layers: int, tp: int, page: int) -> Case:
+    """The pool class of SGLang's model runner, and its arguments."""
+    common = {"size": (BLOCKS - 1) * page, "page_size": page, "layer_num": layers}
+    if c.get("kv_lora_rank"):
+        sizes = {"kv_lora_rank": c["kv_lora_rank"], "qk_rope_head_dim": c["qk_rope_head_dim"]}
+        index = (
+            {"index_head_dim": c["index_head_dim"], "kv_cache_dim": sum(sizes.values())}
+            if c.get("index_head_dim")
+            else {}
+        )
+        return {"pool": "dsa" if index else "mla", "dtype": "bfloat16", "numbers": common | sizes | index}
+    heads = c.get("num_key_value_heads") or c.get("num_attention_groups") or c["num_attention_heads"]
+    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    return {"pool": "mha", "dtype": "bfloat16", "numbers": common | {"head_num": max(1, heads // tp), "head_dim": dim}}
+
+
+def _states(c: Sizes, tp: int) -> Case:
+    """The shape class of SGLang's configs, and its arguments."""
+    if c.get("linear_attn_config"):
+        sizes = c["linear_attn_config"]
+        return {
+            "pool": "kda",
+            "numbers": {
+                "tp_world_size": tp,
+                "num_heads": sizes["num_heads"],
+                "head_dim": sizes["head_dim"],
+                "conv_kernel_size": sizes["short_conv_kernel_size"],
+            },
+        }
+    if c.get("linear_num_key_heads"):
+        values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        return {
+            "pool": "mamba2",
+            "numbers": {
+                "tp_world_size": tp,
+                "intermediate_size": values,
+                "n_groups": c["linear_num_key_heads"],
+                "num_heads": c["linear_num_value_heads"],
+                "head_dim": c["linear_value_head_dim"],
+                "state_size": c["linear_key_head_dim"],
+                "conv_kernel": c["linear_conv_kernel_dim"],
+            },
+        }
+    heads = c.get("mamba_num_heads") or c.get("mamba_n_heads") or c.get("num_heads")
+    conv = c.get("conv_kernel") or c["mamba_d_conv"]
+    state = c.get("ssm_state_size") or c.get("mamba_d_state") or c["state_size"]
+    if not heads:
+        channels = c["mamba_expand"] * c["hidden_size"] if "mamba_expand" in c else c["intermediate_size"]
+        return {
+            "pool": "mamba1",
+            "numbers": {"tp_world_size": tp, "intermediate_size": channels, "state_size": state, "conv_kernel": conv},
+        }
+    dim = c.get("mamba_head_dim") or c.get("mamba_d_head") or c["head_dim"]
+    groups = c.get("n_groups") or c["mamba_n_groups"]
+    return {
+        "pool": "mamba2",
+        "numbers": {
+            "tp_world_size": tp,
+            "intermediate_size": heads * dim,
+            "n_groups": groups,
+            "num_heads": heads,
+            "head_dim": dim,
+            "state_size": state,
+            "conv_kernel": conv,
+        },
+    }
