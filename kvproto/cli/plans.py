@@ -19,6 +19,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.node.pool import pack
+from kvproto.planning.cache import BLOCK_SCALED
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
@@ -32,7 +33,7 @@ __all__ = ["add", "read_geometry", "run"]
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
-_KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)]
+_KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _LETTERS = "TDEFGHIJ"
 
 
@@ -191,7 +192,7 @@ def _describe(args: argparse.Namespace) -> int:
     for name in ("backend", "layout", "tensors"):
         if getattr(args, name):
             raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--engine beside it", "none")
-    dtype = DType[args.kv_dtype] if args.kv_dtype else None
+    dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
     geometry = describe(
         configs[0], configs[1:], parallel, args.page or 64, dtype, args.replica, dict(pairs), args.sharded,
         args.replicated, own_sizes,

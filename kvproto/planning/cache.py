@@ -16,13 +16,20 @@ from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
-__all__ = ["BITS", "Block", "Cache", "bytes_of"]
+__all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
 
 BITS = {
     DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
     DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
 }  # fmt: skip
 """Bits of an element."""
+
+
+BLOCK_SCALED: dict[str, dict[str, Any]] = {
+    "NVFP4": {"dtype": DType.F4E2M1, "scale_block": 16, "scale_dtype": DType.F8E4M3},
+    "MXFP4": {"dtype": DType.F4E2M1, "scale_block": 32, "scale_dtype": DType.F8E8M0},
+}
+"""Arguments of `Cache.gqa` and `Cache.mla`, by the name of the format."""
 
 
 def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvproto.planning.cache import Cache, bytes_of
+from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
 from kvproto.planning.families import HYBRID, SAYS_LAYERS, STATE_SIZE, Config, bad, layer_kinds, nested, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
@@ -16,7 +16,7 @@ __all__ = ["PRESETS", "Config", "Parallel", "describe", "draft_of", "element_typ
 
 def describe(
     target: Config, drafts: Iterable[Config] = (), parallel: Parallel | None = None, page: int = 64,
-    kv_dtype: DType | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
+    kv_dtype: DType | str | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
     sharded: Collection[str] = (), replicated: Collection[str] = (), own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; `facts` are compared for equality by the other side.
@@ -57,11 +57,13 @@ def draft_of(config: Config) -> Config | None:
 
 
 def specs(
-    config: Config, model: int = 0, page: int = 64, kv_dtype: DType | None = None, state_dtype: DType | None = None
-) -> list[Cache]:
+    config: Config, model: int = 0, page: int = 64, kv_dtype: DType | str | None = None,
+    state_dtype: DType | None = None,
+) -> list[Cache]:  # fmt: skip
     """The caches of one model, attention first; raises LocalError for a config that lacks a size.
 
-    `state_dtype` is that of recurrent states, F32 by default.
+    `kv_dtype` is the element type of pages, or a name of `BLOCK_SCALED`; `state_dtype` that of recurrent states, F32 by
+    default.
     """
     config = text(config)
     if page < 1:
@@ -76,7 +78,7 @@ def specs(
         if some := layers.get(kind):
             # windowed layers are a group of their own: a request may ask for their last tokens only
             full = name if kind == "attention" else f"{name} {kind}"
-            made += _attention(config, full, some, model, page, kv_dtype or element_type(config))
+            made += _attention(config, full, some, model, page, _element(kv_dtype or element_type(config)))
     for kind, recurrent in _RECURRENT.items():
         if some := layers.get(kind):
             made += recurrent(config, name, some, model, state_dtype or DType.F32)
@@ -85,17 +87,29 @@ def specs(
     return made
 
 
-def _attention(config: Config, name: str, layers: list[int], model: int, page: int, dtype: DType) -> Iterable[Cache]:
+def _element(kv_dtype: DType | str) -> Mapping[str, Any]:
+    """The arguments of a constructor that say what elements are."""
+    if isinstance(kv_dtype, DType):
+        return {"dtype": kv_dtype}
+    if kv_dtype not in BLOCK_SCALED:
+        raise bad("kv_dtype", f"a kvproto.DType, or one of {', '.join(BLOCK_SCALED)}", kv_dtype)
+    return BLOCK_SCALED[kv_dtype]
+
+
+def _attention(
+    config: Config, name: str, layers: list[int], model: int, page: int, element: Mapping[str, Any]
+) -> Iterable[Cache]:
     if config.get("kv_lora_rank"):
         latent, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
-        yield Cache.mla(name, layers, latent=latent, rope=rope, page=page, dtype=dtype, model=model)
+        yield Cache.mla(name, layers, latent=latent, rope=rope, page=page, **element, model=model)
         if config.get("index_head_dim"):
             dim = number(config, "index_head_dim")
             yield Cache.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
         return
     v_dim = number(config, "v_head_dim") if config.get("v_head_dim") else None
     yield Cache.gqa(
-        name, layers, kv_heads=_kv_heads(config), head_dim=_head_dim(config), v_head_dim=v_dim, page=page, dtype=dtype, model=model,
+        name, layers, kv_heads=_kv_heads(config), head_dim=_head_dim(config), v_head_dim=v_dim, page=page, model=model,
+        **element,
     )  # fmt: skip
 
 

@@ -187,9 +187,24 @@ def test_describe_divides_tokens_layers_and_single_caches_as_told(capsys: pytest
     assert made["groups"][0]["order"] == ["0", "1", "1", "0"]
     assert [len(rank["owns"][0]["layers"]) for rank in made["ranks"]] == [31] * 4 + [30] * 4
     assert [len(rank["owns"]) for rank in made["ranks"]] == [1] * 4 + [2, 2, 1, 1]
-    assert main(["describe", *options, "--deal", "0,1,1", "--own", "draft:dcp=4,interleave=4,deal=3+2+1+0"]) == 0
+    assert (
+        main(
+            [
+                "describe",
+                *options,
+                "--deal",
+                "0,1,1",
+                "--kv-dtype",
+                "NVFP4",
+                "--own",
+                "draft:dcp=4,interleave=4,deal=3+2+1+0",
+            ]
+        )
+        == 0
+    )
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert [g["order"] for g in groups] == [["0", "1", "1"], ["3", "2", "1", "0"]]
+    assert [p["dtype"] for p in groups[1]["parts"]] == ["F4E2M1", "F4E2M1", "F8E4M3", "F8E4M3"]
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,18 @@ def test_half_a_byte_is_nobodys(make: Any, path: str) -> None:
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
+def test_describe_knows_four_bit_formats_by_name() -> None:
+    target, draft = PRESETS["deepseek-v3"][0], PRESETS["llama-3-70b"][0]
+    made = describe(target, [draft], kv_dtype="MXFP4")
+    assert [[(p.name, p.dtype.name, p.lane_bytes) for p in g.parts] for g in made.groups] == [
+        [("latent", "F4E2M1", 288), ("latent_scale", "F8E8M0", 18)],
+        [("k", "F4E2M1", 64), ("v", "F4E2M1", 64), ("k_scale", "F8E8M0", 4), ("v_scale", "F8E8M0", 4)],
+    ]
+    with pytest.raises(LocalError, match="NVFP4, MXFP4") as caught:
+        describe(target, kv_dtype="FP4")
+    assert caught.value.path == "kv_dtype"
+
+
 def test_describe_divides_caches_by_name() -> None:
     target, draft = PRESETS["deepseek-v3"][0], PRESETS["llama-3-70b"][0]
     made = describe(target, [draft], Parallel(tp=8), own={"draft": {"tp": 2, "copies": False}})
