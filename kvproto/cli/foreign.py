@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if args.release and not args.engine:
             raise LocalError(ErrorCode.MISSING_FIELD, "engine", "the engine whose release it is", "none", "--engine")
         fleet = _fleet(args.capture, _pairs("say", args.say), args.engine, args.release)
-        unsaid = [u for u in fleet.unsaid() if u.usual is None and not (args.config and "--config" in u.say)]
+        unsaid = [u for u in fleet.unsaid(args.config is not None) if u.usual is None]
         geometry = None if unsaid and not args.out else _describe(fleet, args)
         if args.out and geometry:
             args.out.write_text(json.dumps(to_json(geometry)) + "\n")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(fleet, geometry)))
         return 0
-    for line in _lines(fleet):
+    for line in _lines(fleet, args.config is not None):
         print(line)
     if args.out:
         print(f"wrote {args.out}")
@@ -91,8 +91,11 @@ def check(args: argparse.Namespace) -> int:
                 sides.append(read_geometry(path))
                 continue
             own = {k.removeprefix(f"{side}."): v for k, v in said.items() if "." not in k or k.startswith(f"{side}.")}
-            fleets.append(_fleet(str(path), own))
-            sides.append(_described(fleets[-1], args))
+            try:
+                fleets.append(_fleet(str(path), own))
+                sides.append(_described(fleets[-1], args))
+            except KvprotoError as error:
+                raise type(error)(error.code, f"{path}: {error.path}", error.mine, error.yours, error.advice) from None
     except (KvprotoError, OSError, ValueError) as error:
         print(f"error: {_said(error)}", file=sys.stderr)
         return 1
@@ -103,7 +106,8 @@ def check(args: argparse.Namespace) -> int:
             made = plan(sides[0], sides[1])
         except KvprotoError as error:
             refused = error
-    _tell(args.json, fleets, differences, made, refused)
+    unsaid = [[u.word for u in f.unsaid(bool(args.config)) if u.usual is None] if f else [] for f in fleets]
+    _tell(args.json, fleets, unsaid, differences, made, refused)
     if differences or refused:
         return REFUSED
     return 0 if made is not None else UNTOLD
@@ -120,11 +124,10 @@ def _described(fleet: Fleet | None, args: argparse.Namespace) -> Geometry | None
 
 
 def _tell(
-    as_json: bool, fleets: Sequence[Fleet | None], differences: Sequence[Difference], made: Plan | None,
-    refused: KvprotoError | None,
+    as_json: bool, fleets: Sequence[Fleet | None], unsaid: Sequence[Sequence[str]], differences: Sequence[Difference],
+    made: Plan | None, refused: KvprotoError | None,
 ) -> None:  # fmt: skip
     names = [fleet.name if fleet else "Description" for fleet in fleets]
-    unsaid = [[u.word for u in fleet.unsaid() if u.usual is None] if fleet else [] for fleet in fleets]
     if as_json:
         rows = [{"path": d.path, "source": d.source, "sink": d.sink} for d in differences]
         compatible = None if made is None and not differences and not refused else not differences and not refused
@@ -201,8 +204,8 @@ def _said(error: Exception) -> str:
     return error.between("wanted", "found", " ") if isinstance(error, KvprotoError) else str(error)
 
 
-def _lines(fleet: Fleet) -> Iterator[str]:
-    yield f"{fleet.name}: {len(fleet.readings)} messages"
+def _lines(fleet: Fleet, config: bool) -> Iterator[str]:
+    yield f"{fleet.name}: {len(fleet.readings)} message{'s' * (len(fleet.readings) > 1)}"
     for reading in fleet.readings:
         yield f"{reading.path} {reading.message.name}: {reading.message.doc}"
         yield from _fields(reading, reading.values, "  ")
@@ -213,7 +216,7 @@ def _lines(fleet: Fleet) -> Iterator[str]:
         yield f"  {word:<16} {value}  ({fleet.where.get(word, 'follows')})"
     for rank in fleet.ranks:
         yield f"  a rank: {', '.join(f'{word} {_counted(value)}' for word, value in rank.items() if value != [])}"
-    unsaid = list(fleet.unsaid())
+    unsaid = list(fleet.unsaid(config))
     if unsaid:
         yield "unsaid:"
     for one in unsaid:

@@ -39,6 +39,7 @@ _NUMBERS = (
     "latent",
     "layers",
 )
+_PLAIN = (["k", "v"], ["latent"])
 _OF_RANK = (
     "tp_rank", "pp_rank", "cp_rank", "dcp_rank", "entries", "entry_bytes", "entry_layers", "entry_names",
     "entry_groups", "state_bytes", "staging_bytes",
@@ -142,17 +143,21 @@ class Fleet:
             at = f"rank {'.'.join(map(str, _key(rank)))} as before"
             raise refuse(ErrorCode.FIELD_CONFLICT, path, at, "other sizes", "one file for each fleet")
 
-    def unsaid(self) -> Iterator[Unsaid]:
-        """Words without which there is no Description, then those for which the usual value is taken."""
+    def unsaid(self, config: bool = False) -> Iterator[Unsaid]:
+        """Words without which there is no Description, then those for which the usual value is taken.
+
+        `config`: there is a config.json beside.
+        """
         have = self.known()
         missing = []
         for word, row in words()["word"].items():
             if word in have or (word == "interleave" and have.get("cp", 1) == have.get("dcp", 1) == 1):
                 continue
-            if "latent" in have and word in ("kv_heads", "head_dim"):
+            if (config and row.get("config")) or ("latent" in have and word in ("kv_heads", "head_dim")):
                 continue
             if row.get("need") or ("usual" in row and "say" in row):
-                missing.append(Unsaid(word, row["doc"], row["say"], row.get("usual")))
+                say = row["say"] + ", or --config" * ("config" in row)
+                missing.append(Unsaid(word, row["doc"], say, row.get("usual")))
         return iter(sorted(missing, key=lambda u: u.usual is not None))
 
     def known(self) -> dict[str, Any]:
@@ -191,9 +196,8 @@ class Fleet:
     ) -> Geometry:  # fmt: skip
         """Its Description; raises LocalError for a word unsaid, WireError where a buffer is of another size."""
         have = self.known()
-        from_config = ("kv_heads", "head_dim", "layers") if config is not None else ()
-        for word in self.unsaid():
-            if word.usual is None and word.word not in from_config:
+        for word in self.unsaid(config is not None):
+            if word.usual is None:
                 said = f"--say {word.word}=...: {word.say}"
                 raise LocalError(ErrorCode.MISSING_FIELD, word.word, word.doc, "unsaid", said)
         sizes = {word: have.get(word, 1) for word in ("tp", "pp", "cp", "dcp", "interleave")}
@@ -244,12 +248,15 @@ class Fleet:
     def _buffers(self, geometry: Geometry, owned: Sequence[Owns]) -> list[int] | None:
         """Bytes of a page in each buffer of a rank, in its engine's order; None where other caches share them."""
         groups = {g.id: g for g in geometry.groups}
+        kinds = [g.model for g in geometry.groups if [p.name for p in g.parts] in _PLAIN]
+        if len(set(kinds)) < len(kinds):  # windowed layers lie in buffers of their own, or share those of others
+            return None
         found = []
         joint = self.readings[0].engine.entries == "joint"
         for share in owned:
             group = groups[share.group]
             names = [p.name for p in group.parts]
-            if names not in (["k", "v"], ["latent"]):
+            if names not in _PLAIN:
                 if joint:
                     return None
                 continue  # states and indexes are registered beside the entries

@@ -81,6 +81,10 @@ def test_check_of_two_captures(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "do not differ in what both state" in said
     assert "unsaid by prefill: page, dtype, kv_heads, head_dim, layers" in said
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 64}))
+    assert main(["check", SGLANG, SGLANG, "--config", str(config)]) == 4
+    assert "unsaid by prefill: page, dtype (--say" in capsys.readouterr().out
     assert main(["check", SGLANG, SGLANG, *SAID]) == 0
     assert "kvproto: compatible: plan " in capsys.readouterr().out
     assert main(["check", SGLANG, VLLM, "--json"]) == 3
@@ -121,5 +125,5 @@ def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, capsys: pyte
         (b'{"frames": ["00"', "BAD_TYPE at messages[0]"),
     ):
         cut.write_bytes(data)
-        assert main(["check", str(cut), SGLANG]) == 1
-        assert said in capsys.readouterr().err
+        assert main(["check", SGLANG, str(cut)]) == 1
+        assert said.replace("at ", f"at {cut}: ") in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_a_draft_and_a_latent_are_held_against_the_buffers_too() -> None:
     assert encode_geometry(made) == encode_geometry(describe(target, [draft], Parallel(), 64, DType.BF16))
     with pytest.raises(KvprotoError, match="BAD_GEOMETRY"):
         of(data, said).describe(target)
+
+
+def test_windowed_layers_are_not_held_against_the_buffers() -> None:
+    config = {
+        **CONFIG,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+    }
+    made = fleet("sglang-live.jsonl", said={"page": "16", "dtype": "bfloat16"}).describe(config)
+    assert [group.name for group in made.groups] == ["target", "target window"]
+
+
+def test_the_page_of_the_documentation_names_every_message_and_word() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
+    for engine in engines().values():
+        assert f"{engine.releases[0]} to {engine.releases[-1]}" in page
+        for message in engine.messages:
+            assert f"`{message.name}`" in page
+    for word, row in words()["word"].items():
+        assert "say" not in row or f"`{word}`" in page
 
 
 def test_pickled_metadata_reads_as_the_frames_do() -> None:
