@@ -12,11 +12,13 @@ from kvproto.planning.plan import plan
 from kvproto.wire import from_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
-from kvproto_conformance import plan_vectors, row_vectors
+from kvproto_conformance import fleet_vectors, plan_vectors, row_vectors
 
 CASES: list[dict[str, Any]] = [
     case for file in plan_vectors.FILES for case in json.loads((plan_vectors.FOLDER / file).read_text())["cases"]
 ]
+FLEETS: dict[str, Any] = json.loads(fleet_vectors.FILE.read_text())
+NAMED = {name: from_json(Geometry, geometry) for name, geometry in FLEETS["geometries"].items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
@@ -45,8 +47,26 @@ def test_vectors_are_what_their_maker_makes(file: str) -> None:
 
 
 def test_every_file_of_vectors_has_a_maker_and_every_case_a_name() -> None:
-    assert {file.name for file in plan_vectors.FOLDER.iterdir()} == {*plan_vectors.FILES, row_vectors.FILE.name}
+    assert {file.name for file in plan_vectors.FOLDER.iterdir()} == {*plan_vectors.FILES, row_vectors.FILE.name, fleet_vectors.FILE.name}
     assert len({case["id"] for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", FLEETS["cases"], ids=lambda c: c["id"])
+def test_fleet(case: dict[str, Any]) -> None:
+    source, sink = NAMED[case["source"]], NAMED[case["sink"]]
+    made, wanted = plan(source, sink, [Feature[f] for f in case["features"]]), case["expected"]
+    assert {str(r.rank): [str(a) for a in made.required(r.rank)] for r in sink.ranks} == wanted["required"]
+    assert (made.digest.hex(), [str(m) for m in made.cold]) == (wanted["plan"], wanted["cold"])
+
+
+def test_descriptions_of_fleets_are_right_and_all_used() -> None:
+    for geometry in NAMED.values():
+        validate(geometry)
+    assert {case[side] for case in FLEETS["cases"] for side in ("source", "sink")} == NAMED.keys()
+
+
+def test_vectors_of_fleets_are_what_their_maker_makes() -> None:
+    assert fleet_vectors.FILE.read_text() == fleet_vectors.made()
 
 
 def test_worked_example_of_the_spec() -> None:

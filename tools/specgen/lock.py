@@ -71,8 +71,10 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
 def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:
     for path in sorted((SPEC / "vectors").rglob("*.json")):
         suite = json.loads(path.read_text())
+        named = suite.get("geometries", {})
         for case in suite["cases"]:
-            text = json.dumps({k: v for k, v in case.items() if k != "note"}, sort_keys=True)
+            known = {k: named[v] if named and k in ("source", "sink") else v for k, v in case.items() if k != "note"}
+            text = json.dumps(known, sort_keys=True)
             yield f"{suite['suite']}/{case['id']}", hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
