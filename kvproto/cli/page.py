@@ -8,9 +8,11 @@ from importlib.resources import files
 
 import numpy as np
 
+from kvproto.cli.slices import HEAD, row
 from kvproto.planning.deals import owner
 from kvproto.planning.geometry import Geometry, Group
 from kvproto.planning.plan import Plan
+from kvproto.planning.slices import slices
 
 __all__ = ["page"]
 
@@ -45,7 +47,8 @@ def page(
     ]
     data = {
         "digest": made.digest.hex(), "tokens": tokens, "groups": groups, "sources": [r.rank for r in source.ranks],
-        "sinks": [r.rank for r in sink.ranks], "boxes": boxes, "bytes": {f"{a},{b}": n for (a, b), n in moved.items()},
+        "sinks": [r.rank for r in sink.ranks], "boxes": boxes, "bytes": {f"{a},{b}": n for (a, b), n in moved.items()}, "ranges": HEAD,
+        "slices": [{"sink": s.sink, "source": s.source, "row": row(s)} for s in slices(source, sink, made)],
     }  # fmt: skip
     text = json.dumps(data).replace("<", "\\u003c")  # names are the user's: nothing of them ends the script
     return files("kvproto.cli").joinpath("page.html").read_text().replace("/*data*/null", text)

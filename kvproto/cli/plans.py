@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
-from kvproto.cli import layouts, sizes
+from kvproto.cli import layouts, sizes, slices
 from kvproto.cli.page import page
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
@@ -25,6 +25,7 @@ from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, differences, plan
+from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
 
@@ -93,6 +94,11 @@ def add(commands: Any) -> None:
                 metavar="FILE",
                 help="constants of `kvproto probe --out FILE`, instead of a pair of H200",
             )
+            one.add_argument(
+                "--slices",
+                action="store_true",
+                help="for each cache: remote rank, and the global, local and remote range",
+            )
             one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
 
 
@@ -142,7 +148,12 @@ def run(args: argparse.Namespace) -> int:
             return 1
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_as_json(sink, made, moved, costs) | {"costs": str(file) if file else ORIGIN}))
+        shown = {"slices": slices.as_json(slices_of(source, sink, made))} if args.slices else {}
+        print(json.dumps(_as_json(sink, made, moved, costs) | {"costs": str(file) if file else ORIGIN} | shown))
+        return 0
+    if args.slices:
+        for line in slices.table(slices_of(source, sink, made)):
+            print(line)
         return 0
     for line in _picture(source, sink, made, moved, args.first_token, args.tokens):
         print(line)

@@ -88,6 +88,20 @@ def test_plan_is_a_picture_and_data(files: dict[str, str], capsys: pytest.Captur
     assert "  D0   TD  D   .   ." in capsys.readouterr().out
 
 
+def test_slices_are_a_table_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", files["p"], files["d"], "--slices"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split("  ")[0] == "local rank"
+    assert "layers 0-60 by 2; lanes 0" in next(line for line in said if line.startswith("D1") and "P1" in line)
+    assert main(["plan", files["p"], files["d"], "--slices", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)["slices"]
+    mine = [s for s in data if (s["sink"], s["cache"]) == (1, "draft.k")]
+    assert [(s["source"], s["whole"]["lanes"], s["local"]["lanes"], s["remote"]["lanes"]) for s in mine] == [
+        (2, [[512, 768]], [[0, 256]], [[0, 256]]), (3, [[768, 1024]], [[256, 512]], [[0, 256]]),
+    ]  # fmt: skip
+    assert mine[0]["text"]["global range"] == "layers 0; lanes 2"
+
+
 BAD = {
     "not there": ("no.json", "No such file"),
     "not JSON": ("{", "not JSON"),
@@ -165,6 +179,7 @@ def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: P
     start = text.index("const plan = ") + len("const plan = ")
     data = json.JSONDecoder().raw_decode(text[start:])[0]
     assert (len(data["sources"]), len(data["sinks"]), len(data["groups"])) == (8, 4, 2)
+    assert sum(one["sink"] == 1 for one in data["slices"]) == 6
     assert sum(data["bytes"].values()) == 8192 * (4 * 61 * 1152 + 2 * 8 * 256)
     assert not [word for word in ("http://", "https://", "src=", "href=") if word in text]
 

@@ -1,0 +1,59 @@
+"""The slices of a plan for people and programs: `kvproto plan --slices`, its JSON and the tables of its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from kvproto.planning.slices import Range, Slice
+
+__all__ = ["HEAD", "as_json", "row", "table"]
+
+HEAD = ("local rank", "cache", "remote rank", "global range", "local range", "remote range")
+
+
+def as_json(found: Iterable[Slice]) -> list[dict[str, Any]]:
+    """One object a slice; intervals are [lo, hi), lanes in bytes."""
+    return [attrs.asdict(one) | {"text": dict(zip(HEAD, row(one), strict=True))} for one in found]
+
+
+def table(found: Iterable[Slice]) -> Iterator[str]:
+    """A line a slice, in columns; the sink's ranks are local, the source's remote."""
+    rows = [HEAD, *(row(one) for one in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def row(one: Slice) -> tuple[str, ...]:
+    """The cells of a slice, under HEAD."""
+    return f"D{one.sink}", one.cache, f"P{one.source}", *(_text(r) for r in (one.whole, one.local, one.remote))
+
+
+def _text(range_: Range) -> str:
+    lanes = [(lo, hi) for lo, hi in range_.lanes]
+    size = range_.lane_bytes
+    unit = "lanes"
+    if all(x % size == 0 for interval in lanes for x in interval):
+        lanes = [(lo // size, hi // size) for lo, hi in lanes]
+    else:
+        unit = "bytes"
+    tokens = f"; token share {range_.cp_rank} of {range_.cp_size}" if range_.cp_size > 1 else ""
+    return f"layers {_numbers(range_.layers)}; {unit} {_numbers(lanes)}{tokens}"
+
+
+def _numbers(intervals: Iterable[tuple[int, int]]) -> str:
+    """Numbers for people: `0-3, 5`, and `0-60 by 4` for every fourth."""
+    found = list(intervals)
+    starts = [lo for lo, _ in found]
+    steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    if (
+        len(found) > 2
+        and len(steps) == 1
+        and len({hi - lo for lo, hi in found}) == 1
+        and found[0][1] - found[0][0] == 1
+    ):
+        return f"{starts[0]}-{starts[-1]} by {starts[1] - starts[0]}"
+    return ", ".join(str(lo) if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in found)
