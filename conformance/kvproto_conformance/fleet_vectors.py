@@ -55,7 +55,7 @@ def made() -> str:
             for sink in SINKS:
                 sides_ = {"source": f"{model}, from {source}", "sink": f"{model}, to {sink}"}
                 for features, clause in (([], "KVP-PLAN-TURN"), (["FEW_SOURCES"], "KVP-PLAN-FEW")):
-                    found = plan(*(geometries[name] for name in sides_.values()), features)
+                    found = plan(geometries[sides_["source"]], geometries[sides_["sink"]], features)
                     expected = {key: found[key] for key in ("plan", "required", "cold")}
                     id_ = f"{model}, {source} to {sink}{', few' * bool(features)}"
                     rows.append({"id": id_, "clause": clause, **sides_, "features": features, "expected": expected})

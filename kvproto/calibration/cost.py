@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,10 @@ from kvproto.transport import find, names
 from kvproto.transport.bench import Constants, CostedWay, CostKind
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["ORIGIN", "Advice", "Cost", "Estimate", "advise", "estimates", "load", "reference_costs"]
+__all__ = [
+    "ORIGIN", "Advice", "Cost", "Estimate", "Spread", "advise", "advise_spread", "estimates", "load", "reference_costs",
+    "spread",
+]  # fmt: skip
 
 ORIGIN = "measured on a pair of H200"
 """Of `reference_costs`."""
@@ -105,3 +109,57 @@ def advise(ways: tuple[Estimate, ...]) -> Advice:
         return Advice("direct", f"runs are long enough for descriptors{fastest}")
     times = direct.seconds / other.seconds
     return Advice("pack", f"descriptors take {times:,.1f} times as long as {other.name}{fastest}")
+
+
+ANSWER = 300e-6
+"""Seconds that a sink rank spends on each source that it awaits, beside the bytes: benchmarks/spread.py."""
+SHARE = 0.7
+"""Of a source's time that may go into sending before requests wait for one another."""
+
+
+@attrs.frozen
+class Spread:
+    """What a rule of election comes to for one request that is fetched by one sink replica."""
+
+    rule: str
+    """"even", "few" or "one", as in `kvproto.Options.spread`."""
+    awaited: int
+    """Sources, by the sink rank that awaits most."""
+    source: float
+    """Seconds that the busiest source sends."""
+    sink: float
+    """Seconds that the busiest sink rank receives."""
+
+    @property
+    def seconds(self) -> float:
+        """The request by itself: the busier side, and the answers."""
+        return max(self.source, self.sink) + self.awaited * ANSWER
+
+    @property
+    def rate(self) -> float:
+        """Requests a second up to which they hardly wait for each other at the source."""
+        return SHARE / self.source if self.source else float("inf")
+
+
+def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Iterable[Cost]) -> Spread:
+    """Cost a rule by the runs of each (source, sink) rank pair, each moved the fastest way."""
+    chosen, sides = tuple(costs), (defaultdict[int, list[float]](list), defaultdict[int, list[float]](list))
+    for pair, runs in pairs.items():
+        seconds = estimates(runs, chosen)[0].seconds
+        for side, rank in zip(sides, pair, strict=True):
+            side[rank].append(seconds)
+    sent, received = ([sum(some) for some in side.values()] for side in sides)
+    awaited = max(map(len, sides[1].values()), default=0)
+    return Spread(rule, awaited, max(sent, default=0.0), max(received, default=0.0))
+
+
+def advise_spread(rules: Iterable[Spread]) -> str:
+    """Which rule serves a request first, and up to which rate of requests it does."""
+    found = sorted(rules, key=lambda rule: (round(rule.seconds, 6), -rule.rate))
+    first, most = found[0], max(found, key=lambda rule: rule.rate)
+    if first.rate >= most.rate:
+        return f"{first.rule}: the shortest, and no rule bears more requests"
+    return (
+        f"{first.rule} up to {first.rate:,.0f} requests a second from one source replica, {most.rule} beyond, up to "
+        f"{most.rate:,.0f}"
+    )

@@ -9,21 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
 from kvproto.cli import layouts, sizes, slices
 from kvproto.cli.page import page
-from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
+from kvproto.cli.programs import as_data, programs, shown, spreads
+from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.node.pool import pack
 from kvproto.planning.cache import BLOCK_SCALED
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
@@ -132,10 +127,10 @@ def run(args: argparse.Namespace) -> int:
     warnings = differences(source, sink)
     if args.command == "check":
         return _compatible(made, warnings, args.json)
+    request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     try:
-        moved = dict(
-            _programs(source, sink, made, args.first_token, args.tokens, (args.source_layout, args.sink_layout))
-        )
+        moved = programs(source, sink, made, request)
+        rules = spreads(source, sink, features, request, costs)
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1
@@ -148,8 +143,14 @@ def run(args: argparse.Namespace) -> int:
             return 1
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        shown = {"slices": slices.as_json(slices_of(source, sink, made))} if args.slices else {}
-        print(json.dumps(_as_json(sink, made, moved, costs) | {"costs": str(file) if file else ORIGIN} | shown))
+        more = {"slices": slices.as_json(slices_of(source, sink, made))} if args.slices else {}
+        print(
+            json.dumps(
+                _as_json(sink, made, moved, costs)
+                | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
+                | more
+            )
+        )
         return 0
     if args.slices:
         for line in slices.table(slices_of(source, sink, made)):
@@ -158,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     for line in _picture(source, sink, made, moved, args.first_token, args.tokens):
         print(line)
     for line in _costed(moved, costs, f"by {file}" if file else ORIGIN):
+        print(line)
+    for line in shown(rules):
         print(line)
     return 0
 
@@ -247,36 +250,6 @@ def _compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: b
     for model in made.cold:
         print(f"warning: draft {model} starts cold: prefill does not have it")
     return 0
-
-
-def _programs(
-    source: Geometry, sink: Geometry, made: Plan, first: int, tokens: int, layouts: Sequence[str]
-) -> Iterator[tuple[tuple[int, int], CopyProgram]]:
-    """The program of each routed pair, for pools without gaps and a request whose items follow one another in no order."""
-    sides = [
-        {r.rank: _side(g, r.rank, first, tokens, layout == "HND") for r in g.ranks}
-        for g, layout in zip((source, sink), layouts, strict=True)
-    ]
-    for a, b in sorted({(r.source, r.sink) for r in made.routes}):
-        (here, from_), (there, to) = sides[0][a], sides[1][b]
-        yield (a, b), Pair(made.between(a, b), here, there).lower(from_, to)
-
-
-def _side(
-    geometry: Geometry, rank: int, first: int, tokens: int, heads_first: bool
-) -> tuple[RankLayout, dict[int, Window]]:
-    groups = {g.id: g for g in geometry.groups}
-    dice = np.random.default_rng(rank)
-    windows, counts = {}, {}
-    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
-        group = groups[share.group]
-        count = tokens
-        if kind_of(group).wraps:
-            count = min(tokens, group.rows * group.tokens_per_row)
-        need = items_needed(group, share.cp_rank, first + tokens - count, count)
-        counts[group.id] = max(2 * need, 1)
-        windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
-    return RankLayout(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
 
 
 def _as_json(
