@@ -47,7 +47,11 @@ def test_vectors_are_what_their_maker_makes(file: str) -> None:
 
 
 def test_every_file_of_vectors_has_a_maker_and_every_case_a_name() -> None:
-    assert {file.name for file in plan_vectors.FOLDER.iterdir()} == {*plan_vectors.FILES, row_vectors.FILE.name, fleet_vectors.FILE.name}
+    assert {file.name for file in plan_vectors.FOLDER.iterdir()} == {
+        *plan_vectors.FILES,
+        row_vectors.FILE.name,
+        fleet_vectors.FILE.name,
+    }
     assert len({case["id"] for case in CASES}) == len(CASES)
 
 
