@@ -44,6 +44,12 @@ class Late:
         for door in (*self.sources, self.sink):
             door.step(0.005)
 
+    def reuse(self, source: Source, group: str, pages: list[int]) -> None:
+        """Others write pages that were given up."""
+        for layer in set(_layers(source)) & set(WINDOWED[group]):
+            for part in ("k", "v"):
+                source.pool.array(group, layer, part)[pages] = POISON + 2
+
     def poison(self) -> None:
         for layer in range(LAYERS):
             for part in ("k", "v"):

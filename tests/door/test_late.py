@@ -1,15 +1,17 @@
 """Windows that begin late: freed pages of a sliding window, evicted prefixes, and what sinks are told of them."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvproto import Options
 from kvproto.errors import LocalError, RemoteError
 from kvproto.wire.enums import ErrorCode
 
-from .late import OURS, TABLES, TOKENS, gone, late
+from .late import LAYERS, OURS, POISON, TABLES, TOKENS, WINDOWED, gone, late
 
 WAYS = [
     pytest.param(Options(), id="push"),
@@ -177,3 +179,47 @@ def test_what_a_sink_cannot_mean(tmp_path: Path, more: dict[str, Any], code: Err
     with late(tmp_path) as both, pytest.raises(LocalError) as refused:
         both.begin(tables={**OURS, "window": gone(OURS["window"], 2, -1)}, **more)
     assert (refused.value.code, refused.value.path) == (code, path)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_prefill_that_gives_pages_up(tmp_path: Path, seed: int) -> None:
+    """KVP-GRANT-HELD, KVP-GRANT-LATE, KVP-GRANT-BELOW: what changes hands while it is copied is nobody's answer."""
+    rng = random.Random(seed)
+    options = Options(
+        pull=rng.random() < 0.3, part_bytes=1, first_part_ratio=rng.choice([0, None]), thread=False,
+        verify=rng.choice([True, False, "pages"]),
+    )  # fmt: skip
+    with late(tmp_path, options, stages=rng.choice([1, 2])) as both:
+        truth = [both.rows(layer, 0)[0].copy() for layer in range(LAYERS)]
+        first = {name: rng.choice([0, rng.randrange(TOKENS + 1)]) for name in WINDOWED}
+        may = [name for name in WINDOWED if rng.random() < 0.6]
+        requests, found = both.begin(cached=first, late=may)
+        held, done = [dict.fromkeys(WINDOWED, 0) for _ in requests], 0
+        while done < TOKENS:
+            done = min(done + rng.randrange(1, 9), TOKENS)
+            for source, request, since in zip(both.sources, requests, held, strict=True):
+                tables = {}
+                for name, before in since.items():
+                    since[name] = rng.choice([before, before, rng.randrange(before, done + 1)])
+                    tables[name] = gone(TABLES[name], since[name] // 4, rng.choice([0, -1]))
+                    both.reuse(source, name, TABLES[name][: since[name] // 4])
+                request.computed(tables, done, since=since)
+                if done == TOKENS:
+                    request.finish(tables)
+            for _ in range(rng.randrange(4)):
+                both.turn()
+        while not found.done:
+            both.turn()
+        last = {name: max(each[name] for each in held) for name in WINDOWED}
+        behind = {name: number for name, number in last.items() if first[name] < number and first[name] < TOKENS}
+        if behind.keys() - set(may):
+            with pytest.raises(RemoteError) as refused:
+                found.wait(0)
+            assert refused.value.code == ErrorCode.NOT_HELD
+            return
+        assert found.wait(0).since == behind
+        for layer in range(LAYERS):
+            name = next(name for name, layers in WINDOWED.items() if layer in layers)
+            begin = max(first[name], behind.get(name, 0))
+            assert np.array_equal(both.rows(layer, begin)[1], truth[layer][:, begin:])
+            assert (both.rows(layer, 0, first[name])[1] == POISON).all()
