@@ -22,7 +22,7 @@ from kvproto.planning.engines import Pools, Setup, pools
 from kvproto.planning.layout import Parallel
 from kvproto.planning.vllm import BACKENDS
 from kvproto.wire.messages import Columns
-from tools.engines import cases
+from tools.engines import cases, frames
 from tools.specgen.registry import ROOT
 
 __all__ = ["main"]
@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"{engine} {row['id']}", [f"not run: {row['not_run']}"] if "not_run" in row else compare(case, row)
             )
         wrong += report(f"{engine}: every case was answered", sorted(by_id.keys() - seen))
+        found = [line for line in frames.differences(engine, RELEASES[engine], args.at.resolve()) if line]
+        wrong += report(f"{engine}: the frames of the captures", found)
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
