@@ -6,18 +6,19 @@ sides, as long as they can be, by ascending place at the sink.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from kvproto_conformance.dcp import Deal
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
 
-__all__ = ["copies", "joined"]
+__all__ = ["Place", "copies", "joined", "sums"]
 
 Json = dict[str, Any]
 Place = tuple[int, int]
-"""Region and offset."""
+"""Region and offset; or item and row."""
 
 
 class Side:
@@ -78,37 +79,67 @@ class Side:
 
 def copies(source: Json, sink: Json) -> list[list[str]]:
     """[source region, source offset, sink region, sink offset, bytes] of what one rank sends another."""
-    here, there = Side(source), Side(sink)
-    moved: dict[Place, Place] = {}
+    return joined({to: from_ for from_, to, _ in _moved(source, sink)})
+
+
+def sums(source: Json, sink: Json, byte: Callable[[Place], int]) -> dict[str, str]:
+    """Feature VERIFY: the checksum of each of the sink's groups that moved a row; `byte` by place at the source."""
+    found: dict[str, int] = {}
+    for from_, _, (group, model, layer, part, row, x) in _moved(source, sink):
+        weight = _mix(row + _mix((model << 48) + (layer << 16) + part)) * _mix(x)
+        found[str(group)] = (found.get(str(group), 0) + byte(from_) * weight) % 2**64
+    return {group: str(total) for group, total in found.items()}
+
+
+def _mix(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) | 1
+
+
+def _moved(source: Json, sink: Json) -> Iterator[tuple[Place, Place, tuple[int, ...]]]:
+    """Places of every byte at source and sink; and its group, model, layer, part, row and byte of the lane axis."""
+    here, there, seen = Side(source), Side(sink), set()
     for a, b, dst, model, first, last, index, lo, hi, c, d, _ in boxes(source["geometry"], sink["geometry"]):
         if (str(a), str(b)) != (source["rank"], sink["rank"]):
             continue
-        group = there.groups[str(dst)]
-        part = group["parts"][index]["name"]
+        assert there.shares[str(dst)]["cp_rank"] == str(d)
+        part = there.groups[str(dst)]["parts"][index]["name"]
         for layer in range(first, last):
             home = here.home(model, part, layer)
-            for from_, to in _pairs(here, home, there, str(dst), c):
+            for row, from_, to in _pairs(here, home, there, str(dst), c):
                 for x in range(lo, hi):
                     at = there.byte(str(dst), layer, part, to, x)
-                    assert at not in moved, "a byte of the sink is written twice"
-                    moved[at] = here.byte(home, layer, part, from_, x)
-        assert there.shares[str(dst)]["cp_rank"] == str(d)
-    return joined(moved)
+                    assert at not in seen, "a byte of the sink is written twice"
+                    seen.add(at)
+                    yield here.byte(home, layer, part, from_, x), at, (dst, model, layer, index, row, x)
 
 
-def _pairs(here: Side, home: str, there: Side, id: str, c: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Item and row at the source and at the sink of all that moves of a pair of groups and one class of the source."""
+def _pairs(here: Side, home: str, there: Side, id: str, c: int) -> Iterator[tuple[int, Place, Place]]:
+    """Global row, and places at source and sink, of all rows of two groups and of one class of the source."""
     src, dst = here.groups[home], there.groups[id]
     held, wanted = here.rows(home), there.rows(id)
     if any("encoding" in p for p in dst["parts"]):
-        items = {there_at[0]: here_at for row, there_at in wanted.items() if (here_at := held.get(row))}
-        for item, (other, _) in items.items():
-            yield from (((other, row), (item, row)) for row in range(int(dst["rows"])))
+        items = {item: (row, within) for row, (item, within) in wanted.items() if row in held}
+        for item, (row, within) in items.items():
+            for other in range(int(dst["rows"])):
+                yield _global(dst, row, other - within, other), (held[row][0], other), (item, other)
         return
     for row, to in wanted.items():
         owner = Deal.of(src).owner(row * int(src["tokens_per_row"])) if src["kind"] == "PAGE" else (0, row)
         if owner is not None and owner[0] == c:
-            yield held[row], to
+            yield row, held[row], to
+
+
+def _global(group: Json, row: int, beyond: int, within: int) -> int:
+    """The row that lies so many beyond another of the same rank; of slots and rings, the row within the item."""
+    if group["kind"] != "PAGE":
+        return within
+    deal, step = Deal.of(group), int(group["tokens_per_row"])
+    mine = deal.owner(row * step)
+    assert mine is not None
+    return next(r for r in count() if deal.owner(r * step) == (mine[0], mine[1] + beyond))
 
 
 def joined(moved: dict[Place, Place]) -> list[list[str]]:

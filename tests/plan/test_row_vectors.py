@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvproto.copying.columns import check_columns
+from kvproto.copying.execute import checksums
 from kvproto.copying.grants import check_grants
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, windows
@@ -64,6 +65,9 @@ def test_lowering(case: dict[str, Any]) -> None:
                     for byte in range(op["lane_bytes"]):
                         moved[int(op["sink_region"]), to + byte] = int(op["source_region"]), from_ + byte
     assert len(moved) == program.bytes
+    memory = {c: np.arange(1 << 16) * 7 + c for c in {int(op["source_region"]) for op in program.ops}}
+    regions_ = {c: memoryview((data % 256).astype(np.uint8)) for c, data in memory.items()}
+    assert {str(g): str(n) for g, n in checksums(program, regions_, sink=False).items()} == case["sums"]
     assert _runs(moved) == case["expected"]
 
 

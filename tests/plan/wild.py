@@ -35,10 +35,10 @@ from tests.plan.worlds import columns_of_group, regions
 def _held(group: Group, cp_rank: int) -> list[int]:
     """The first global rows of a share of the tokens, in the order in which the rank stores them: token by token."""
     if group.cp_size == 1:
-        return list(range(200))
+        return list(range(300))
     order = list(range(group.cp_size)) if group.order is None else group.order.tolist()
     found, row, turn, left = [], group.origin // group.tokens_per_row, 0, group.interleave
-    while len(found) < 60:
+    while len(found) < 240:
         if order[turn] == cp_rank:
             found.append(row)
         row, left = row + 1, left - group.tokens_per_row
