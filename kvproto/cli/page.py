@@ -10,7 +10,7 @@ import numpy as np
 
 from kvproto.cli.slices import HEAD, row
 from kvproto.planning.deals import owner
-from kvproto.planning.geometry import Geometry, Group
+from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.plan import Plan
 from kvproto.planning.slices import slices
 
@@ -34,14 +34,17 @@ def page(
     groups = [
         {
             "id": g.id, "name": g.name, "letter": letters[g.id],
-            "parts": [{"name": p.name, "lanes": p.lanes, "lane_bytes": p.lane_bytes} for p in g.parts],
+            "parts": [{"name": p.name, "lanes": p.lanes, "lane_bytes": lane_bytes(p)} for p in g.parts if not p.at],
             "source_cp": home.get(g.id, g).cp_size, "sink_cp": g.cp_size, "owners": _owners(home.get(g.id, g), g),
         }
         for g in sink.groups
     ]  # fmt: skip
+    whole = {g.id: [i for i, p in enumerate(g.parts) if not p.at] for g in sink.groups}  # not each section
     fields = ("layer_lo", "layer_hi", "part", "lo", "hi", "source_class", "sink_class")
     boxes = [
-        {"source": r.source, "sink": r.sink, "group": r.group} | {f: getattr(b, f) for f in fields}
+        {"source": r.source, "sink": r.sink, "group": r.group}
+        | {f: getattr(b, f) for f in fields}
+        | {"part": whole[r.group].index(b.part)}
         for r in made.routes
         for b in r.boxes
     ]

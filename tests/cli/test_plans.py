@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvproto import Cache, DType, lay_out
 from kvproto.cli.main import main
 from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import validate
@@ -182,6 +183,22 @@ def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: P
     assert sum(one["sink"] == 1 for one in data["slices"]) == 6
     assert sum(data["bytes"].values()) == 8192 * (4 * 61 * 1152 + 2 * 8 * 256)
     assert not [word for word in ("http://", "https://", "src=", "href=") if word in text]
+
+
+def test_a_part_in_sections_is_one_part_of_the_page(tmp_path: Path) -> None:
+    files = []
+    for split in (False, True):
+        cache = Cache.paged(
+            "kv", 2, parts={"k": (DType.U8, 2, (12, 4) if split else 16), "v": (DType.U8, 2, 16)}, page=4
+        )
+        files.append(tmp_path / f"{split}.json")
+        files[-1].write_text(json.dumps(to_json(lay_out([cache]))))
+    out = tmp_path / "plan.html"
+    assert main(["plan", *map(str, files), "--html", str(out)]) == 0
+    data = json.JSONDecoder().raw_decode(out.read_text().partition("const plan = ")[2])[0]
+    (group,) = data["groups"]
+    assert [(p["name"], p["lanes"] * p["lane_bytes"]) for p in group["parts"]] == [("k", 32), ("v", 32)]
+    assert [(b["part"], b["lo"], b["hi"]) for b in data["boxes"]] == [(0, 0, 32), (1, 0, 32)]
 
 
 def test_names_in_the_page_are_only_names(files: dict[str, str], tmp_path: Path) -> None:
