@@ -12,7 +12,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.planning.geometry import Geometry, LaneSpan, Rank, gqa, mla, owns
+from kvproto.copying.grants import items_needed
+from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Columns, Grants
@@ -159,6 +161,53 @@ def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
         side(dealt(kv, 2, 3), [1, 5], 12, 8),
         "rank 0 of two takes its runs of 3",
     )
+    yield from by_tables(kv)
+
+
+def by_tables(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+    """The same of deals by a table of runs, and of 4-bit elements."""
+    rows, single = attrs.evolve(kv, tokens_per_row=2), attrs.evolve(kv, rows=1)
+    zigzag, uneven, cyclic = table(kv, [0, 1, 1, 0], 3), table(kv, [0, 1, 1], 2), table(kv, [0, 1], 2)
+    coded = table(changed(kv, 0, encoding="tiled"), [0, 1, 1, 0], 2)
+    heads = Cache.gqa(
+        "target", 1, kv_heads=2, head_dim=16, page=4, dtype=DType.F4E2M1, scale_block=16, scale_dtype=DType.F8E4M3
+    )
+    for id_, source, a, sink, b, first, count, note in (
+        ("zigzag-rank-0", zigzag, 0, one(kv), 0, 0, 20, "runs 0 and 3 of the turn, then again"),
+        ("zigzag-rank-1", zigzag, 1, one(kv), 0, 0, 20, "runs 1 and 2, which are six rows at a stretch"),
+        ("to-zigzag", one(kv), 0, zigzag, 1, 5, 14, "a window that begins in the middle of a run"),
+        ("zigzag-to-cyclic-0", zigzag, 0, cyclic, 0, 0, 20, "runs of 3 there and back to runs of 2 in turn"),
+        ("zigzag-to-cyclic-1", zigzag, 1, cyclic, 0, 0, 20, "the other rank's share of it"),
+        ("zigzag-alike", zigzag, 1, table(attrs.evolve(kv, rows=3), [0, 1, 1, 0], 3), 1, 3, 17, "equal deals, other pages"),
+        ("zigzag-from-an-origin", table(kv, [0, 1, 1, 0], 3, 4), 1, zigzag, 0, 4, 16, "a turn that begins with token 4"),
+        ("shares-of-unequal-size", uneven, 1, one(kv), 0, 0, 20, "two runs of three"),
+        ("zigzag-to-unequal-shares", zigzag, 0, uneven, 1, 1, 18, "neither is in turn"),
+        ("spans-of-three", table(kv, [0, 0, 2, 1, 1, 1, 2], 2), 2, cyclic, 1, 0, 20, "rank 2 takes a third of the runs, apart"),
+        ("zigzag-of-rows", table(rows, [0, 1, 1, 0], 4), 1, one(rows), 0, 2, 25, "rows of two tokens, the last one incomplete"),
+        ("zigzag-of-single-rows", table(single, [0, 1, 1, 0], 1), 0, one(single), 0, 1, 7, "pages of one row"),
+        ("opaque-zigzag", coded, 1, coded, 1, 0, 16, "whole items between equal zigzags"),
+        ("nvfp4-second-head", lay_out([heads]), 0, lay_out([heads], Parallel(tp=2)), 1, 3, 6, "8 bytes of 16 elements, a byte of scale"),
+    ):  # fmt: skip
+        here, there = (
+            side(geometry, some(geometry, rank, first, count), first, count, rank)
+            for geometry, rank in ((source, a), (sink, b))
+        )
+        yield id_, "KVP-DCP-OWNER" if "nvfp4" not in id_ else "KVP-PLAN-EXACT", here, there, note
+
+
+def table(group: Group, order: list[int], interleave: int, origin: int = 0) -> Geometry:
+    """A rank for each share of a deal whose runs are taken in this order."""
+    ranks = max(order) + 1
+    group = attrs.evolve(group, cp_size=ranks, interleave=interleave, origin=origin, order=np.array(order, np.uint32))
+    made = tuple(Rank(rank=r, owns=(owns(group, [0], cp_rank=r),)) for r in range(ranks))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=made)
+
+
+def some(geometry: Geometry, rank: int, first: int, count: int) -> list[int]:
+    """As many items as a rank needs of these tokens, in no order."""
+    (share,) = next(r for r in geometry.ranks if r.rank == rank).owns
+    need = items_needed(geometry.groups[0], share.cp_rank, first, count)
+    return [(5 * n + rank + 3) % 8 for n in range(need)]
 
 
 def odd_small() -> Geometry:

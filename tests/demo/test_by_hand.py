@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvproto import LocalError
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
 from kvproto_reference.demo.options import parse
@@ -155,3 +156,16 @@ def test_what_decode_has_already_is_not_fetched_again(
 def test_decode_without_a_source_is_refused(folder: Path) -> None:
     with pytest.raises(EngineError, match="--sources must be at least 1, not 0"):
         parse("decode", ["--dir", str(folder), "--sources", "0"])
+
+
+@pytest.mark.parametrize(
+    ("deal", "says"),
+    [
+        ("zigzag-by-length", "share of each request's length"),
+        ("0,x", "ranks with commas between, not 0,x"),
+        ("0,1,2", "ranks 0 to 1, and of no other"),
+    ],
+)
+def test_a_deal_that_is_none_is_refused_at_the_start(deal: str, says: str, folder: Path) -> None:
+    with pytest.raises((EngineError, LocalError), match=says):
+        parse("decode", ["--dir", str(folder), "--tp", "2", "--dcp", "2", "--deal", deal])

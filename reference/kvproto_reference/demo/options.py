@@ -168,7 +168,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, deal=_deal(args.deal),
         draft_sharded=args.draft_sharded, replicate_q=args.replicate_q, exchange=args.exchange,
     )  # fmt: skip
-    layout.parallel.check("--")
+    layout.parallel.order("--")  # refuses a deal that is none
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
         name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), layout=layout,
