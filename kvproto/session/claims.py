@@ -145,7 +145,9 @@ class Claims(Endpoint):
         self._touched.add(key)
 
     def _match(self, claim: _Claim, user: _User, now: float) -> None:
-        """Accept a Transfer whose ticket, sink, prompt and tokens are right."""
+        """Accept a Transfer whose ticket, sink, prompt and tokens are right; one that is wrong in its tokens alone has
+        used the ticket, whether it came before the prompt or later.
+        """
         session, attempt, transfer = user
         try:
             _check(claim, user)
@@ -156,6 +158,11 @@ class Claims(Endpoint):
             session.claims += 1
         claim.users[session.session], claim.unwanted = user, False
         claim.bound = session.peer.engine, session.peer.replica
+        try:
+            _check_windows(claim, user)
+        except KvprotoError as error:
+            user.fail(error, now)
+            return
         if attempt.state == TransferState.ASKED:
             session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
         claim.waiting.append(user)
@@ -174,7 +181,6 @@ class Claims(Endpoint):
             except RemoteError as error:
                 user.fail(error, now)
         self._touched.add(key)
-        self._after(now)
 
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
@@ -287,9 +293,13 @@ def _check(claim: _Claim, asking: _User) -> None:
     user = claim.users.get(session.session)
     if user is not None and user.attempt.sequence != transfer.sequence:
         raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
+
+
+def _check_windows(claim: _Claim, user: _User) -> None:
+    """Raise where a Transfer asks for what the request does not have, the last two of those checks."""
     if claim.tokens is not None:
-        _check_ends(claim.tokens, claim.axes, asking)
-    _check_held(claim, asking)
+        _check_ends(claim.tokens, claim.axes, user)
+    _check_held(claim, user)
 
 
 def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:

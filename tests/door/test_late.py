@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvproto import Options
+from kvproto import events as told
 from kvproto.errors import LocalError, RemoteError
 from kvproto.wire.enums import ErrorCode
 
@@ -53,6 +54,10 @@ def test_who_asks_for_what_is_gone_is_refused_with_the_number(
         assert (error.code, error.path) == (ErrorCode.NOT_HELD, "grants[1].first")
         assert (error.mine, error.yours) == ("tokens from 16 on", "tokens from 15 on")
         assert found.pages_free
+        if not asked_first:
+            (lost,) = request.wait(10).lost.values()
+            assert (lost.code, lost.path) == (error.code, error.path)
+            assert not [e for e in both.sources[0].events() if isinstance(e, told.Unwanted)]
         both.poison()
         (request,), found = both.begin()
         request.finish(TABLES)
