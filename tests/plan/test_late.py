@@ -62,7 +62,8 @@ def test_a_window_is_cut_to_the_rows_that_are_held(group: Group, since: int, fir
             assert owned_before(group, rank, begin // group.tokens_per_row) % group.rows == 0
         whole = window(group, rank, first)
         said = begins_of(held, [whole])
-        assert said == (() if begin <= first else (Begin(group=0, first=min(begin, TOKENS)),))
+        to = min(begin, TOKENS)
+        assert said == (() if to <= first else (Begin(group=0, first=to),))
         (cut,) = begun(side, (whole,), {each.group: each.first for each in said})
         again = window(group, rank, said[0].first if said else first)
         assert (cut.first, cut.count, cut.valid) == (again.first, again.count, again.valid)
