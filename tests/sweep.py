@@ -149,14 +149,28 @@ def deals() -> Iterator[tuple[str, Any]]:
         itertools.product((1, 2, 5, 8), (1, 6, 16), (7,)),
     ):
         yield f"cp {n}x{run} pages of {page} to {m}x{other} pages of {page_d}", (n, run, page, m, other, page_d)
+    for n, run, m, other, page in itertools.product(range(2, 9), (1, 3, 16, 64), (2, 5), (1, 6), (1, 4)):
+        for one, two in itertools.product(tables(n), tables(m)):
+            yield f"cp {one or n}x{run} to {two or m}x{other} pages of {page}", (n, run, page, m, other, 7, one, two)
 
 
-def dealt(n: int, run: int, page: int, m: int, other: int, page_d: int) -> None:
+def tables(ranks: int) -> list[list[int] | None]:
+    """In turn, there and back, and shares of 1, 2, 3 and so on runs."""
+    there = list(range(ranks))
+    return [None, there + there[::-1], [rank for rank in there for _ in range(rank + 1)]]
+
+
+def dealt(
+    n: int, run: int, page: int, m: int, other: int, page_d: int, one: list[int] | None = None, two: list[int] | None = None
+) -> None:  # fmt: skip
     """Assert that every row of a window goes once, from where its owner keeps it to where its owner wants it."""
     groups = [
-        attrs.evolve(mla(0, "t", 0, 1, size), cp_size=c, interleave=i)
-        for c, i, size in ((n, run, page), (m, other, page_d))
+        attrs.evolve(
+            mla(0, "t", 0, 1, size), cp_size=c, interleave=i, order=None if o is None else np.array(o, np.uint32)
+        )
+        for c, i, size, o in ((n, run, page, one), (m, other, page_d, two))
     ]
+    ours, theirs = one or list(range(n)), two or list(range(m))
     sides = [
         Geometry(
             replica=0,
@@ -182,12 +196,12 @@ def dealt(n: int, run: int, page: int, m: int, other: int, page_d: int) -> None:
             for rmap in program.maps:
                 seen[rmap.global_rows] += 1
                 mine = rmap.global_rows
-                assert (mine // run % n == p).all() or n == 1
-                assert (mine // other % m == d).all() or m == 1
+                assert all(ours[row // run % len(ours)] == p for row in mine.tolist())
+                assert all(theirs[row // other % len(theirs)] == d for row in mine.tolist())
                 # pools touch and items are in order: the local row is the address
                 at = np.repeat(rmap.source_row - np.cumsum(rmap.rows) + rmap.rows, rmap.rows) + np.arange(rmap.size)
-                local = mine if n == 1 else mine // (run * n) * run + mine % run
-                assert np.array_equal(at, local)
+                held = [row for row in range(first + count) if ours[row // run % len(ours)] == p]
+                assert np.array_equal(at, np.searchsorted(held, mine))
     assert (seen[rows] == 1).all()
     assert not seen[:first].any()
 
