@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -21,9 +22,9 @@ __all__ = ["MOST_BYTES", "Raw", "messages"]
 
 MOST_BYTES = 64 << 20
 """Of a file."""
-_MOST_TEXT = 16 << 20
+_MOST_TEXT = 8 << 20
 _MOST_FRAMES = 64
-_MOST_MESSAGES = 1 << 14
+_MOST_MESSAGES = 1 << 12
 _GREETING = 64
 """Bytes of ZMTP before the first frame: signature, version, mechanism (RFC 23 of ZeroMQ)."""
 
@@ -47,7 +48,7 @@ class Raw:
         """What is there, for an error."""
         if self.forms == ("frames",):
             return f"{len(self.value)} frames, the first {self.value[0][:16].hex() if self.value else 'absent'}"
-        return f"{self.kind or type(self.value).__name__} of {', '.join(map(str, self.value))[:60]}"
+        return f"{self.kind or type(self.value).__name__} of {', '.join(map(str, islice(self.value, 8)))}"
 
 
 def messages(data: bytes) -> list[Raw]:

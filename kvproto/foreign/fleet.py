@@ -78,16 +78,12 @@ class Fleet:
         ahead: dict[str, Any] = {}
         for reading in readings:
             own: dict[str, Any] = {}
-            ended = ""
-            for whose, word, value, path in reading.stated():
-                if not word:
-                    ended = "rank" if "rank" in (ended, whose) else whose
-                elif word in _OF_RANK:
-                    if value or word not in own:
-                        own[word] = value
-                else:
+            for word, value, path in reading.stated():
+                if word not in _OF_RANK:
                     made.state(word, value, path)
-            if ended == "next":
+                elif value or word not in own:
+                    own[word] = value
+            if reading.whose == "next":
                 ahead = own
             elif own:
                 made.join({**ahead, **own}, reading.path)

@@ -32,22 +32,27 @@ class Reading:
     """By field; a message within a frame is a map of its own."""
     path: str
 
-    def stated(self) -> Iterator[tuple[str, str, Any, str]]:
-        """(whose, word, value, path) of what its values state, those of inner messages included."""
-        yield from _stated(self.engine, self.message, self.releases[-1], self.values, self.path)
+    @property
+    def whose(self) -> str:
+        """Whose words it has: of a rank, of the rank whose message comes next, of the whole fleet; of nobody: empty."""
+        return next((message.states for message, *_ in _inner(self) if message.states), "")
+
+    def stated(self) -> Iterator[tuple[str, Any, str]]:
+        """(word, value, path) of what its values state, those of inner messages included."""
+        for message, values, path in _inner(self):
+            for row in self.engine.rows(message, self.releases[-1]):
+                if row.word and values.get(row.name) is not None:
+                    yield row.word, values[row.name], f"{path}.{row.name}"
 
 
-def _stated(
-    of: Engine, message: Message, release: str, values: Mapping[str, Any], path: str
-) -> Iterator[tuple[str, str, Any, str]]:
-    for row in of.rows(message, release):
-        value, at = values.get(row.name), f"{path}.{row.name}"
-        if row.type.startswith("msgpack:") and isinstance(value, dict):
-            yield from _stated(of, of.message(row.type[8:]), release, value, at)
-        elif row.word and value is not None:
-            yield message.states or "rank", row.word, value, at
-    if message.states in ("rank", "next"):
-        yield message.states, "", None, path
+def _inner(reading: Reading) -> Iterator[tuple[Message, Mapping[str, Any], str]]:
+    """A message and those within its frames, each with its values and path."""
+    left = [(reading.message, reading.values, reading.path)]
+    for message, values, path in left:
+        yield message, values, path
+        for row in reading.engine.rows(message, reading.releases[-1]):
+            if row.type.startswith("msgpack:") and isinstance(values.get(row.name), dict):
+                left.append((reading.engine.message(row.type[8:]), values[row.name], f"{path}.{row.name}"))
 
 
 def read(raw: Raw, name: str | None = None, release: str | None = None) -> list[Reading]:
@@ -66,6 +71,8 @@ def read(raw: Raw, name: str | None = None, release: str | None = None) -> list[
         allowed = of.around(release) if release and name else of.releases
         for message in of.messages:
             if message.form not in raw.forms or (raw.kind and raw.kind not in (*message.classes, message.marker)):
+                continue
+            if message.form == "frames" and list(raw.value[: len(message.head)]) != message.head:
                 continue
             for releases in _alike(of, message, allowed):
                 done: list[str] = []
@@ -154,7 +161,8 @@ def _values(of: Engine, message: Message, release: str, value: Any, path: str, d
     """Values by field; `done` collects what was recognised, for a good error where nothing fits."""
     rows = of.rows(message, release)
     if message.form == "frames":
-        return _positional(of, message, release, rows, _unguarded(message, value, path, done), path, done)
+        done += [message.guard] * bool(message.guard)
+        return _positional(of, message, release, rows, value[bool(message.guard) :], path, done)
     if message.form == "array":
         if not isinstance(value, list):
             raise refuse(ErrorCode.BAD_TYPE, path, "an array", type(value).__name__)
@@ -163,15 +171,6 @@ def _values(of: Engine, message: Message, release: str, value: Any, path: str, d
         done += [row.name for row in rows if row.name in value]
         return {r.name: from_frame(r.type, value[r.name].encode(), f"{path}.{r.name}") for r in rows if r.name in value}
     return _keyed(of, message, release, rows, value, path, done)
-
-
-def _unguarded(message: Message, frames: Sequence[bytes], path: str, done: list[str]) -> Sequence[bytes]:
-    if not message.guard:
-        return frames
-    if not frames or frames[0] != message.guard.encode():
-        raise refuse(ErrorCode.UNKNOWN_MESSAGE, path, message.guard, "another first frame")
-    done.append("guard")
-    return frames[1:]
 
 
 def _positional(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Row:
     """May be absent: a key, or the last frames."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Message:
     """One message in all releases of its engine."""
 
@@ -51,6 +51,13 @@ class Message:
     """Names under which pickles have it."""
     marker: str = ""
     """Of a log: text by which its line is known."""
+
+    @cached_property
+    def head(self) -> list[bytes]:
+        """Frames with which it begins in all releases: the guard, and a first field that is constant."""
+        first = {row.type for row in self.rows if row.at == 0}
+        constant = [t[1:].encode() for t in first if len(first) == 1 and t.startswith("=")]
+        return [self.guard.encode()] * bool(self.guard) + constant
 
 
 @attrs.frozen(eq=False)

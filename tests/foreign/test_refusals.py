@@ -62,7 +62,6 @@ def put(at: int, value: bytes) -> Callable[[list[str]], None]:
         (put(6, struct.pack("<II", 1, 0xFFFF_FFF8)), "TRUNCATED", ".dst_state_data_ptrs"),
         (put(6, struct.pack("<IIQQ", 1, 8, 1, 2)), "TRAILING_BYTES", ".dst_state_data_ptrs"),
         (put(6, struct.pack("<II", 1, 4) + b"1234"), "BAD_LENGTH", ".dst_state_data_ptrs[0]"),
-        (put(12, bytes(4 << 20 | 4)), "TOO_LARGE", ".dst_kv_layer_ids"),
         (put(6, struct.pack("<I", 5000) + bytes(20_000)), "TOO_LARGE", ".dst_state_data_ptrs"),
         (put(14, b"1234"), "BAD_LENGTH", ".staging_base_ptr"),
     ],
@@ -193,6 +192,14 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes(54)
 )
 def test_a_connection_that_is_cut_is_named(stream: bytes, code: str, path: str) -> None:
     assert refusal(stream) == (code, path)
+
+
+def test_more_numbers_than_a_cache_has_buffers_are_refused() -> None:
+    held = [bytes.fromhex(f) for f in one("sglang", "0.5.23", REGISTRATION, "plain").record["frames"]]
+    held[12] = bytes(4 << 20 | 4)
+    stream = GREETING + b"".join(b"\x03" + len(f).to_bytes(8, "big") + f for f in held[:-1])
+    last = b"\x02" + len(held[-1]).to_bytes(8, "big") + held[-1]
+    assert refusal(stream + last) == ("TOO_LARGE", "messages[0].dst_kv_layer_ids")
 
 
 class Harm:
