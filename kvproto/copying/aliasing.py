@@ -26,10 +26,12 @@ from kvproto.wire.messages import Columns, Grants
 
 __all__ = ["Overlaps"]
 
-_MOST_SHAPES = 1024
+_MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
-_MOST_SPANS = 1 << 24
-"""Spans of bytes that are compared for one transfer."""
+_MOST_SPANS = 1 << 18
+"""Spans of bytes that are compared for one transfer: 8,192 pages of 32 groups that take turns in one pool."""
+_FEWEST = 1 << 10
+"""Spans that columns count for at least."""
 _MOST_STRIDES = 16
 """Different strides of a cluster up to which they are tried."""
 
@@ -70,13 +72,13 @@ class Overlaps:
             some = cluster[np.isin(cluster["group"], [group for group, (_, items) in named.items() if items.size])]
             if len(some) < 2:
                 continue
-            left -= sum(named[group][1].size for group in some["group"].tolist())
+            owners = list(_owners(some, named))
+            left -= sum(max(owner.spans, _FEWEST) for owner in owners)
             if left < 0:
-                at = f"grants[{named[int(some['group'][-1])][0]}].items"
                 yours = f"more than {_MOST_SPANS} spans to compare"
                 advice = "register pools that do not overlap"
-                raise RemoteError(ErrorCode.ITEM_ALIAS, at, "columns that lie apart", yours, advice)
-            _compare(some, named)
+                raise RemoteError(ErrorCode.ITEM_ALIAS, owners[-1].path, "columns that lie apart", yours, advice)
+            _compare(owners)
 
 
 def _extents(geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> tuple[IntArray, _Extents]:
@@ -137,38 +139,59 @@ def _apart_modulo(cluster: _Extents, modulus: int) -> bool:
     return bool((begin[1:] >= end[:-1]).all() and end[-1] - modulus <= begin[0])
 
 
-def _compare(cluster: _Extents, named: Mapping[int, tuple[int, IntArray]]) -> None:
-    """Raise ITEM_ALIAS where spans of two owners overlap: of two groups, or of two columns that are not apart."""
-    begins, ends, owners = [], [], []
-    names: list[tuple[int, str]] = []
+@attrs.frozen(eq=False)
+class _Owner:
+    """Columns of one group whose items share no bytes with each other: where they lie, as bytes of item 0, merged."""
+
+    path: str
+    name: str
+    items: IntArray
+    stride: int
+    begin: IntArray
+    end: IntArray
+
+    @property
+    def spans(self) -> int:
+        return self.begin.size * self.items.size
+
+    def bytes(self) -> tuple[IntArray, IntArray]:
+        """Bytes [begin, end) of the named items, merged where they touch or interleave."""
+        first = self.items * self.stride
+        return _merged((self.begin[:, None] + first).ravel(), (self.end[:, None] + first).ravel())
+
+
+def _owners(cluster: _Extents, named: Mapping[int, tuple[int, IntArray]]) -> Iterator[_Owner]:
+    """A group's columns of one stride if they are apart, else each column by itself."""
     for group in np.unique(cluster["group"]).tolist():
         index, items = named[group]
         columns = cluster[cluster["group"] == group]
-        together = len(columns) == 1 or _apart(columns)
+        alike = len(np.unique(columns["item_stride"])) == 1
+        together = len(columns) == 1 or (alike and _apart(columns))
         for some in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:
-            begin, end = _spans(some, items)
-            begins.append(begin)
-            ends.append(end)
-            owners.append(np.full(begin.size, len(names)))
-            names.append((index, f"group {group}" if together else f"column {some['column'][0]} of group {group}"))
-    begin, end, owner = np.concatenate(begins), np.concatenate(ends), np.concatenate(owners)
-    order = np.argsort(begin, kind="stable")
+            name = f"group {group}" if together else f"column {some['column'][0]} of group {group}"
+            merged = _merged(some["offset"], some["offset"] + some["item_bytes"])
+            yield _Owner(f"grants[{index}].items", name, items, int(some["item_stride"][0]), *merged)
+
+
+def _compare(owners: list[_Owner]) -> None:
+    """Raise ITEM_ALIAS where spans of two owners overlap: of two groups, or of two columns that are not apart."""
+    begins, ends = zip(*(owner.bytes() for owner in owners), strict=True)
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = np.argsort(begin)
     # the spans of one owner are disjoint: if any two overlap, then two neighbours do
     clash = np.flatnonzero(begin[order][1:] < end[order][:-1])
     if clash.size:
-        both = sorted(names[int(owner[order[clash[0] + k]])] for k in (0, 1))
-        yours = f"items of {both[0][1]} and {both[1][1]} overlap"
+        whose = np.repeat(np.arange(len(owners)), [some.size for some in begins])[order]
+        both = sorted((owners[whose[clash[0] + k]] for k in (0, 1)), key=lambda owner: (owner.path, owner.name))
+        yours = f"items of {both[0].name} and {both[1].name} overlap"
         advice = "name items that share no bytes; if none of them should, a stride or an offset of Register is wrong; "
         advice += "of layers that share a cache, state only the one that writes it"
-        path = f"grants[{both[1][0]}].items"
-        raise RemoteError(ErrorCode.ITEM_ALIAS, path, "items of disjoint memory", yours, advice)
+        raise RemoteError(ErrorCode.ITEM_ALIAS, both[1].path, "items of disjoint memory", yours, advice)
 
 
-def _spans(columns: _Extents, items: IntArray) -> tuple[IntArray, IntArray]:
-    """Bytes [begin, end) of the named items of columns that lie apart, merged where they touch or interleave."""
-    begin = (columns["offset"][:, None] + items * columns["item_stride"][:, None]).ravel()
-    end = begin + np.repeat(columns["item_bytes"], items.size)
-    order = np.argsort(begin, kind="stable")
+def _merged(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+    """Spans [begin, end), ascending, those that touch or overlap made one."""
+    order = np.argsort(begin)
     begin, end = begin[order], np.maximum.accumulate(end[order])
     first = np.flatnonzero(np.r_[True, begin[1:] > end[:-1]])
     return begin[first], end[np.r_[first[1:] - 1, end.size - 1]]

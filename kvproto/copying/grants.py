@@ -14,7 +14,11 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["check_grants", "distinct", "items_needed", "rows_of"]
+__all__ = ["MOST_ITEMS", "check_grants", "distinct", "items_needed", "rows_of"]
+
+
+MOST_ITEMS = 1 << 20
+"""Items of one transfer, of all groups."""
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -55,8 +59,13 @@ def check_grants(
         yours = f"groups {tuple(g.group for g in grants)}"
         advice = "send one grant for each routed group, hand-off groups included, by ascending id"
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", yours, advice)
+    left = MOST_ITEMS
     for i, grant in enumerate(grants):
         group = groups[grant.group]
+        left -= 0 if grant.items is None else grant.items.size
+        if left < 0:
+            mine, advice = f"at most {MOST_ITEMS} items of one transfer", "use larger pages for prompts of this length"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MOST_ITEMS - left), advice)
         if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
@@ -97,7 +106,7 @@ def _check_items(
     pool = columns[grant.group].items
     if int(items.max()) >= pool:
         raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(items.max())), "name items of the pool")
-    if written and not distinct(items, pool):
+    if written and not distinct(items):
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
 
@@ -105,10 +114,9 @@ _FEW = 256
 """Items up to which Python's own set is the faster."""
 
 
-def distinct(items: UIntArray | npt.NDArray[np.int64], pool: int) -> bool:
-    """Whether no item comes twice; items are below `pool`."""
-    if items.size <= _FEW or pool > 64 * items.size:
+def distinct(items: UIntArray | npt.NDArray[np.int64]) -> bool:
+    """Whether no item comes twice."""
+    if items.size <= _FEW:
         return len(set(items.tolist())) == items.size
-    seen = np.zeros(pool, bool)
-    seen[items] = True
-    return bool(np.count_nonzero(seen) == items.size)
+    ordered = np.sort(items)
+    return bool((ordered[1:] != ordered[:-1]).all())

@@ -225,7 +225,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int)
 
 def check_distinct(group: Group, items: IntArray, skip: int) -> None:
     """Raise LocalError(ITEM_ALIAS) for a page that is named twice; `skip` pages of the table come before."""
-    if not distinct(items, int(items.max(initial=0)) + 1):
+    if not distinct(items):
         order = np.argsort(items, kind="stable")
         again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(

@@ -220,3 +220,57 @@ def test_layers_that_share_a_cache_are_read_but_not_written(written: bool) -> No
             check_grants(geometry, 0, own, (0,), (granted(group, items),))
         assert caught.value.code == ErrorCode.ITEM_ALIAS
         assert "state only the one that writes it" in caught.value.advice or items == [2, 2]
+
+
+def in_turn(layers: int, items: int, groups: int = 2) -> tuple[Geometry, tuple[Columns, ...], tuple[Grants, ...]]:
+    """Groups that take turns in joint pages of some layers, each with pages of its own."""
+    held = [mla(n, f"g{n}", n, 8, 1) for n in range(groups)]
+    offset = [8 * layer for layer in range(layers)]
+    columns = tuple(
+        column(g.id, groups * items, offset=offset, item_stride=[8 * layers], row_stride=[8], lane_stride=[8])
+        for g in held
+    )
+    pages = np.random.default_rng(0).permutation(groups * items).reshape(groups, items)
+    grants = tuple(granted(g, some.tolist()) for g, some in zip(held, pages, strict=True))
+    return engine(*((g, layers) for g in held)), columns, grants
+
+
+def told(geometry: Geometry, columns: tuple[Columns, ...], grants: tuple[Grants, ...]) -> RemoteError | None:
+    try:
+        check_grants(geometry, 0, {c.group: c for c in columns}, tuple(c.group for c in columns), grants)
+    except RemoteError as error:
+        return error
+    return None
+
+
+def test_columns_that_lie_together_are_compared_as_one() -> None:
+    """A page of 100 layers is one span, so pages of two groups that take turns are within the limit."""
+    geometry, columns, grants = in_turn(layers=100, items=20000)
+    assert told(geometry, columns, grants) is None
+    assert grants[0].items is not None
+    assert grants[1].items is not None
+    twice = attrs.evolve(grants[1], items=np.r_[grants[1].items[:-1], grants[0].items[:1]].astype(np.uint32))
+    error = told(geometry, columns, (grants[0], twice))
+    assert error is not None
+    assert (error.code, error.path, error.yours) == (
+        ErrorCode.ITEM_ALIAS,
+        "grants[1].items",
+        "items of group 0 and group 1 overlap",
+    )
+
+
+def test_more_spans_than_may_be_compared_are_refused() -> None:
+    error = told(*in_turn(layers=1, items=(1 << 17) + 1))
+    assert error is not None
+    assert (error.code, error.yours) == (ErrorCode.ITEM_ALIAS, "more than 262144 spans to compare")
+
+
+def test_a_transfer_of_more_items_than_may_be_is_refused() -> None:
+    """KVP-GRANT-SIZE: over all groups, before the items are looked at."""
+    group, items = mla(0, "kv", 0, 8, 1), 1 << 20
+    geometry = engine((group, 1))
+    one = column(0, items + 1, offset=[0], item_stride=[8], row_stride=[8], lane_stride=[8])
+    assert told(geometry, (one,), (granted(group, list(range(items))),)) is None
+    error = told(geometry, (one,), (granted(group, list(range(items + 1))),))
+    assert error is not None
+    assert (error.code, error.path, error.yours) == (ErrorCode.BAD_GRANT, "grants[0].items", str(items + 1))
