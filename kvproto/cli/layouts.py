@@ -16,7 +16,7 @@ from kvproto.planning.vllm import BACKENDS
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 
-__all__ = ["add_options", "as_json", "described", "lines", "setup_of"]
+__all__ = ["add_options", "as_json", "check_without_engine", "described", "lines", "setup_of"]
 
 _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
 
@@ -35,6 +35,20 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--rank", type=int, default=0, metavar="N", help="whose tensors")
     made.add_argument("--blocks", type=int, default=1024, metavar="N", help="blocks of its pools")
     made.add_argument("--json", action="store_true", help="tensors for programs")
+
+
+_ALONE = {
+    "backend": None, "layout": None, "state_layout": "SD", "state_dtype": None, "dp": 1, "tensors": False, "rank": 0,
+    "blocks": 1024, "json": False,
+}  # fmt: skip
+"""Options that say nothing without an engine, and their defaults."""
+
+
+def check_without_engine(args: argparse.Namespace) -> None:
+    """Raise LocalError where an option would be ignored."""
+    for name, default in _ALONE.items():
+        if getattr(args, name) != default:
+            raise bad(name, "--engine beside it", "none")
 
 
 def setup_of(args: argparse.Namespace, parallel: Parallel) -> Setup:

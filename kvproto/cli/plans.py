@@ -196,8 +196,11 @@ def _describe(args: argparse.Namespace) -> int:
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     if args.engine:
-        if own_sizes:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "own", "sizes of all caches beside --engine", args.own[0])
+        for name in ("own", "sharded", "replicated"):
+            if getattr(args, name):
+                raise LocalError(
+                    ErrorCode.OUT_OF_RANGE, name, "sizes of all caches beside --engine", getattr(args, name)[0]
+                )
         for line in layouts.described(args, configs, parallel, dict(pairs)):
             print(line)
         return 0
@@ -207,6 +210,8 @@ def _describe(args: argparse.Namespace) -> int:
         if getattr(args, name):
             raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--engine beside it", "none")
     dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
+    layouts.check_without_engine(args)
+    dtype = DType[args.kv_dtype] if args.kv_dtype else None
     geometry = describe(
         configs[0], configs[1:], parallel, args.page or 64, dtype, args.replica, dict(pairs), args.sharded,
         args.replicated, own_sizes,

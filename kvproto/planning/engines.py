@@ -129,7 +129,7 @@ def _apart(made: list[Cache], order: Callable[[Cache], str]) -> Arranged:
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
-        "0.32.0",
+        "0.32.0, 0.33.0",
         {
             "auto": KvDtype(), **_FP8,
             "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),

@@ -1,4 +1,4 @@
-"""vLLM's pools: one allocation of blocks, which the layers of every block table overlay; release 0.32.
+"""vLLM's pools: one allocation of blocks, which the layers of every block table overlay; releases 0.32 and 0.33.
 
 A layer's block is [heads, tokens, content], and a layout orders these, layers and blocks: LBNHC and five more.
 Layers that need equal blocks share a block table; hybrids have several tables, of equally many layers each.

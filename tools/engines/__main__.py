@@ -39,17 +39,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at", type=Path, default=ROOT / ".engines", help="the environment that install.sh made")
     args = parser.parse_args(argv)
     begun, wrong = time.monotonic(), 0
-    for engine, asked, compare in (
-        ("vllm", cases.vllm_cases(), vllm_differences),
-        ("sglang", cases.sglang_cases(), sglang_differences),
+    for engine, release, path, asked, compare in (
+        ("vllm", "0.32.0", "", cases.vllm_cases([(1, "LBNHC"), (2, "LBHNC")]), vllm_differences),
+        ("vllm", "0.33.0", "vllm-0.33.0", cases.vllm_cases([(1, "BLHNC"), (2, "LBNHC")]), vllm_differences),
+        ("sglang", "0.5.23", "sgt", cases.sglang_cases(), sglang_differences),
     ):
         by_id = {case["id"]: case for case in asked}
         seen = set()
-        for row in answers(engine, asked, args.at):
+        for row in answers(engine, path, asked, args.at):
             if "release" in row:
-                found = (
-                    [] if row["release"] == RELEASES[engine] else [f"release {row['release']}, not {RELEASES[engine]}"]
-                )
+                found = [f"release {row['release']}, not {release}"] * (row["release"] != release)
                 found += backend_differences(row.get("backends", {}))
                 wrong += report(f"{engine} {row['release']}: {len(asked)} cases", found)
                 continue
@@ -61,11 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         wrong += report(f"{engine}: every case was answered", sorted(by_id.keys() - seen))
         found = [line for line in frames.differences(engine, RELEASES[engine], args.at.resolve()) if line]
         wrong += report(f"{engine}: the frames of the captures", found)
+        wrong += report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
-
-
-RELEASES = {"vllm": "0.32.0", "sglang": "0.5.23"}
 
 
 def report(what: str, found: list[str]) -> int:
@@ -76,10 +73,10 @@ def report(what: str, found: list[str]) -> int:
     return bool(found)
 
 
-def answers(engine: str, asked: list[Row], at: Path) -> Iterator[Row]:
-    """What a probe says, as it says it."""
-    paths = {"sglang": f"{HERE / 'sglang_cpu'}:{at / 'sgt'}", "vllm": ""}
-    env = {**os.environ, "PYTHONPATH": paths[engine], "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
+def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]:
+    """What a probe says, as it says it; a release that is not installed is a folder of Python files."""
+    paths = [str(HERE / "sglang_cpu")] * (engine == "sglang") + [str(at / path)] * bool(path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     probe = subprocess.Popen(
         [at / "venv/bin/python", HERE / f"{engine}_pools.py"], env=env, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvproto.planning.engines import Setup, pools
@@ -91,8 +91,8 @@ def setup(case: Case, model: Case) -> Setup:
     return Setup(Parallel(tp=case["tp"]), page=case["page"], backend=backend, layout=case["layout"])
 
 
-def vllm_cases() -> list[Case]:
-    """Each model on one rank in two layouts, and as one rank of two in a third."""
+def vllm_cases(sizes: Iterable[tuple[int, str]]) -> list[Case]:
+    """Each model by tensor-parallel sizes and layouts, rank 0 of them."""
     made = []
     for name, (architecture, more) in ARCHITECTURES.items():
         model = text(config(name))
@@ -100,7 +100,7 @@ def vllm_cases() -> list[Case]:
         page = 16 if model.get("kv_lora_rank") else 128
         more = dict(more)
         device = more.pop("device", "meta")
-        for tp, layout in ((1, "LBNHC"), (1, "BLHNC"), (2, "LBHNC")):
+        for tp, layout in sizes:
             case: Case = {
                 "id": f"{name}, tp {tp}, {layout}",
                 "model": name,
@@ -109,7 +109,7 @@ def vllm_cases() -> list[Case]:
             }
             case |= {"more": more, "device": device, "tp": tp, "page": page, "layout": layout, "blocks": BLOCKS}
             made.append(case)
-    return made + [_listed(name, tp, layout) for name in LISTED for tp, layout in ((1, "LBHNC"), (2, "LBNHC"))]
+    return made + [_listed(name, tp, layout) for name in LISTED for tp, layout in sizes if layout.startswith("L")]
 
 
 def _listed(name: str, tp: int, layout: str) -> Case:

@@ -10,6 +10,7 @@ classes and shape calculators.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -37,7 +38,6 @@ from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -45,6 +45,11 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 registry._run_in_subprocess = lambda look: look()  # only to save the seconds of a fresh interpreter
 NEEDED = {"vocab_size": 128, "intermediate_size": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
@@ -144,8 +149,10 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         config.cache_config.kv_cache_layout = case["layout"]
         config.cache_config.num_gpu_blocks_override = case["blocks"]
         kind = dict.fromkeys(type(s).__name__ for s in specs.values())
-        groups = get_kv_cache_groups(config, specs)
-        made = get_kv_cache_config_from_groups(config, groups, BYTES)
+        groups = planning.get_kv_cache_groups(config, specs)
+        *_, third = inspect.signature(planning.get_kv_cache_config_from_groups).parameters
+        room = case["blocks"] if third == "num_blocks" else BYTES
+        made = planning.get_kv_cache_config_from_groups(config, groups, room)
         layout = config.cache_config.get_resolved_kv_cache_layout()
         raw = torch.empty(made.kv_cache_tensors[0].size, dtype=torch.int8, device="meta")
         of = {name: (g, spec) for g, group in enumerate(made.kv_cache_groups) for name, spec in pairs(group)}
