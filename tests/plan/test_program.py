@@ -533,6 +533,15 @@ def test_scales_of_pages_move_between_ranks_that_divide_heads_in_another_way(
     assert written == 16 * len(rows)
 
 
+def test_a_row_that_is_covered_in_part_goes_with_the_last_rows() -> None:
+    """13 tokens in rows of 4: after 10 of them two rows may go, and the others when prefill is over."""
+    side_ = RankLayout(SCALES, 0, columns_without_gaps(SCALES, 0, {0: 4})[0])
+    window = {0: Window(0, 13, np.arange(4))}
+    whole = lower(plan(SCALES, SCALES).routes, side_, side_, window, window)
+    parts = [whole.since(0, 0, 10), whole.since(0, 10, None)]
+    assert [part.maps[0].global_rows.tolist() for part in parts] == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("spec", "early"),
     [

@@ -15,7 +15,7 @@ ODDITIES = (
     "plain part beside an opaque one", "opaque slot with scratch", "rows covered in part", "slot with scratch", "deals apart",
     "deals by tables", "cp size beyond 9", "interleave beyond 9", "lanes folded", "sections at the source", "sections at the sink",
     "sections of several lanes", "other parts in the group", "pages of other sizes", "sub-range of lanes",
-    "a source group for several sink groups", "SPREAD_ONE", "COLD_DRAFT",
+    "a source group for several sink groups", "SPREAD_ONE", "FEW_SOURCES", "COLD_DRAFT",
 )  # fmt: skip
 
 

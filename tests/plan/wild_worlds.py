@@ -83,7 +83,7 @@ def world(seed: int) -> World:
         (first, end), begin, beyond = _span(rng, mine, yours)
         windows[0].update({g.id: (begin, end + beyond - begin) for g in mine})
         windows[1].update({g.id: (first, end - first) for g in yours})
-    features = rng.choice([(), (), (Feature.SPREAD_ONE,), (Feature.COLD_DRAFT,)])
+    features = rng.choice([(), (), (Feature.SPREAD_ONE,), (Feature.FEW_SOURCES,), (Feature.COLD_DRAFT,)])
     return World(sides[0], sides[1], (windows[0], windows[1]), features)
 
 
