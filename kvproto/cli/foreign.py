@@ -214,7 +214,7 @@ def _lines(fleet: Fleet, config: bool) -> Iterator[str]:
         yield "stated:"
     for word, value in known.items():
         yield f"  {word:<16} {value}  ({fleet.where.get(word, 'follows')})"
-    for rank in fleet.ranks:
+    for rank in fleet.ranks.values():
         yield f"  a rank: {', '.join(f'{word} {_counted(value)}' for word, value in rank.items() if value != [])}"
     unsaid = list(fleet.unsaid(config))
     if unsaid:
@@ -264,7 +264,7 @@ def _as_json(fleet: Fleet, geometry: Geometry | None) -> dict[str, Any]:
     unsaid = [{"word": u.word, "doc": u.doc, "say": u.say, "usual": u.usual} for u in fleet.unsaid()]
     return {
         "engine": fleet.readings[0].engine.name, "releases": releases, "messages": rows, "stated": fleet.known(),
-        "ranks": fleet.ranks, "unsaid": unsaid, "description": to_json(geometry) if geometry else None,
+        "ranks": list(fleet.ranks.values()), "unsaid": unsaid, "description": to_json(geometry) if geometry else None,
     }  # fmt: skip
 
 

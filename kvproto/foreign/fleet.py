@@ -16,7 +16,7 @@ from kvproto.foreign.reading import Reading
 from kvproto.foreign.tables import words
 from kvproto.foreign.values import refuse
 from kvproto.planning.cache import BITS, Cache
-from kvproto.planning.describe import specs
+from kvproto.planning.engines import ENGINES, Setup, pools
 from kvproto.planning.geometry import Geometry, Owns, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
@@ -66,8 +66,8 @@ class Fleet:
     """Words that all its ranks have alike."""
     where: dict[str, str] = attrs.field(factory=dict)
     """Path of each, or "said"."""
-    ranks: list[dict[str, Any]] = attrs.field(factory=list)
-    """Words of each rank that registered."""
+    ranks: dict[tuple[int, ...], dict[str, Any]] = attrs.field(factory=dict)
+    """Words of each rank that registered, by pipeline, context and tensor-parallel rank."""
 
     @classmethod
     def of(cls, readings: Sequence[Reading], said: Mapping[str, str] | None = None) -> Fleet:
@@ -132,11 +132,9 @@ class Fleet:
             size = self.shared.get(word[:2], _MOST_RANKS)
             if word in rank and not 0 <= rank[word] < size:
                 raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}.{word}", f"below {word[:2]} {size}", rank[word])
-        same = next((r for r in self.ranks if _key(r) == _key(rank)), None)
-        if same is None:
-            self.ranks.append(rank)
-        elif _shape(same) != _shape(rank):
-            at = f"rank {'.'.join(map(str, _key(rank)))} as before"
+        key = tuple(rank.get(word, 0) for word in ("pp_rank", "cp_rank", "tp_rank"))
+        if _shape(self.ranks.setdefault(key, rank)) != _shape(rank):
+            at = f"rank {'.'.join(map(str, key))} as before"
             raise refuse(ErrorCode.FIELD_CONFLICT, path, at, "other sizes", "one file for each fleet")
 
     def unsaid(self, config: bool = False) -> Iterator[Unsaid]:
@@ -179,10 +177,10 @@ class Fleet:
         return have
 
     def _entries(self) -> int:
-        return len(next((r["entries"] for r in self.ranks if r.get("entries")), ()))
+        return len(next((r["entries"] for r in self.ranks.values() if r.get("entries")), ()))
 
     def _entry_bytes(self) -> int:
-        sizes = next((r["entry_bytes"] for r in self.ranks if r.get("entry_bytes")), 0)
+        sizes = next((r["entry_bytes"] for r in self.ranks.values() if r.get("entry_bytes")), 0)
         first: int = sizes[0] if isinstance(sizes, list) else sizes
         return first
 
@@ -201,17 +199,20 @@ class Fleet:
             raise LocalError(ErrorCode.TOO_LARGE, "ranks", f"at most {_MOST_RANKS}", str(sizes))
         page, dtype = have["page"], DType[have["dtype"]]
         if config is not None:
-            caches = [c for model, one in enumerate((config, *drafts)) for c in specs(one, model, page, dtype)]
+            name = self.readings[0].engine.name
+            kinds = {row.element: kind for kind, row in ENGINES[name].dtypes.items() if row.element and not row.scaled}
+            setup = Setup(Parallel(**sizes), page=page, kv_dtype=kinds.get(dtype, "auto"))
+            models = [one if dtype in kinds else _typed(one, dtype) for one in (config, *drafts)]
+            geometry = pools(name, models[0], models[1:], setup, facts=facts).geometry
         else:
-            caches = [self._cache(have, page, dtype)]
-        geometry = lay_out(caches, Parallel(**sizes), facts=facts, depth=(config or {}).get("num_hidden_layers"))
+            geometry = lay_out([self._cache(have, page, dtype)], Parallel(**sizes), facts=facts)
         validate(geometry)
-        for rank in self.ranks:
+        for rank in self.ranks.values():
             self._hold(rank, geometry, sizes)
         return geometry
 
     def _cache(self, have: Mapping[str, Any], page: int, dtype: DType) -> Cache:
-        ids = next((r["entry_layers"] for r in self.ranks if r.get("entry_layers")), None)
+        ids = next((r["entry_layers"] for r in self.ranks.values() if r.get("entry_layers")), None)
         layers = list(dict.fromkeys(ids)) if ids else range(have["layers"])
         if len(layers) > _MOST["layers"]:
             raise LocalError(ErrorCode.TOO_LARGE, "layers", f"at most {_MOST['layers']}", str(len(layers)))
@@ -264,8 +265,12 @@ class Fleet:
         return found
 
 
-def _key(rank: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(rank.get(word, 0) for word in ("pp_rank", "cp_rank", "tp_rank"))
+def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
+    """The same model in another element type, which its cache has then."""
+    name = {DType.F32: "float32", DType.F16: "float16"}.get(dtype, "bfloat16")
+    inner = config.get("text_config")
+    nested = {"text_config": {**inner, "torch_dtype": name}} if isinstance(inner, dict) else {}
+    return {**config, "torch_dtype": name, **nested}
 
 
 def _shape(rank: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from kvproto.foreign.fleet import Fleet
 from kvproto.foreign.reading import read, resolve
 from kvproto.foreign.tables import engines, words
 from kvproto.planning.cache import Cache
-from kvproto.planning.describe import Parallel, describe
 from kvproto.planning.geometry import encode_geometry
-from kvproto.planning.layout import lay_out
+from kvproto.planning.layout import Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 
@@ -111,26 +111,21 @@ def test_what_cannot_be_said_is_refused(said: dict[str, str], path: str) -> None
     assert refused.value.path == path
 
 
-def test_a_draft_and_a_latent_are_held_against_the_buffers_too() -> None:
-    record = dict(one("sglang", "0.5.23", "mooncake.registration", "plain").record)
-    frames = list(record["frames"])
-    frames[7], frames[8], latent = b"0".hex(), b"1".hex(), 64 * 576 * 2
-    frames[4] = b"".join(n.to_bytes(8, "little") for n in range(1, 5)).hex()
-    frames[9] = str(latent).encode().hex()
-    sizes = [latent, latent, 64 * 2 * 128 * 2, 64 * 2 * 128 * 2]
-    frames[19] = b"".join(n.to_bytes(8, "little") for n in sizes).hex()
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_a_draft_and_a_latent_are_held_against_the_buffers_too(dcp: int) -> None:
+    """With DCP a draft's pages are as wide as those of all ranks together, and it has the heads of its TP rank."""
+    latent, whole = 64 * 576 * 2, 64 * 2 * 128 * 2
+    changed = {7: b"0", 8: b"%d" % dcp, 9: b"%d" % latent, 16: b"%d" % dcp, 17: b"0"}
+    changed |= {4: struct.pack("<4Q", 1, 2, 3, 4), 19: struct.pack("<4Q", latent, latent, whole, whole)}
+    frames = list(one("sglang", "0.5.23", "mooncake.registration", "plain").record["frames"])
+    for at, value in changed.items():
+        frames[at] = value.hex()
     data = json.dumps({"frames": frames}).encode()
     target = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    draft = {
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "num_attention_heads": 4,
-        "hidden_size": 512,
-    }
+    draft = {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 128, "num_attention_heads": 4}
     said = {"page": "64", "dtype": "bfloat16"}
     made = of(data, said).describe(target, [draft])
-    assert encode_geometry(made) == encode_geometry(describe(target, [draft], Parallel(), 64, DType.BF16))
+    assert [(g.name, g.rows, g.cp_size) for g in made.groups] == [("target", 64, dcp), ("draft", 64 * dcp, 1)]
     with pytest.raises(KvprotoError, match="BAD_GEOMETRY"):
         of(data, said).describe(target)
 
