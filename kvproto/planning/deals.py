@@ -195,10 +195,12 @@ def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
     low = (starts - min(other_run, both) + 1) % both
     high = low + min(min(run, both) + min(other_run, both) - 1, both)
     # how many runs of each cp rank meet each run of the other side: a running sum of where they begin and end
-    cover = np.zeros((one.cp_size, places.size + 1), np.int32)
-    for where, step in ((low, 1), (high, -1)):
-        np.add.at(cover, (_turn(one).order, np.searchsorted(places, where)), step)
-    met = np.cumsum(cover, axis=1)[:, :-1] > 0
+    wide = places.size + 1
+    begin, end = (
+        np.bincount(_turn(one).order * wide + np.searchsorted(places, where), minlength=one.cp_size * wide)
+        for where in (low, high)
+    )
+    met = np.cumsum((begin - end).reshape(-1, wide), axis=1)[:, :-1] > 0
     met = met[:, : at.size] | met[:, at.size :]
     by_rank = _turn(other).order[at]
     columns = np.argsort(by_rank, kind="stable")
