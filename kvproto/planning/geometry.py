@@ -132,6 +132,8 @@ _LARGEST_DEAL = 1 << 20
 """Rows after which a token deal repeats, at most."""
 _MOST_BYTES = 1 << 20
 _MOST_RANKS = _MOST_PARTS = 1 << 12
+_MOST_RUNS = 1 << 16
+"""Of all orders."""
 _MOST_CLAIMS = 1 << 17
 """Layers times lane intervals of all ranks."""
 _MOST_OF_RANK = _MOST_LAYERS = 1 << 13
@@ -143,6 +145,7 @@ def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
         ("groups", _MOST_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
+        ("groups", _MOST_RUNS, "runs in orders", sum(len(g.order) for g in geometry.groups if g.order is not None)),
         ("ranks", _MOST_RANKS, "ranks", len(geometry.ranks)),
         ("ranks", _MOST_CLAIMS, "layers times intervals", sum(claims)),
         ("ranks", _MOST_OF_RANK, "layers times intervals on one rank", max(claims, default=0)),

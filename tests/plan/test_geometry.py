@@ -150,6 +150,8 @@ BROKEN: dict[str, tuple[Callable[[], Geometry], str]] = {
     "a run of nobody": (lambda: with_group(MLA, cp_size=2, order=runs(0, 2, 1)), "groups[0].order"),
     "a run of another rank": (lambda: with_group(MLA, cp_size=2, order=runs(0, 2)), "groups[0].order"),
     "long order": (lambda: with_group(MLA, cp_size=2, interleave=1 << 19, order=runs(0, 1, 0)), "groups[0].order"),
+    "too many runs": (lambda: attrs.evolve(good(), groups=tuple(
+        attrs.evolve(MLA, id=i, name=f"g{i}", cp_size=2, order=runs(*[0, 1] * 2048)) for i in range(17)), ranks=(Rank(rank=0, owns=()),)), "groups"),
     "too many layers": (lambda: with_owns(good(), layers=np.arange((1 << 16) + 1, dtype=np.uint32)), "ranks"),
     "hand-off of a draft": (lambda: handing(model=1), "groups[0].kind"),
     "hand-off of two rows": (lambda: handing(rows=2), "groups[0].kind"),
