@@ -57,10 +57,9 @@ def main(argv: list[str] | None = None) -> int:
             wrong += report(
                 f"{engine} {row['id']}", [f"not run: {row['not_run']}"] if "not_run" in row else compare(case, row)
             )
-        wrong += report(f"{engine}: every case was answered", sorted(by_id.keys() - seen))
-        found = [line for line in frames.differences(engine, RELEASES[engine], args.at.resolve()) if line]
-        wrong += report(f"{engine}: the frames of the captures", found)
         wrong += report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
+        found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
+        wrong += report(f"{engine} {release}: the frames of the captures", found)
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 

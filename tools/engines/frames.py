@@ -24,12 +24,15 @@ __all__ = ["differences"]
 _CAPTURES = ROOT / "tests/foreign/captures"
 
 
-def differences(engine: str, release: str, at: Path) -> Iterator[str]:
-    """What the encoders of the package at `at` write otherwise than the captures of that release say."""
+def differences(engine: str, release: str, tree: str, at: Path) -> Iterator[str]:
+    """What the encoders of a package write otherwise than the captures of that release say.
+
+    `tree` is its folder in the environment `at`, or empty where it is installed there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made.jsonl"
-        tree = at / "sgt" if engine == "sglang" else next((at / "venv/lib").glob("python*/site-packages"))
-        if error := _run(at, f"{engine}_frames", tree, release, made):
+        where = at / tree if tree else next((at / "venv/lib").glob("python*/site-packages"))
+        if error := _run(at, f"{engine}_frames", where, release, made):
             yield error
             return
         yield from _unlike(_records(made), _records(_CAPTURES / f"{engine}-{release}.jsonl"))
