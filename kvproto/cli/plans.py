@@ -206,12 +206,8 @@ def _describe(args: argparse.Namespace) -> int:
         return 0
     if args.kv_dtype not in (None, *_KV_DTYPES):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "kv_dtype", ", ".join(_KV_DTYPES), args.kv_dtype)
-    for name in ("backend", "layout", "tensors"):
-        if getattr(args, name):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--engine beside it", "none")
-    dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
     layouts.check_without_engine(args)
-    dtype = DType[args.kv_dtype] if args.kv_dtype else None
+    dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
     geometry = describe(
         configs[0], configs[1:], parallel, args.page or 64, dtype, args.replica, dict(pairs), args.sharded,
         args.replicated, own_sizes,
