@@ -7,7 +7,7 @@ classes that a table names are taken.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -19,7 +19,6 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["records"]
 
 _MOST_VALUES = 1 << 20
-_MARK = object()
 
 
 @attrs.define
@@ -37,89 +36,61 @@ def records(data: bytes, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(class, attributes) of each object in a pickle, which is one or a list or map of them; raises WireError."""
     made = _Walk(path).run(data)
     items = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list | tuple) else [made]
+    seen = [0]
     for i, item in enumerate(items):
         if not isinstance(item, _Record):
             raise refuse(ErrorCode.BAD_TYPE, f"{path}[{i}]", "an object of a known class", type(item).__name__)
-        yield item.kind, _plain(item.state, path, [0], 0)
+        yield item.kind, _plain(item.state, path, seen, 0)
 
 
 class _Walk:
-    """A pickle's stack and memo."""
+    """A pickle's stack, memo and marks, and what an opcode does with them."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.stack, self.memo = path, list[Any](), list[Any]()
+        self.path, self.stack, self.memo, self.marks = path, list[Any](), list[Any](), list[int]()
         self.known = {name for e in engines().values() for m in e.messages for name in m.classes}
 
     def run(self, data: bytes) -> Any:
+        """The one value that is left at its end."""
         try:
-            for opcode, argument, _ in pickletools.genops(data):
+            for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
                 if opcode.name == "STOP":
                     break
-                self.step(opcode.name, argument)
+                if steps > _MOST_VALUES:
+                    raise refuse(ErrorCode.TOO_LARGE, self.path, f"{_MOST_VALUES} opcodes", "more")
+                if opcode.name not in _STEPS:
+                    what = f"pickle opcode {opcode.name}"
+                    raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "plain values and known classes", what)
+                _STEPS[opcode.name](self, argument)
             (result,) = self.stack
         except (ValueError, IndexError, TypeError, AttributeError, OverflowError) as error:
             raise refuse(ErrorCode.TRUNCATED, self.path, "a whole pickle", error or "less") from None
         return result
 
-    def step(self, name: str, argument: Any) -> None:
-        """One opcode."""
-        if name in _SKIPPED:
-            return
-        if name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name])
-        elif name in _ARGUMENTS:
-            self.stack.append(argument)
-        elif name in _EMPTY:
-            self.stack.append(_EMPTY[name]())
-        elif name in _TUPLES:
-            self.tuple(_TUPLES[name])
-        elif name == "MARK":
-            self.stack.append(_MARK)
-        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
-            self.many(name)
-        elif name == "APPEND":
-            value = self.stack.pop()
-            self.list_().append(value)
-        elif name == "SETITEM":
-            value, key = self.stack.pop(), self.stack.pop()
-            self.set(self.stack[-1], [key, value])
-        elif name == "MEMOIZE":
-            self.memo.append(self.stack[-1])
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self.put(argument)
-        elif name in ("BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[argument])
-        elif name in ("GLOBAL", "STACK_GLOBAL"):
-            self.named(argument)
-        elif name in ("NEWOBJ", "BUILD"):
-            self.object(name)
-        else:
-            raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "plain values and known classes", f"pickle opcode {name}")
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def list_(self) -> list[Any]:
+    def taken(self, start: int) -> list[Any]:
+        """What lies on the stack from there on, taken off."""
+        if not 0 <= start <= len(self.stack):
+            raise IndexError("less on the stack")
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def marked(self) -> list[Any]:
+        return self.taken(self.marks.pop())
+
+    def last(self, count: int) -> list[Any]:
+        return self.taken(len(self.stack) - count)
+
+    def extend(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
             raise ValueError("elements without a list")
-        return self.stack[-1]
+        self.stack[-1].extend(items)
 
-    def tuple(self, count: int) -> None:
-        items = tuple(self.stack[len(self.stack) - count :])
-        if len(items) < count:
-            raise ValueError("a tuple of less")
-        del self.stack[len(self.stack) - count :]
-        self.stack.append(items)
-
-    def many(self, name: str) -> None:
-        start = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
-        items = self.stack[start + 1 :]
-        del self.stack[start:]
-        if name == "TUPLE":
-            self.stack.append(tuple(items))
-        elif name == "APPENDS":
-            self.list_().extend(items)
-        else:
-            self.set(self.stack[-1], items)
-
-    def set(self, target: Any, items: list[Any]) -> None:
+    def update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("keys without a map")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -133,24 +104,58 @@ class _Walk:
             raise ValueError("a memo out of order")
         self.memo.append(self.stack[-1])
 
-    def named(self, argument: Any) -> None:
-        if argument is None:
-            name, module = self.stack.pop(), self.stack.pop()
-            argument = f"{module} {name}"
-        dotted = str(argument).replace(" ", ".")
-        if dotted not in self.known:
-            raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "a class that a table names", dotted)
-        self.stack.append(_Class(dotted))
+    def named(self, names: list[str]) -> None:
+        name = ".".join(map(str, names))
+        if name not in self.known:
+            raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "a class that a table names", name)
+        self.push(_Class(name))
 
-    def object(self, name: str) -> None:
-        value = self.stack.pop()
+    def made(self, kind: Any, arguments: Any) -> None:
+        if not isinstance(kind, _Class) or arguments != ():
+            raise refuse(ErrorCode.BAD_TYPE, self.path, "an object without arguments", type(kind).__name__)
+        self.push(_Record(kind.name, {}))
+
+    def build(self, state: Any) -> None:
         target = self.stack[-1]
-        if name == "NEWOBJ" and isinstance(target, _Class) and value == ():
-            self.stack[-1] = _Record(target.name, {})
-        elif name == "BUILD" and isinstance(target, _Record) and isinstance(value, dict) and not target.state:
-            target.state = value
-        else:
-            raise refuse(ErrorCode.BAD_TYPE, self.path, "an object and its attributes", type(value).__name__)
+        if not isinstance(target, _Record) or not isinstance(state, dict) or target.state:
+            raise refuse(ErrorCode.BAD_TYPE, self.path, "an object and its attributes", type(state).__name__)
+        target.state = state
+
+
+_ARGUMENTS = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
+    "BINBYTES", "BINBYTES8",
+)  # fmt: skip
+_STEPS: dict[str, Callable[[_Walk, Any], None]] = {
+    "PROTO": lambda walk, given: None,
+    "FRAME": lambda walk, given: None,
+    "NONE": lambda walk, given: walk.push(None),
+    "NEWTRUE": lambda walk, given: walk.push(True),
+    "NEWFALSE": lambda walk, given: walk.push(False),
+    **dict.fromkeys(_ARGUMENTS, lambda walk, given: walk.push(given)),
+    "MARK": lambda walk, given: walk.marks.append(len(walk.stack)),
+    "EMPTY_LIST": lambda walk, given: walk.push([]),
+    "APPEND": lambda walk, given: walk.extend(walk.last(1)),
+    "APPENDS": lambda walk, given: walk.extend(walk.marked()),
+    "EMPTY_DICT": lambda walk, given: walk.push({}),
+    "SETITEM": lambda walk, given: walk.update(walk.last(2)),
+    "SETITEMS": lambda walk, given: walk.update(walk.marked()),
+    "EMPTY_TUPLE": lambda walk, given: walk.push(()),
+    "TUPLE1": lambda walk, given: walk.push(tuple(walk.last(1))),
+    "TUPLE2": lambda walk, given: walk.push(tuple(walk.last(2))),
+    "TUPLE3": lambda walk, given: walk.push(tuple(walk.last(3))),
+    "TUPLE": lambda walk, given: walk.push(tuple(walk.marked())),
+    "MEMOIZE": lambda walk, given: walk.put(len(walk.memo)),
+    "BINPUT": lambda walk, given: walk.put(given),
+    "LONG_BINPUT": lambda walk, given: walk.put(given),
+    "BINGET": lambda walk, given: walk.push(walk.memo[given]),
+    "LONG_BINGET": lambda walk, given: walk.push(walk.memo[given]),
+    "GLOBAL": lambda walk, given: walk.named(given.split(" ")),
+    "STACK_GLOBAL": lambda walk, given: walk.named(walk.last(2)),
+    "NEWOBJ": lambda walk, given: walk.made(*walk.last(2)),
+    "BUILD": lambda walk, given: walk.build(walk.last(1)[0]),
+}
+"""Opcodes that are taken; none of them looks anything up or calls it."""
 
 
 def _plain(value: Any, path: str, seen: list[int], depth: int) -> Any:
@@ -166,13 +171,3 @@ def _plain(value: Any, path: str, seen: list[int], depth: int) -> Any:
     if not isinstance(value, str | bytes | int | None):
         raise refuse(ErrorCode.BAD_TYPE, path, "plain values", type(value).__name__)
     return value
-
-
-_SKIPPED = {"PROTO", "FRAME"}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_ARGUMENTS = {
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
-    "BINBYTES", "BINBYTES8",
-}  # fmt: skip
-_EMPTY = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}

@@ -24,6 +24,7 @@ DEPTH = 16
 """Maps and lists within each other, at most."""
 _MOST_NUMBERS = 1 << 20
 _MOST_LISTS = 1 << 12
+_MOST_PACKED = 8 << 20
 _SHOWN = 200
 _WIDTHS = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4"}
 _DECIMAL = re.compile(rb"-?[0-9]{1,20}")
@@ -175,6 +176,8 @@ def from_json(text: str, path: str) -> Any:
 
 def from_msgpack(data: bytes, path: str) -> Any:
     """One msgpack value without repeated keys, extensions, NaN and deep nesting; raises WireError."""
+    if len(data) > _MOST_PACKED:
+        raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_PACKED} bytes of msgpack", len(data))
     try:
         made = msgpack.unpackb(
             data, strict_map_key=True, object_pairs_hook=lambda pairs: _map(pairs, path), max_array_len=_MOST_NUMBERS,

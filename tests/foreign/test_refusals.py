@@ -227,9 +227,15 @@ def test_pickles_made_to_harm_are_refused() -> None:
     assert refusal(within(endless)) == ("TOO_DEEP", "messages[0]")
     assert refusal(within(billion))[0] in ("TOO_DEEP", "TOO_LARGE")
     assert refusal(within(1.5))[0] == "UNKNOWN_FIELD"
+    many = within([0] * 2_000)[2:-1]
+    shared = b"\x80\x02](" + many + b"q\x00" + b"h\x00" * 2_000 + b"e."
+    assert refusal(shared) == ("TOO_LARGE", "messages[0]")
     assert refusal(pickle.dumps({"a": 1}, 4)) == ("BAD_TYPE", "messages[0][0]")
     assert refusal(b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.") == ("TRUNCATED", "messages[0]")
     assert refusal(b"\x80\x04.") == ("TRUNCATED", "messages[0]")
+    assert refusal(b"\x80\x04t.") == ("TRUNCATED", "messages[0]")
+    assert refusal(b"\x80\x04" + b"N" * (1 << 20) + b"NN.") == ("TOO_LARGE", "messages[0]")
+    assert refusal(b"\x80\x04" + b"N" * 400_000 + b"(t" * 100_000 + b".") == ("TRUNCATED", "messages[0]")
 
 
 SAMPLES = [
