@@ -27,7 +27,7 @@ Count = TypeVar("Count", int, IntArray)
 
 @attrs.frozen(eq=False)
 class _Turn:
-    """What a deal repeats: runs, one after the other, each of which one cp rank takes."""
+    """What a deal by a table repeats: runs, one after the other, each of which one cp rank takes."""
 
     order: IntArray
     """cp rank of each run [runs]."""
@@ -47,7 +47,7 @@ class _Turn:
 
 @lru_cache(maxsize=32)
 def _turn(group: Group) -> _Turn:
-    order = np.arange(group.cp_size) if _in_turn(group) else np.asarray(group.order, np.int64)
+    order = _order(group)
     runs = np.argsort(order, kind="stable")
     taken = np.bincount(order, minlength=group.cp_size)
     ends = np.cumsum(taken)
@@ -59,6 +59,11 @@ def _turn(group: Group) -> _Turn:
 def _in_turn(group: Group) -> bool:
     """Whether cp ranks take a run each, in turn; so the deal of one rank, whatever its order says."""
     return group.order is None or group.cp_size == 1
+
+
+def _order(group: Group) -> IntArray:
+    """cp rank of each run, until they repeat [runs]."""
+    return np.arange(group.cp_size) if _in_turn(group) else np.asarray(group.order, np.int64)
 
 
 def deal(group: Group) -> tuple[int, int]:
@@ -77,8 +82,9 @@ def same_deal(a: Group, b: Group) -> bool:
     """Whether two groups state the same deal."""
     if a.cp_size == b.cp_size == 1:
         return True
-    same = (a.cp_size, a.interleave, a.origin) == (b.cp_size, b.interleave, b.origin)
-    return same and np.array_equal(_turn(a).order, _turn(b).order)
+    if (a.cp_size, a.interleave, a.origin, _runs(a)) != (b.cp_size, b.interleave, b.origin, _runs(b)):
+        return False
+    return (a.order is None and b.order is None) or np.array_equal(_order(a), _order(b))
 
 
 def dealt(group: Group) -> str:
@@ -86,7 +92,7 @@ def dealt(group: Group) -> str:
     if group.cp_size == 1:
         return ""
     said = f", dealt {group.cp_size} x {group.interleave} from {group.origin}"
-    if group.order is None or np.array_equal(group.order, np.arange(group.cp_size)):
+    if group.order is None or same_deal(group, attrs.evolve(group, order=None)):
         return said
     more = f" .. ({group.order.size} runs)" if group.order.size > _SHOWN else ""
     return said + f" in the order {' '.join(str(r) for r in group.order[:_SHOWN])}{more}"
@@ -171,7 +177,7 @@ def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray,
     return origin + (turn * made.order.size + made.of(cp_rank)[of_turn]) * run + a - nth * run, b - a
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     """Pairs (source cp rank, sink cp rank) that share a row at all, ascending.
 
@@ -197,12 +203,12 @@ def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
     # how many runs of each cp rank meet each run of the other side: a running sum of where they begin and end
     wide = places.size + 1
     begin, end = (
-        np.bincount(_turn(one).order * wide + np.searchsorted(places, where), minlength=one.cp_size * wide)
+        np.bincount(_order(one) * wide + np.searchsorted(places, where), minlength=one.cp_size * wide)
         for where in (low, high)
     )
     met = np.cumsum((begin - end).reshape(-1, wide), axis=1)[:, :-1] > 0
     met = met[:, : at.size] | met[:, at.size :]
-    by_rank = _turn(other).order[at]
+    by_rank = _order(other)[at]
     columns = np.argsort(by_rank, kind="stable")
     begins = np.searchsorted(by_rank[columns], np.arange(other.cp_size))
     found: npt.NDArray[np.bool_] = np.logical_or.reduceat(met[:, columns], begins, axis=1)

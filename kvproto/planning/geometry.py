@@ -21,9 +21,9 @@ from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
-    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal", "decode_geometry",
-    "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla", "owned_before", "owner",
-    "owns", "validate",
+    "MOST_RANKS", "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal",
+    "decode_geometry", "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla",
+    "owned_before", "owner", "owns", "validate",
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def validate(geometry: Geometry) -> None:
 _LARGEST_DEAL = 1 << 20
 """Rows after which a token deal repeats, at most."""
 _MOST_BYTES = 1 << 20
-_MOST_RANKS = _MOST_PARTS = 1 << 12
+MOST_RANKS = _MOST_PARTS = 1 << 12
 _MOST_RUNS = 1 << 16
 """Of all orders."""
 _MOST_CLAIMS = 1 << 17
@@ -146,7 +146,7 @@ def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     for path, most, of, number in (
         ("groups", _MOST_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
         ("groups", _MOST_RUNS, "runs in orders", sum(len(g.order) for g in geometry.groups if g.order is not None)),
-        ("ranks", _MOST_RANKS, "ranks", len(geometry.ranks)),
+        ("ranks", MOST_RANKS, "ranks", len(geometry.ranks)),
         ("ranks", _MOST_CLAIMS, "layers times intervals", sum(claims)),
         ("ranks", _MOST_OF_RANK, "layers times intervals on one rank", max(claims, default=0)),
     ):

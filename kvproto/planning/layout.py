@@ -54,8 +54,13 @@ class Parallel:
 
     def check(self, of: str = "") -> None:
         """Raise LocalError for sizes that no engine can have; `of` begins the names of arguments."""
-        for name in ("tp", "pp", "cp", "dcp", "interleave", "virtual"):
+        for name in ("tp", "pp", "cp", "dcp", "interleave"):
             check_whole(of + name, getattr(self, name), 1)
+        check_whole(f"{of}virtual", self.virtual, 1, _MOST_CHUNKS)
+        if (ranks := self.tp * self.pp * self.cp) > g.MOST_RANKS:
+            raise _bad(
+                f"{of}tp", f"at most {g.MOST_RANKS} ranks in all", f"tp {self.tp}, pp {self.pp}, cp {self.cp}: {ranks}"
+            )
         check_whole(f"{of}origin", self.origin, 0, (1 << 64) - 1)
         if self.tp % self.dcp:
             raise _bad(f"{of}dcp", f"a divisor of tp {self.tp}", self.dcp)
@@ -92,6 +97,8 @@ class Parallel:
         return None if ranks == 1 or made == DEALS["cyclic"](ranks) else made
 
 
+_MOST_CHUNKS = 1 << 10
+"""Of layers, on one pipeline rank."""
 _A_DEAL = f"{', '.join(repr(name) for name in DEALS)}, or the cp rank of each run"
 _NO_TABLE = (
     "who stores a token follows from its position alone: a zigzag whose chunks are a share of each request's length is"
@@ -118,9 +125,11 @@ def lay_out(
         check_type("parallel", parallel, Parallel, "a kvproto.Parallel")
     sizes = parallel or Parallel()
     sizes.check()
+    for i, spec in enumerate(specs):
+        _check(spec, f"specs[{i}]", depth)
     made = [_Laid.of(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
-        Rank(rank=0, owns=tuple(share for laid in made if (share := laid.share(stage, nth)) is not None))
+        tuple(share for laid in made if (share := laid.share(stage, nth)) is not None)
         for stage in range(sizes.pp)
         for nth in range(sizes.cp * sizes.tp)
     ]
@@ -128,7 +137,7 @@ def lay_out(
         replica=replica,
         facts=tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items())),
         groups=tuple(laid.group for laid in made),
-        ranks=tuple(attrs.evolve(rank, rank=i) for i, rank in enumerate(ranks)),
+        ranks=tuple(Rank(rank=i, owns=shares) for i, shares in enumerate(ranks)),
     )
     try:
         g.validate(geometry)
@@ -153,7 +162,6 @@ class _Laid:
     @classmethod
     def of(cls, specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> _Laid:
         spec, path = specs[id], f"specs[{id}]"
-        _check(spec, path, depth)
         sizes, group = _own(spec, path, engine), attrs.evolve(spec.group, id=id)
         dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
         if dealt > 1 and _dealt(spec):
@@ -170,8 +178,8 @@ class _Laid:
         stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
         if _staged(spec):
             deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
-            whole_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
-            bounds = sizes.bounds(whole_, f"{path}.over." if spec.own else "")
+            all_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
+            bounds = sizes.bounds(all_, f"{path}.over." if spec.own else "")
             for stage in range(engine.pp):
                 chunks = bounds[stage :: engine.pp]
                 stages[stage] = tuple(i for i in spec.layers if any(lo <= i < hi for lo, hi in chunks))
@@ -217,6 +225,8 @@ def _check(spec: Cache, path: str, depth: int | None) -> None:
     """Raise LocalError where some layers or lanes of a cache would be nobody's."""
     if not spec.layers:
         raise _bad(f"{path}.layers", "one at least", "none")
+    for layer in spec.layers:
+        check_whole(f"{path}.layers", layer, 0)
     if depth and _deep(spec) and max(spec.layers) >= depth:
         raise _bad(f"{path}.layers", f"below depth {depth}", max(spec.layers))
     for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):

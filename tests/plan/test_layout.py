@@ -166,6 +166,7 @@ CONV = {"conv": (DType.U8, 10, 1)}
     [
         (Cache.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
         (Cache.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
+        (Cache.mla("m", [3, -1], latent=6, rope=2, page=4), "specs[0].layers"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),

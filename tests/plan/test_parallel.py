@@ -61,7 +61,10 @@ def test_a_deal_says_nothing_of_caches_that_are_not_dealt() -> None:
         ({"deal": ("a",)}, "deal", "str"),
         ({"deal": tuple(range(4)) * 1025 + (0,)}, "groups[0].order", "4096"),
         ({"interleave": 1 << 20}, "groups[0].cp_size", "1048576 tokens"),
-        ({"virtual": 0}, "virtual", "1 or more"),
+        ({"virtual": 0}, "virtual", "1 to 1024"),
+        ({"virtual": 1 << 30}, "virtual", "1 to 1024"),
+        ({"tp": 1 << 30}, "tp", "at most 4096 ranks in all"),
+        ({"pp": 64, "cp": 64}, "tp", "at most 4096 ranks in all"),
         ({"tp": 2.5}, "tp", "1 or more"),
         ({"pp": 2, "virtual": 2, "stages": (4, 4)}, "stages", "layers of 4 stages"),
         ({"pp": 2, "virtual": 2, "stages": (1, 2, 3, 4)}, "stages", "8 layers in all"),
@@ -72,6 +75,12 @@ def test_sizes_are_refused_by_name_with_what_is_right(sizes: dict[str, Any], pat
     with pytest.raises(LocalError, match=says) as caught:
         lay_out([LATENT], Parallel(**({"tp": 4, "dcp": 4} | sizes)))
     assert caught.value.path == path
+
+
+def test_a_cache_without_layers_is_refused_wherever_it_stands() -> None:
+    with pytest.raises(LocalError) as caught:
+        lay_out([TARGET, Cache.mla("none", [], latent=6, rope=2, page=4)], Parallel(pp=2))
+    assert caught.value.path == "specs[1].layers"
 
 
 def test_virtual_stages_give_each_rank_several_chunks_of_layers() -> None:
