@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +25,7 @@ from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
 from kvproto.planning.planner import Planner
+from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Columns
 
 ROUNDS = 15
@@ -54,13 +54,13 @@ def mla_engine(tp: int, layers: int = 61) -> Geometry:
     )
 
 
-def spread(made: Plan, layers: int, candidates: int) -> tuple[float, int, int]:
-    """Bytes of the busiest source over the mean, in layers, and the bound of the spec."""
+def spread(made: Plan, candidates: int) -> tuple[float, int, int]:
+    """Layers that a source gives on average, and that the busiest gives; and the sources that a sink rank awaits at most."""
     load: Counter[int] = Counter()
     for route in made.routes:
         for box in route.boxes:
             load[route.source] += box.layer_hi - box.layer_lo
-    return sum(load.values()) / candidates, max(load.values()), ceil(layers / candidates)
+    return sum(load.values()) / candidates, max(load.values()), max(len(made.required(r.sink)) for r in made.routes)
 
 
 def plans() -> dict[str, Callable[[], Any]]:
@@ -144,12 +144,16 @@ def main() -> int:
     print(f"{'planning':52}{'median, ms':>12}")
     for name, found in samples.items():
         print(f"{name:52}{median(found):12.1f}")
-    print(f"\n{'busiest source, in layers':52}{'mean':>8}{'busiest':>10}{'bound':>8}")
-    loads = {}
+    print(f"\n{'MLA, 61 layers: layers of the busiest source':52}{'mean':>8}{'even':>14}{'few':>14}{'one':>14}")
+    loads: dict[str, dict[str, Any]] = {}
     for tp, to in ((8, 1), (8, 4), (16, 4), (8, 3)):
-        mean, busiest, bound = spread(plan(mla_engine(tp), mla_engine(to)), 61 * to, tp)
-        loads[f"MLA, 61 layers, {tp} to {to} ranks"] = {"mean": mean, "busiest": busiest, "bound": mean + bound}
-        print(f"{f'MLA, 61 layers, {tp} to {to} ranks':52}{mean:8.2f}{busiest:10}{mean + bound:8.2f}")
+        name, row = f"MLA, 61 layers, {tp} to {to} ranks", {}
+        for rule, features in (("even", ()), ("few", (Feature.FEW_SOURCES,)), ("one", (Feature.SPREAD_ONE,))):
+            mean, busiest, awaited = spread(plan(mla_engine(tp), mla_engine(to), features), tp)
+            row[rule] = {"busiest": busiest, "awaited": awaited}
+        loads[name] = {"mean": mean} | row
+        said = [f"{found['busiest']}, awaits {found['awaited']}" for found in row.values()]
+        print(f"{name:52}{mean:8.2f}" + "".join(f"{cell:>14}" for cell in said))
     print(f"\n{'lowering 131,072 tokens, MLA, pages in no order':52}{'kvproto, ms':>12}{'today, ms':>12}{'ratio':>8}")
     lowered: dict[str, dict[str, list[float]]] = {}
     for page, layers in ((1, 61), (1, 1), (16, 61), (64, 61), (64, 1)):
