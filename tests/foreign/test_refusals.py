@@ -228,7 +228,7 @@ def test_pickles_made_to_harm_are_refused() -> None:
     assert refusal(within(billion))[0] in ("TOO_DEEP", "TOO_LARGE")
     assert refusal(within(1.5))[0] == "UNKNOWN_FIELD"
     many = within([0] * 2_000)[2:-1]
-    shared = b"\x80\x02](" + many + b"q\x00" + b"h\x00" * 2_000 + b"e."
+    shared = b"\x80\x02](" + many + b"q\x01" + b"h\x01" * 2_000 + b"e."
     assert refusal(shared) == ("TOO_LARGE", "messages[0]")
     assert refusal(pickle.dumps({"a": 1}, 4)) == ("BAD_TYPE", "messages[0][0]")
     assert refusal(b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.") == ("TRUNCATED", "messages[0]")
