@@ -110,8 +110,19 @@ def dealt_tokens(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
         yield geometry([g], [[owns(g, range(n["layers"]), cp_rank=r)] for r in range(n["ranks"])])
 
 
+def tables_of_runs(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """Deals in drawn orders, as many as there is room for."""
+    draw, runs = np.random.default_rng(dice.randrange(1 << 32)), min(max(2 * n["cuts"], n["ranks"]), 4096)
+    for run in (1, dice.choice([1, 3, 255, 256])):
+        groups = [
+            group(i, cp_size=n["ranks"], interleave=run, order=draw.permutation(np.arange(runs) % n["ranks"]))
+            for i in range(max(1, n["layers"] // 8))
+        ]
+        yield geometry(groups, [[owns(g, [0], cp_rank=r) for g in groups] for r in range(n["ranks"])])
+
+
 DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {
-    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens)
+    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs)
 }  # fmt: skip
 
 
