@@ -56,7 +56,10 @@ def pools(
     if engine not in ENGINES:
         raise bad("engine", ", ".join(ENGINES), engine)
     setup, row, configs = setup or Setup(), ENGINES[engine], [target, *drafts]
+    setup.parallel.check()
     tp = setup.parallel.tp
+    if setup.page is not None and setup.page < 1:
+        raise bad("page", "at least 1", setup.page)
     if any(text(config).get("use_cla") for config in configs):
         raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
     if setup.kv_dtype not in row.dtypes:
@@ -68,6 +71,7 @@ def pools(
     if setup.backend is not None and engine != "vllm":
         raise bad("backend", "vllm's alone: other engines' pools do not depend on it", setup.backend)
     setup = attrs.evolve(setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp))
+    setup.parallel.check()
     dtype = setup.state_dtype
 
     def make(page: int) -> list[Cache]:
@@ -95,9 +99,8 @@ def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
         raise bad("page", "64, with an index", page)
     if indexed and dcp > 1:
         raise bad("dcp", "1 with an index, whose pages are others than the latent's then", dcp)
-    drafts = [
-        c for c in make(page * dcp) if c.group.model
-    ]  # whole on each rank, in pages as wide as all ranks' together
+    # a draft is whole on each rank, in pages as wide as those of all ranks together
+    drafts = [c for c in make(page * dcp) if c.group.model]
     made = [c for c in make(page) if not c.group.model] + drafts
     orders = _SGLANG[setup.layout or "NHD"]
 

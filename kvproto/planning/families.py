@@ -33,6 +33,8 @@ UNREAD = (
     "hybrid_layer_ids", "hybrid_layer_pattern", "is_encoder_decoder", "layer_group_size", "n_mamba_heads",
 )  # fmt: skip
 """What gives some layers another cache, or none, in a way that is not read here."""
+MOST_LAYERS = 1 << 12
+"""Several times those of any model."""
 _BY_HAND = "absent: which layers have which cache is not known of this model, state it by GroupSpecs", "present"
 _LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
@@ -47,6 +49,8 @@ def layer_kinds(config: Config, count: int) -> list[str]:
 
     Layers that take the cache of another one have none of their own.
     """
+    if count > MOST_LAYERS:
+        raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
     for name in _LISTS:
         if not isinstance(config.get(name) or [], list | tuple | str):
             raise bad(f"config.{name}", "a list", config[name])

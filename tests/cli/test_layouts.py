@@ -93,6 +93,8 @@ def test_tensors_for_programs_are_a_register_s(capsys: pytest.CaptureFixture[str
         (["--engine", "vllm", "--backend", "FLASHMLA"], "backend: wanted FLASH_ATTN"),
         (["--backend", "FLASH_ATTN"], "backend: wanted --engine beside it"),
         (["--tensors"], "tensors: wanted --engine beside it"),
+        (["--tp", "1000000000"], "tp: wanted at most 4096 ranks in all"),
+        (["--engine", "vllm", "--page", "0"], "page: wanted at least 1"),
         (["--dp", "8"], "dp: wanted --engine beside it"),
         (["--engine", "vllm", "--sharded", "target"], "sharded: wanted sizes of all caches beside --engine"),
         (["--kv-dtype", "fp8"], "kv_dtype: wanted BF16, F16, F32"),

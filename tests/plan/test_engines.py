@@ -1,6 +1,7 @@
 """Pools of today's engines: bytes moved between any two of them, columns that a Register takes, and what is refused."""
 
 import random
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, PlanError
 from kvproto.planning.engines import ENGINES, Pools, Setup, pools
 from kvproto.planning.families import Config
 from kvproto.planning.geometry import validate
@@ -276,6 +277,47 @@ def test_what_no_engine_has_is_refused_by_name(engine: str, model: str, options:
     assert caught.value.path == path
     assert caught.value.mine
     assert caught.value.yours
+
+
+ODD: list[Any] = [None, 0, -1, "x", "", [], {}, 10**9, 2**40, 2.5, True, [1], ["a"], {"a": 1}, 3]
+SAYS = [
+    "sliding_window",
+    "num_kv_shared_layers",
+    "layer_types",
+    "linear_attn_config",
+    "attn_type_list",
+    "index_head_dim",
+]
+SAYS += [
+    "attention_chunk_size",
+    "no_rope_layers",
+    "full_attn_idxs",
+    "sliding_window_pattern",
+    "mamba_ssm_dtype",
+    "use_cla",
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nonsense_is_refused_by_name_and_nothing_else_happens(seed: int) -> None:
+    """Configs with odd values, and options that do not go together: pools, or an error with a code and a path."""
+    rng = random.Random(seed)
+    accepted = 0
+    for _ in range(120):
+        config = {**rng.choice([configs[0] for configs in MODELS.values()])}
+        for _ in range(rng.randint(0, 2)):
+            config[rng.choice([*config, *SAYS])] = rng.choice(ODD)
+        sizes = {"tp": rng.choice([1, 1, 1, 2, 2, 4, 3, 0, 10**9]), "dcp": rng.choice([1, 1, 1, 1, 2])}
+        options: dict[str, Any] = {
+            "page": rng.choice([None] * 6 + [64, 24, 0, -3, 10**9]), "layout": rng.choice([None] * 6 + ["LBHNC", "HND"]),
+            "backend": rng.choice([None] * 9 + ["FLASHINFER", "CPU_ATTN", "nobody's"]), "dp": rng.choice([1] * 8 + [2, 0]),
+        }  # fmt: skip
+        with suppress(LocalError, PlanError):  # PlanError: of a Description beyond the limits
+            side = pools(rng.choice([*ENGINES]), config, (), Setup(Parallel(**sizes), **options))
+            validate(side.geometry)
+            side.memory(len(side.geometry.ranks) - 1, 3)
+            accepted += 1
+    assert accepted > 10
 
 
 def test_each_backend_has_layouts_that_vllm_has() -> None:
