@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.cli.plans import REFUSED, read_geometry
+from kvproto.cli.plans import REFUSED, chosen, compatible, read_geometry
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.captures import MOST_BYTES, messages
 from kvproto.foreign.compare import Difference, compare
 from kvproto.foreign.fleet import Fleet
 from kvproto.foreign.reading import Reading, read, resolve
 from kvproto.foreign.tables import engines, words
+from kvproto.planning.compare import differences as warned
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire import to_json
@@ -75,8 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether `check` was given a capture."""
-    return any(_is_capture(path) for path in (args.source, args.sink))
+    """Whether `check` was given a capture, or options that are of one."""
+    return any(_is_capture(path) for path in (args.source, args.sink)) or any(_own(args))
+
+
+def _own(args: argparse.Namespace) -> list[str]:
+    return [option for option in ("say", "config", "draft", "fact") if getattr(args, option)]
 
 
 def check(args: argparse.Namespace) -> int:
@@ -99,15 +104,19 @@ def check(args: argparse.Namespace) -> int:
     except (KvprotoError, OSError, ValueError) as error:
         print(f"error: {_said(error)}", file=sys.stderr)
         return 1
+    if not any(fleets):
+        print(f"error: --{_own(args)[0]} is of captures, and both files are Descriptions", file=sys.stderr)
+        return 1
     differences = compare(fleets[0], fleets[1]) if fleets[0] and fleets[1] else []
     made, refused = None, None
     if sides[0] is not None and sides[1] is not None:
         try:
-            made = plan(sides[0], sides[1])
+            made = plan(sides[0], sides[1], chosen(args))
         except KvprotoError as error:
             refused = error
     unsaid = [[u.word for u in f.unsaid(bool(args.config)) if u.usual is None] if f else [] for f in fleets]
-    _tell(args.json, fleets, unsaid, differences, made, refused)
+    warnings = warned(sides[0], sides[1]) if made and sides[0] and sides[1] else []
+    _tell(args.json, fleets, unsaid, differences, made, refused, warnings)
     if differences or refused:
         return REFUSED
     return 0 if made is not None else UNTOLD
@@ -125,13 +134,13 @@ def _described(fleet: Fleet | None, args: argparse.Namespace) -> Geometry | None
 
 def _tell(
     as_json: bool, fleets: Sequence[Fleet | None], unsaid: Sequence[Sequence[str]], differences: Sequence[Difference],
-    made: Plan | None, refused: KvprotoError | None,
+    made: Plan | None, refused: KvprotoError | None, warnings: Sequence[tuple[str, str, str]],
 ) -> None:  # fmt: skip
     names = [fleet.name if fleet else "Description" for fleet in fleets]
     if as_json:
         rows = [{"path": d.path, "source": d.source, "sink": d.sink} for d in differences]
-        compatible = None if made is None and not differences and not refused else not differences and not refused
-        told: dict[str, Any] = {"compatible": compatible, "source": names[0], "sink": names[1], "differences": rows}
+        fits = None if made is None and not differences and not refused else not differences and not refused
+        told: dict[str, Any] = {"compatible": fits, "source": names[0], "sink": names[1], "differences": rows}
         told |= {"unsaid": {"source": unsaid[0], "sink": unsaid[1]}, "plan": made.digest.hex() if made else None}
         if refused:
             told["refused"] = {
@@ -152,9 +161,10 @@ def _tell(
         if words_ and made is None and refused is None:
             print(f"unsaid by {side}: {', '.join(words_)} (--say NAME=VALUE)")
     if refused:
-        print(f"kvproto: refused: {refused.between('prefill', 'decode')}")
+        print(f"by kvproto, refused: {refused.between('prefill', 'decode')}")
     elif made is not None:
-        print(f"kvproto: compatible: plan {made.digest.hex()[:16]}, {len(made.routes)} routes")
+        print("by kvproto, ", end="")
+        compatible(made, warnings, False)
 
 
 def _fleet(path: str, said: Mapping[str, str], engine: str | None = None, release: str | None = None) -> Fleet:

@@ -24,7 +24,7 @@ from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
 
-__all__ = ["add", "read_geometry", "run"]
+__all__ = ["add", "chosen", "compatible", "read_geometry", "run"]
 
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
@@ -117,16 +117,14 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    features = [
-        f for f in (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT) if getattr(args, f.name.lower())
-    ]
+    features = chosen(args)
     try:
         made = plan(source, sink, features)
     except KvprotoError as error:
         return _refused(error, args.json)
     warnings = differences(source, sink)
     if args.command == "check":
-        return _compatible(made, warnings, args.json)
+        return compatible(made, warnings, args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     try:
         moved = programs(source, sink, made, request)
@@ -163,6 +161,12 @@ def run(args: argparse.Namespace) -> int:
     for line in shown(rules):
         print(line)
     return 0
+
+
+def chosen(args: argparse.Namespace) -> list[Feature]:
+    """The plan features that options of `check` and `plan` name."""
+    known = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
+    return [f for f in known if getattr(args, f.name.lower())]
 
 
 def read_geometry(path: Path) -> Geometry:
@@ -238,7 +242,8 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
     return REFUSED
 
 
-def _compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: bool) -> int:
+def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: bool) -> int:
+    """Say that there is a plan, and of what it warns; the exit status."""
     if as_json:
         differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
         print(

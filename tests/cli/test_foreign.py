@@ -86,7 +86,7 @@ def test_check_of_two_captures(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["check", SGLANG, SGLANG, "--config", str(config)]) == 4
     assert "unsaid by prefill: page, dtype (--say" in capsys.readouterr().out
     assert main(["check", SGLANG, SGLANG, *SAID]) == 0
-    assert "kvproto: compatible: plan " in capsys.readouterr().out
+    assert "by kvproto, compatible: plan " in capsys.readouterr().out
     assert main(["check", SGLANG, VLLM, "--json"]) == 3
     told = json.loads(capsys.readouterr().out)
     assert (told["compatible"], told["differences"][0]["path"]) == (False, "engine")
@@ -106,7 +106,7 @@ def test_check_says_words_of_one_side(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["check", SGLANG, VLLM, *said]) == 3
     out = capsys.readouterr().out
     assert "prefill sglang 0.5.23; decode vllm 0.32.0" in out
-    assert "kvproto: refused: " in out
+    assert "by kvproto, refused: " in out
 
 
 def test_check_of_a_capture_and_a_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +116,21 @@ def test_check_of_a_capture_and_a_description(tmp_path: Path, capsys: pytest.Cap
     assert main(["check", str(out), SGLANG]) == 4
     assert "unsaid by decode: page, dtype, kv_heads" in capsys.readouterr().out
     assert main(["check", str(out), str(out)]) == 0
+
+
+def test_check_takes_plan_features_and_refuses_options_that_say_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, replicated = tmp_path / "d.json", [*SAID[:4], "--say", "kv_heads=2"]
+    assert main(["import", SGLANG, *replicated, "--out", str(out)]) == 0
+    plans = set()
+    for options in ([], ["--spread-one"]):
+        capsys.readouterr()
+        assert main(["check", SGLANG, str(out), *replicated, *options, "--json"]) == 0
+        plans.add(json.loads(capsys.readouterr().out)["plan"])
+    assert len(plans) == 2
+    assert main(["check", str(out), str(out), "--say", "page=16"]) == 1
+    assert "error: --say is of captures, and both files are Descriptions" in capsys.readouterr().err
 
 
 def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
