@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvproto.cli.main import main
+from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
-from kvproto.wire import from_json
+from kvproto.planning.layout import Parallel, lay_out
+from kvproto.wire import from_json, to_json
 
 CAPTURES = Path(__file__).parent.parent / "foreign" / "captures"
 SGLANG = str(CAPTURES / "sglang-live.jsonl")
@@ -122,10 +124,10 @@ def test_check_takes_plan_features_and_refuses_options_that_say_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, replicated = tmp_path / "d.json", [*SAID[:4], "--say", "kv_heads=2"]
-    assert main(["import", SGLANG, *replicated, "--out", str(out)]) == 0
+    heads = Cache.gqa("target", 3, kv_heads=2, head_dim=128, page=16)
+    out.write_text(json.dumps(to_json(lay_out([heads], Parallel(tp=2)))))
     plans = set()
     for options in ([], ["--spread-one"]):
-        capsys.readouterr()
         assert main(["check", SGLANG, str(out), *replicated, *options, "--json"]) == 0
         plans.add(json.loads(capsys.readouterr().out)["plan"])
     assert len(plans) == 2
