@@ -29,8 +29,8 @@ RUNS = {
         "--prefill-tp 1 --prefill-cp 3 --prefill-interleave 5 --target gqa --draft gqa"
         " --decode-tp 4 --dcp 2 --interleave 3 --exchange ag_rs"
     ),
-    "MLA, TP 2 x CP 2 to DCP 4 with the draft dealt": (
-        "--prefill-cp 2 --decode-tp 4 --dcp 4 --interleave 16 --draft mla --draft-sharded"
+    "MLA, TP 2 x CP 2 in a zigzag to DCP 4 in shares of unequal size, with the draft dealt": (
+        "--prefill-cp 2 --prefill-deal zigzag --decode-tp 4 --dcp 4 --interleave 16 --deal 3,0,1,2,0 --draft mla --draft-sharded"
     ),
     "GQA, queries on every rank": "--prefill-tp 1 --decode-tp 2 --dcp 2 --target gqa --draft mla --replicate-q",
     "JAX with CP 2 in a zigzag to torch with DCP 2": (
@@ -44,9 +44,7 @@ RUNS = {
     "two replicas of each": "--prefill-tp 2 --prefill-dp 2 --decode-dp 2 --target mla --draft mla",
     "TP 2 to DCP 4, with a GQA draft that is not dealt": "--decode-tp 4 --dcp 4 --interleave 16",
     "CP 4 in runs of 32 to DCP 4": "--prefill-tp 1 --prefill-cp 4 --prefill-interleave 32 --decode-tp 4 --dcp 4",
-    "CP 4 in a zigzag to DCP 2 in shares of unequal size": (
-        "--prefill-tp 1 --prefill-cp 4 --prefill-deal zigzag --decode-tp 2 --dcp 2 --deal 0,1,1"
-    ),
+    "CP 4 to DCP 2, other runs of tokens": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2 --dcp 2",
     "CP 4 to TP 2": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2",
     "TP 1 to TP 4 with DCP 2": "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
     "TP 2 to DCP 3": "--decode-tp 3 --dcp 3 --interleave 16 --target MLA-6 --draft MLA-6",
