@@ -1,6 +1,7 @@
 """Names of parts: the registry, the constructors that use it, and what is said of aliases."""
 
 from itertools import combinations
+from pathlib import Path
 
 import attrs
 import pytest
@@ -22,6 +23,8 @@ BUILT = [
     Cache.mla("c", 2, latent=16, rope=8, page=4),
     Cache.cross("l", 2, kv_heads=2, head_dim=8, page=4),
     Cache.encoder("m", dim=8, page=4),
+    Cache.mla("p", 2, latent=16, rope=8, page=4, split=True),
+    Cache.mla("q", 2, latent=128, rope=64, page=4, scale_block=64),
     Cache.indexer("d", 2, head_dim=128, page=4),
     Cache.page_scales("e", 2, kv_heads=2, page=4),
     Cache.compressed("f", 2, dim=8, tokens_per_row=4, page_rows=2),
@@ -41,6 +44,13 @@ def test_constructors_make_groups_of_the_registry(cache: Cache) -> None:
     assert any(
         set(row["has"]) <= names <= {*row["has"], *row["may"]} and kind in row["kinds"] for row in GROUPS.values()
     )
+
+
+def test_every_constructor_is_among_them() -> None:
+    """But those that take names of parts as they are given: paged and state."""
+    source = Path(__file__).read_text()
+    makers = {name for name in vars(Cache) if isinstance(vars(Cache)[name], classmethod) and not name.startswith("_")}
+    assert {name for name in makers if f"Cache.{name}(" not in source} <= {"state"}
 
 
 def test_each_group_of_the_registry_has_a_constructor_that_makes_it() -> None:
