@@ -58,11 +58,12 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
     if "COLD_DRAFT" in features:
         cold = _models(sink) - _models(source) - {"0"}
     pieces: list[Piece] = []
+    spent = [0, 0]
     for group in sink["groups"]:
         if group["model"] not in cold:
             names = [p["name"] for p in group["parts"]]
             for index in [i for i, name in enumerate(names) if name not in names[:i]]:
-                pieces += _part(source, sink, group, index)
+                pieces += _part(source, sink, group, index, spent)
     return _rows(pieces, elect(pieces, int(sink["replica"]), features), sink), cold
 
 
@@ -125,8 +126,8 @@ def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
     return [(lo * size, hi * size)] if lane(part) == size else [place(part, number) for number in range(lo, hi)]
 
 
-def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:
-    """The pieces of one part of one group of the sink, each of one layer."""
+def _part(source: Json, sink: Json, group: Json, index: int, spent: list[int]) -> list[Piece]:
+    """The pieces of one part of one group of the sink, each of one layer; `spent` counts what was looked at."""
     part, model = group["parts"][index]["name"], group["model"]
     at = f"groups[{group['name']}]"
     layers = sorted(
@@ -135,14 +136,21 @@ def _part(source: Json, sink: Json, group: Json, index: int) -> list[Piece]:
     known = any(
         g["model"] == model and p["name"] == part and _held(source, g) for g in source["groups"] for p in g["parts"]
     )
-    pieces: list[Piece] = []
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for layer in layers:
-        have, want = _owners(source, model, part, layer), _owners(sink, model, part, layer, group["id"])
+        owners = _owners(source, model, part, layer), _owners(sink, model, part, layer, group["id"])
+        alike[tuple(tuple((o[0], o[1]["id"], *o[2:]) for o in side) for side in owners)].append(layer)
+    pieces: list[Piece] = []
+    for some_layers in alike.values():
+        first = some_layers[0]
+        have, want = _owners(source, model, part, first), _owners(sink, model, part, first, group["id"])
         if not have:
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
         _compare(have[0][1], group, part, at)
         for some, needing in _families(have, want, group["parts"][index].get("encoding"), at, part):
-            pieces += _cut(some, needing, layer, group, index, at)
+            _count(some, needing, len(some_layers), group, index, at, spent)
+            for layer in some_layers:
+                pieces += _cut(some, needing, layer, group, index, at)
     return pieces
 
 
@@ -181,6 +189,19 @@ def _families(
             raise Refusal("LAYOUT_OPAQUE", f"{at}.parts[{part}]")
         found.append((some, [o for o in want if spans(want, o[0]) == kind]))
     return found
+
+
+def _count(
+    have: list[Owner], want: list[Owner], layers: int, group: Json, index: int, at: str, spent: list[int]
+) -> None:
+    """KVP-PLAN-SIZE: pieces of the intervals, and cuts times pairs of classes; and these times the layers."""
+    cuts = sorted({x for o in have + want for x in o[2:4]})
+    number = sum(o[2] <= x < o[3] for o in have + want for x in cuts)
+    number += len(cuts) * len(_classes(have[0][1], group, at))
+    spent[0] += number
+    spent[1] += number * layers
+    if spent[0] > 1 << 16 or spent[1] > 1 << 18:
+        raise Refusal("TOO_LARGE", f"{at}.parts[{group['parts'][index]['name']}]")
 
 
 def _cut(have: list[Owner], want: list[Owner], layer: int, group: Json, index: int, at: str) -> list[Piece]:

@@ -28,10 +28,10 @@ __all__ = ["Overlaps"]
 
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
-_MOST_SPANS = 1 << 18
-"""Spans of bytes that are compared for one transfer: 8,192 pages of 32 groups that take turns in one pool."""
+_MOST_SPANS = 1 << 17
+"""Spans of bytes that are compared for one transfer: 8,192 pages of 16 groups that take turns in one pool."""
 _FEWEST = 1 << 10
-"""Spans that columns count for at least."""
+"""Spans that the columns of a group count for at least, or each of them where they are not apart."""
 _MOST_STRIDES = 16
 """Different strides of a cluster up to which they are tried."""
 
@@ -72,12 +72,14 @@ class Overlaps:
             some = cluster[np.isin(cluster["group"], [group for group, (_, items) in named.items() if items.size])]
             if len(some) < 2:
                 continue
-            owners = list(_owners(some, named))
-            left -= sum(max(owner.spans, _FEWEST) for owner in owners)
-            if left < 0:
-                yours = f"more than {_MOST_SPANS} spans to compare"
-                advice = "register pools that do not overlap"
-                raise RemoteError(ErrorCode.ITEM_ALIAS, owners[-1].path, "columns that lie apart", yours, advice)
+            owners = []
+            for owner in _owners(some, named):
+                owners.append(owner)
+                left -= max(owner.spans, _FEWEST)
+                if left < 0:
+                    yours = f"more than {_MOST_SPANS} spans to compare"
+                    advice = "register pools that do not overlap"
+                    raise RemoteError(ErrorCode.ITEM_ALIAS, owner.path, "columns that lie apart", yours, advice)
             _compare(owners)
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import PlanError
+from kvproto.planning.geometry import Rank, gqa, owns
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, Feature, ItemKind
@@ -124,3 +125,15 @@ def spoilt(rng: random.Random, geometry: Geometry) -> Geometry:
     if kind == "step":
         groups[at] = attrs.evolve(group, tokens_per_row=group.tokens_per_row * 2)
     return attrs.evolve(geometry, groups=tuple(groups))
+
+
+def test_two_planners_know_when_it_is_too_much() -> None:
+    """KVP-PLAN-SIZE: many pieces in one layer, and few in many layers; a little less is planned."""
+    group = gqa(0, "target", 0, 128, 8, 4)
+    for ranks, layers, code in ((180, 1, "TOO_LARGE"), (30, 24, "TOO_LARGE"), (2, 2, None)):
+        whole = [Rank(rank=r, owns=(owns(group, range(layers)),)) for r in range(ranks)]
+        cut = Rank(rank=ranks, owns=(owns(group, range(layers), [(n, n + 1) for n in range(0, 128, 2)]),))
+        geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*whole, cut))
+        found = ours(geometry, geometry, ())
+        assert found == theirs(geometry, geometry, ())
+        assert (found[0] if isinstance(found, tuple) else None) == code

@@ -260,9 +260,9 @@ def test_columns_that_lie_together_are_compared_as_one() -> None:
 
 
 def test_more_spans_than_may_be_compared_are_refused() -> None:
-    error = told(*in_turn(layers=1, items=(1 << 17) + 1))
+    error = told(*in_turn(layers=1, items=(1 << 16) + 1))
     assert error is not None
-    assert (error.code, error.yours) == (ErrorCode.ITEM_ALIAS, "more than 262144 spans to compare")
+    assert (error.code, error.yours) == (ErrorCode.ITEM_ALIAS, "more than 131072 spans to compare")
 
 
 def test_a_transfer_of_more_items_than_may_be_is_refused() -> None:
