@@ -1,7 +1,7 @@
 """Windows that begin late, against rows counted one by one: KVP-GRANT-HELD, KVP-GRANT-LATE."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.copying.grants import items_needed, rows_of
@@ -41,6 +41,7 @@ def route(*source_groups: int) -> Route:
     return Route(source=0, sink=0, group=0, boxes=boxes, digest=bytes(32))
 
 
+@settings(deadline=None)
 @given(groups(), st.integers(0, TOKENS), st.integers(0, TOKENS))
 def test_a_window_is_cut_to_the_rows_that_are_held(group: Group, since: int, first: int) -> None:
     """Its items are then those that would have been named for the shorter window."""
