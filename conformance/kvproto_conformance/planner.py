@@ -200,7 +200,7 @@ def _count(
     number += len(cuts) * len(_classes(have[0][1], group, at))
     spent[0] += number
     spent[1] += number * layers
-    if spent[0] > 1 << 16 or spent[1] > 1 << 18:
+    if spent[0] > 1 << 16 or spent[1] > 3 << 16:
         raise Refusal("TOO_LARGE", f"{at}.parts[{group['parts'][index]['name']}]")
 
 

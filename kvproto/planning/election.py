@@ -23,7 +23,7 @@ _MOST_PAIRS = 1 << 16
 """Pairs of a cp rank of the source and one of the sink, for one part."""
 
 
-MOST_PIECES, MOST_IN_LAYERS = 1 << 16, 1 << 18
+MOST_PIECES, MOST_IN_LAYERS = 1 << 16, 3 << 16
 """Pieces of lane intervals and token classes that are looked at for one plan: as such, and times their layers."""
 
 

@@ -122,11 +122,13 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     for (a, b, group), some in groupby(rows, key=lambda row: row[:3]):
         found = list(some)
         # the digest does not know the source's groups; lowering does
-        boxes = sorted(
+        boxes = [
             Box(model, x, y, part, lo, hi, c, d, id)
             for _, _, _, model, from_, to, part, lo, hi, c, d, _ in found
             for x, y, id in _within(homes[parts[group, part]], from_, to)
-        )
+        ]
+        if len(boxes) > len(found):
+            boxes.sort()
         start, end = end, end + len(found) * _ROW
         routes.append(Route(a, b, group, tuple(boxes), hashlib.sha256(data[start:end]).digest()))
     return Plan(tuple(routes), hashlib.sha256(data).digest(), cold)
@@ -173,16 +175,17 @@ def _homes(claims: Iterable[Claim]) -> Homes:
     return made
 
 
-def _within(homes: Homes, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+def _within(homes: Homes, lo: int, hi: int) -> Homes:
     """Layers [lo, hi), cut where the source's group changes."""
     if len(homes) == 1:
-        yield lo, hi, homes[0][2]
-        return
+        return [(lo, hi, homes[0][2])]
+    made: Homes = []
     i = bisect(homes, lo, key=lambda home: home[0]) - 1
     while lo < hi:
         _, end, group = homes[i]
-        yield lo, min(end, hi), group
+        made.append((lo, min(end, hi), group))
         lo, i = end, i + 1
+    return made
 
 
 def _cold(have: Claims, want: Claims) -> tuple[int, ...]:

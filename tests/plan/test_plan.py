@@ -408,7 +408,7 @@ def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
     with pytest.raises(PlanError) as caught:
         plan(geometry, geometry)
     one = 2 * 5 * 512 + 513  # of k, and as many of v
-    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 262144 pieces times layers")
+    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 196608 pieces times layers")
     assert caught.value.yours == str(3 * 16 * one)
     fewer = [Rank(rank=r.rank, owns=(attrs.evolve(r.owns[0], layers=r.owns[0].layers[:1]),)) for r in geometry.ranks]
     many = [attrs.evolve(r, rank=r.rank + 10 * n) for n in range(8) for r in fewer]
