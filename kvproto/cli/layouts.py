@@ -65,6 +65,8 @@ def described(
     """What `describe --engine` prints; raises LocalError."""
     made = pools(args.engine, configs[0], configs[1:], setup_of(args, parallel), args.replica, facts)
     validate(made.geometry)
+    if args.state_dtype and all(part.name != "ssm" for group in made.geometry.groups for part in group.parts):
+        raise bad("state_dtype", "a model with recurrent states beside it", args.state_dtype)
     if not args.tensors:
         yield json.dumps(to_json(made.geometry))
         return

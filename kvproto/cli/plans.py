@@ -46,7 +46,10 @@ def add(commands: Any) -> None:
     )
     sizes.add_options(made)
     made.add_argument("--page", type=int, metavar="TOKENS", help="64 unless the engine has another")
-    dtypes = ", ".join(_KV_DTYPES + [f"or of {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()])
+    dtypes = "; ".join(
+        [f"without --engine {', '.join(_KV_DTYPES)}"]
+        + [f"with --engine {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()]
+    )
     made.add_argument("--kv-dtype", metavar="NAME", help=f"element type of pages: {dtypes}")
     made.add_argument("--replica", type=int, default=0, metavar="N")
     made.add_argument(
@@ -195,16 +198,16 @@ def _describe(args: argparse.Namespace) -> int:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
     configs += [_config(path) for path in args.draft]
-    parallel, own_sizes = sizes.parallel_of(args), sizes.own_of(args)
+    own_sizes = sizes.own_of(args)
+    parallel = sizes.parallel_of(args, own_sizes)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
     if args.engine:
         for name in ("own", "sharded", "replicated"):
             if getattr(args, name):
-                raise LocalError(
-                    ErrorCode.OUT_OF_RANGE, name, "sizes of all caches beside --engine", getattr(args, name)[0]
-                )
+                wanted = f"no --{name} beside --engine, which divides its caches by the sizes of all of them"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, name, wanted, getattr(args, name)[0])
         for line in layouts.described(args, configs, parallel, dict(pairs)):
             print(line)
         return 0
@@ -213,7 +216,7 @@ def _describe(args: argparse.Namespace) -> int:
     layouts.check_without_engine(args)
     dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
     geometry = describe(
-        configs[0], configs[1:], parallel, args.page or 64, dtype, args.replica, dict(pairs), args.sharded,
+        configs[0], configs[1:], parallel, 64 if args.page is None else args.page, dtype, args.replica, dict(pairs), args.sharded,
         args.replicated, own_sizes,
     )  # fmt: skip
     print(json.dumps(to_json(geometry)))

@@ -171,6 +171,16 @@ def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
             assert all(found.required(rank.rank) for rank in sink.ranks)
 
 
+@pytest.mark.parametrize("option", ["deal=zigzag", "interleave=16", "origin=5"])
+def test_a_deal_to_one_rank_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, value = option.partition("=")
+    options = ["describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", f"--{option}"]
+    for engine in ([], ["--engine", "sglang"]):
+        assert main([*options, *engine]) == 1
+        assert f"at {name}: wanted --cp or --dcp above 1 beside it, found {value}" in capsys.readouterr().err
+    assert main([*options, "--own", "target:dcp=2"]) == 0
+
+
 def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "plan.html"
     assert main(["plan", files["p"], files["d"], "--html", str(out)]) == 0
@@ -252,7 +262,7 @@ def test_describe_divides_tokens_layers_and_single_caches_as_told(capsys: pytest
         (["--own", "draft:copies=maybe"], "wanted yes or no, found maybe"),
         (["--own", "drift:tp=1"], "wanted one of target, draft, found drift"),
         (["--own", "draft:tp=3"], "a divisor of 4"),
-        (["--own", "draft:tp=1", "--engine", "vllm"], "sizes of all caches beside --engine"),
+        (["--own", "draft:tp=1", "--engine", "vllm"], "own: wanted no --own beside --engine, which divides its caches"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(
