@@ -72,7 +72,8 @@ def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = ""
     if isinstance(given, bool) or not low <= number <= high:
         what = given if isinstance(given, int | float) else type_name(given)
         limit = f"{low} or more" if high >= U32 else f"{low} to {high}"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or limit, str(what))
+        whole = "" if type(given) is int else "a whole number, "
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or whole + limit, str(what))
     return number
 
 

@@ -80,13 +80,13 @@ DEALS: Sequence[tuple[str, list[Cache], Parallel, Parallel, str]] = [
 """id, caches, source, sink and what it shows."""
 
 
-def _four(scale_block: int | None, scale_dtype: DType = DType.F8E4M3, dtype: DType = DType.F4E2M1) -> Cache:
+def _four(scale_block: int | None, scale_dtype: DType | None = DType.F8E4M3, dtype: DType = DType.F4E2M1) -> Cache:
     return Cache.gqa(
         "target", 2, kv_heads=4, head_dim=64, page=16, dtype=dtype, scale_block=scale_block, scale_dtype=scale_dtype
     )
 
 
-NVFP4, MXFP4, BARE = _four(16), _four(32, DType.F8E8M0), _four(None)
+NVFP4, MXFP4, BARE = _four(16), _four(32, DType.F8E8M0), _four(None, None)
 LATENT4 = Cache.mla(
     "target", 2, latent=48, rope=16, page=16, dtype=DType.F4E2M1, scale_block=32, scale_dtype=DType.F8E8M0
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
@@ -14,34 +13,16 @@ from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
+from kvproto.planning.sizes import BITS, Sizes, bytes_of, called, check_parts, check_size, ids_of, parts_of, scales_of
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 __all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
-
-BITS = {
-    DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
-    DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
-}  # fmt: skip
-"""Bits of an element."""
-
 
 BLOCK_SCALED: dict[str, dict[str, Any]] = {
     "NVFP4": {"dtype": DType.F4E2M1, "scale_block": 16, "scale_dtype": DType.F8E4M3},
     "MXFP4": {"dtype": DType.F4E2M1, "scale_block": 32, "scale_dtype": DType.F8E8M0},
 }
 """Arguments of `Cache.gqa` and `Cache.mla`, by the name of the format."""
-
-
-def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:
-    """Bytes of so many elements that lie without gaps; raises LocalError where the last byte would be half full."""
-    size, rest = divmod(elements * BITS[dtype], 8)
-    if rest:
-        raise _bad(path, f"an even number of {dtype.name}, two of which make a byte", elements)
-    return size
-
-
-Sizes = tuple[DType, int, int | tuple[int, ...]]
-"""Element type, lanes, and bytes of a lane or of each of its sections."""
 
 
 @attrs.frozen
@@ -80,13 +61,13 @@ def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[
     @wraps(make)
     def checked(cls: type[Cache], /, *args: Given.args, **named: Given.kwargs) -> Made:
         for name, given in named.items():
-            if name.endswith("dtype"):
+            if name.endswith("dtype") and (given is not None or name != "scale_dtype"):
                 check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
             elif name not in ("name", "layers", "parts", "blocks", "part", "split", "axis") and given is not None:
                 check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 
-    return checked
+    return called(checked)
 
 
 @attrs.frozen
@@ -110,6 +91,7 @@ class Cache:
     copies: bool = True
     """Whether all ranks of a pipeline stage hold it, where its own sizes name fewer: consecutive ones then the same."""
 
+    @called
     def over(
         self, *, tp: int | None = None, cp: int | None = None, dcp: int | None = None, interleave: int | None = None,
         origin: int | None = None, deal: str | tuple[int, ...] | None = None, stages: tuple[int, ...] | None = None,
@@ -157,7 +139,7 @@ class Cache:
     def gqa(
         cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
         v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None,
-        scale_dtype: DType = DType.F32, model: int = 0,
+        scale_dtype: DType | None = None, model: int = 0,
     ) -> Cache:  # fmt: skip
         """Paged K and V of multi-head or grouped-query attention; a scale for every `scale_block` elements of a head.
 
@@ -166,14 +148,14 @@ class Cache:
         """
         dims = {"k": head_dim, "v": v_head_dim or head_dim}
         parts: dict[str, Sizes] = {p: (dtype, kv_heads, bytes_of(dtype, n, "Cache.head_dim")) for p, n in dims.items()}
-        parts |= _scales(dims, kv_heads, scale_block, scale_dtype)
+        parts |= scales_of(dims, kv_heads, scale_block, scale_dtype)
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
     @_checked
     def mla(
         cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
-        scale_block: int | None = None, scale_dtype: DType = DType.F32, split: bool = False, model: int = 0,
+        scale_block: int | None = None, scale_dtype: DType | None = None, split: bool = False, model: int = 0,
     ) -> Cache:  # fmt: skip
         """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank.
 
@@ -183,7 +165,7 @@ class Cache:
         pieces = {"latent": latent, "rope": rope} if split else {"latent": latent + rope}
         sizes = tuple(bytes_of(dtype, n, f"Cache.{piece}") for piece, n in pieces.items())
         parts: dict[str, Sizes] = {"latent": (dtype, 1, sizes if split else sizes[0])}
-        parts |= _scales({"latent": latent + rope}, 1, scale_block, scale_dtype)
+        parts |= scales_of({"latent": latent + rope}, 1, scale_block, scale_dtype)
         return cls.paged(name, layers, parts=parts, page=page, model=model)
 
     @classmethod
@@ -214,7 +196,7 @@ class Cache:
     ) -> Cache:  # fmt: skip
         """Paged keys of a sparse-attention indexer, with their F32 scales; whole on every rank."""
         parts: dict[str, Sizes] = {"index": (dtype, 1, bytes_of(dtype, head_dim, "Cache.head_dim"))}
-        parts |= _scales({"index": head_dim}, 1, scale_block, DType.F32)
+        parts |= scales_of({"index": head_dim}, 1, scale_block)
         return cls.paged(name, layers, parts=parts, page=page, model=model).replicated()
 
     @classmethod
@@ -256,7 +238,7 @@ class Cache:
         """Any other paged parts: name to element type, lanes, bytes of a lane, or of each section of a lane in a buffer
         of its own.
         """
-        return cls._of(name, layers, model, ItemKind.PAGE, page, _parts(parts))
+        return cls._of(name, layers, model, ItemKind.PAGE, page, parts_of(parts))
 
     @classmethod
     @_checked
@@ -266,7 +248,7 @@ class Cache:
     ) -> Cache:  # fmt: skip
         """Recurrent state, a slot a request: `rows` live ones, then scratch (of speculative steps), never sent."""
         rows_ = {"live_rows": rows}
-        return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, _parts(parts), blocks, **rows_)
+        return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, parts_of(parts), blocks, **rows_)
 
     @classmethod
     @_checked
@@ -275,7 +257,7 @@ class Cache:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752): channels are divided alike in both."""
-        layers = _ids(layers)
+        layers = ids_of(layers)
         ssm = {"ssm": (state_dtype, channels, bytes_of(state_dtype, state, "Cache.state"))}
         conv = (Block(channels),)
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -289,7 +271,7 @@ class Cache:
         dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is cut by heads, B and C by groups, each on its own."""
-        layers = _ids(layers)
+        layers = ids_of(layers)
         ssm = {"ssm": (state_dtype, heads, bytes_of(state_dtype, head_dim * state, "Cache.state"))}
         conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
         return cls._conv(name, layers, conv, kernel, dtype, scratch_rows, model), cls.state(
@@ -303,7 +285,7 @@ class Cache:
         kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
     ) -> tuple[Cache, Cache]:  # fmt: skip
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k, v are cut by their own heads."""
-        layers = _ids(layers)
+        layers = ids_of(layers)
         ssm = {"ssm": (state_dtype, value_heads, bytes_of(state_dtype, key_dim * value_dim, "Cache.key_dim"))}
         key = Block(key_heads * key_dim, key_dim)
         conv = (key, key, Block(value_heads * value_dim, value_dim))
@@ -315,11 +297,9 @@ class Cache:
     @_checked
     def handoff(cls, name: str, parts: Mapping[str, tuple[DType, int]]) -> Cache:
         """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+        check_parts(parts, 2, "element type and bytes")
         for part, (dtype, size) in parts.items():
-            path = f'Cache.parts["{part}"]'
-            check_type(path, dtype, DType, "a kvproto.DType")
-            if check_whole(path, size, 1) * 8 % BITS[dtype]:
-                raise _bad(path, f"a multiple of {BITS[dtype] // 8} bytes, an element", size)
+            check_size(f'Cache.parts["{part}"]', dtype, size)
         group = g.handoff(0, name, parts)
         return cls(group, (0,), tuple((Block(1),) for _ in group.parts))
 
@@ -358,30 +338,7 @@ class Cache:
         unknown = given.keys() - {p.name for p in parts}
         if unknown:
             raise _bad("blocks", ", ".join(p.name for p in parts), sorted(unknown)[0])
-        return cls(group, _ids(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
-
-
-def _ids(layers: int | Iterable[int]) -> tuple[int, ...]:
-    return tuple(range(layers) if isinstance(layers, int) else layers)
-
-
-def _parts(parts: Mapping[str, Sizes]) -> tuple[g.Part, ...]:
-    made = []
-    for name, (dtype, lanes, size) in parts.items():
-        if isinstance(size, int):
-            made.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=size))
-            continue
-        for at, end in pairwise(accumulate(size, initial=0)):
-            made.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=end - at, at=at, whole=sum(size)))
-    return tuple(made)
-
-
-def _scales(elements: Mapping[str, int], lanes: int, block: int | None, dtype: DType) -> dict[str, Sizes]:
-    """A part beside each part, with a scale for each block of a lane's elements; none without blocks."""
-    return {
-        f"{part}_scale": (dtype, lanes, bytes_of(dtype, -(-n // block), "Cache.scale_block"))
-        for part, n in elements.items() if block
-    }  # fmt: skip
+        return cls(group, ids_of(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
 
 
 def _bad(path: str, mine: str, yours: object) -> LocalError:

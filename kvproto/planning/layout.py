@@ -116,6 +116,7 @@ def lay_out(
     `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's, and what is
     returned is a Description that `validate` accepts.
     """
+    check_type("specs", specs, Sequence, "a list of kvproto.Cache")
     for i, spec in enumerate(specs):
         check_type(f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack")
     names = [spec.group.name for spec in specs]

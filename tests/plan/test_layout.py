@@ -33,7 +33,7 @@ CACHES: dict[str, tuple[Cache, int, int]] = {
     # spec, rows of a window of 7 tokens, bytes of a row
     "gqa": (Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4), 7, 32),
     "wide K": (Cache.gqa("kv", 1, kv_heads=2, head_dim=6, v_head_dim=4, page=4), 7, 40),
-    "block scales": (Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=3), 7, 32 + 48),
+    "block scales": (Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4, dtype=F8, scale_block=4), 7, 32 + 32),
     "NVFP4": (Cache.gqa("kv", 1, kv_heads=2, head_dim=32, page=4, dtype=F4, scale_block=16, scale_dtype=F8), 7, 64 + 8),
     "MXFP4": (
         Cache.mla("mla", 1, latent=24, rope=8, page=4, dtype=F4, scale_block=32, scale_dtype=DType.F8E8M0),
@@ -166,7 +166,6 @@ CONV = {"conv": (DType.U8, 10, 1)}
     [
         (Cache.mla("m", 9, latent=6, rope=2, page=4), "specs[0].layers"),
         (Cache.mla("m", 0, latent=6, rope=2, page=4), "specs[0].layers"),
-        (Cache.mla("m", [3, -1], latent=6, rope=2, page=4), "specs[0].layers"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 4)]}), "specs[0].blocks[conv]"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(4), Block(4)]}), "specs[0].blocks[conv]"),
         (Cache.state("m", 1, parts=CONV, blocks={"conv": [Block(10, 0)]}), "specs[0].blocks[conv]"),
