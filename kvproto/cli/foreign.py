@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.cli.plans import REFUSED, chosen, compatible, read_geometry
+from kvproto.cli.plans import REFUSED, chosen, compatible, read_geometry, unstated
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.captures import MOST_BYTES, messages
 from kvproto.foreign.compare import Difference, compare
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     made.add_argument("--out", type=Path, metavar="FILE", help="write the Description there")
     for one, both in (
         (made, ""),
-        (commands.choices["check"], " of a capture; source.NAME or sink.NAME is of one side"),
+        (commands.choices["check"], " of a capture; prefill.NAME or decode.NAME is of one side"),
     ):
         one.add_argument(
             "--say", action="append", default=[], metavar="NAME=VALUE", help=f"what the messages leave unsaid{both}"
@@ -86,18 +86,24 @@ def _own(args: argparse.Namespace) -> list[str]:
 
 def check(args: argparse.Namespace) -> int:
     """`kvproto check` of two captures, or of a capture and a Description; the exit status."""
-    said = _pairs("say", args.say)
     fleets: list[Fleet | None] = []
     sides: list[Geometry | None] = []
     try:
+        said = _by_side(_pairs("say", args.say))
         for side, path in (("source", args.source), ("sink", args.sink)):
             if not _is_capture(path):
+                if said[side]:
+                    raise LocalError(
+                        ErrorCode.OUT_OF_RANGE,
+                        "say",
+                        f"words of captures: {path} is a Description",
+                        ", ".join(said[side]),
+                    )
                 fleets.append(None)
                 sides.append(read_geometry(path))
                 continue
-            own = {k.removeprefix(f"{side}."): v for k, v in said.items() if "." not in k or k.startswith(f"{side}.")}
             try:
-                fleets.append(_fleet(str(path), own))
+                fleets.append(_fleet(str(path), said["both"] | said[side]))
                 sides.append(_described(fleets[-1], args))
             except KvprotoError as error:
                 raise type(error)(error.code, f"{path}: {error.path}", error.mine, error.yours, error.advice) from None
@@ -116,7 +122,8 @@ def check(args: argparse.Namespace) -> int:
             refused = error
     unsaid = [[u.word for u in f.unsaid(bool(args.config)) if u.usual is None] if f else [] for f in fleets]
     warnings = warned(sides[0], sides[1]) if made and sides[0] and sides[1] else []
-    _tell(args.json, fleets, unsaid, differences, made, refused, warnings)
+    bare = unstated(sides[0], sides[1]) if made and sides[0] and sides[1] else []
+    _tell(args.json, fleets, unsaid, differences, made, refused, warnings, bare)
     if differences or refused:
         return REFUSED
     return 0 if made is not None else UNTOLD
@@ -134,14 +141,18 @@ def _described(fleet: Fleet | None, args: argparse.Namespace) -> Geometry | None
 
 def _tell(
     as_json: bool, fleets: Sequence[Fleet | None], unsaid: Sequence[Sequence[str]], differences: Sequence[Difference],
-    made: Plan | None, refused: KvprotoError | None, warnings: Sequence[tuple[str, str, str]],
+    made: Plan | None, refused: KvprotoError | None, warnings: Sequence[tuple[str, str, str]], bare: Sequence[str],
 ) -> None:  # fmt: skip
     names = [fleet.name if fleet else "Description" for fleet in fleets]
     if as_json:
         rows = [{"path": d.path, "source": d.source, "sink": d.sink} for d in differences]
         fits = None if made is None and not differences and not refused else not differences and not refused
         told: dict[str, Any] = {"compatible": fits, "source": names[0], "sink": names[1], "differences": rows}
-        told |= {"unsaid": {"source": unsaid[0], "sink": unsaid[1]}, "plan": made.digest.hex() if made else None}
+        told |= {
+            "unsaid": {"source": unsaid[0], "sink": unsaid[1]},
+            "plan": made.digest.hex() if made else None,
+            "unstated": bare,
+        }
         if refused:
             told["refused"] = {
                 "code": refused.code.name,
@@ -164,7 +175,7 @@ def _tell(
         print(f"by kvproto, refused: {refused.between('prefill', 'decode')}")
     elif made is not None:
         print("by kvproto, ", end="")
-        compatible(made, warnings, False)
+        compatible(made, warnings, bare, False)
 
 
 def _fleet(path: str, said: Mapping[str, str], engine: str | None = None, release: str | None = None) -> Fleet:
@@ -208,6 +219,23 @@ def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     if len(pairs) < len(given) or any("=" not in text for text in given):
         raise LocalError(ErrorCode.OUT_OF_RANGE, option, "NAME=VALUE, each name once", " ".join(given))
     return pairs
+
+
+def _by_side(said: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Words of both captures, and of one; raises LocalError for another side, or a word that is said twice of one."""
+    found: dict[str, dict[str, str]] = {"both": {}, "source": {}, "sink": {}}
+    for name, value in said.items():
+        side, dot, word = name.rpartition(".")
+        if side not in _SIDES or (dot and not side):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "say", "NAME, prefill.NAME or decode.NAME", name)
+        if word in found[_SIDES[side]]:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "say", "each name of a side once", name)
+        found[_SIDES[side]][word] = value
+    return found
+
+
+_SIDES = {"": "both", "prefill": "source", "source": "source", "decode": "sink", "sink": "sink"}
+"""Whose words those of a prefix are."""
 
 
 def _said(error: Exception) -> str:

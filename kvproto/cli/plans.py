@@ -15,7 +15,8 @@ from kvproto.cli.page import page
 from kvproto.cli.programs import as_data, programs, shown, spreads
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.planning.cache import BLOCK_SCALED
+from kvproto.foreign.tables import words
+from kvproto.planning.cache import BITS, BLOCK_SCALED
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
@@ -24,7 +25,7 @@ from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
 
-__all__ = ["add", "chosen", "compatible", "read_geometry", "run"]
+__all__ = ["add", "chosen", "compatible", "read_geometry", "run", "unstated"]
 
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         return _refused(error, args.json)
     warnings = differences(source, sink)
     if args.command == "check":
-        return compatible(made, warnings, args.json)
+        return compatible(made, warnings, unstated(source, sink), args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     try:
         moved = programs(source, sink, made, request)
@@ -245,12 +246,33 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
     return REFUSED
 
 
-def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: bool) -> int:
-    """Say that there is a plan, and of what it warns; the exit status."""
+def unstated(source: Geometry, sink: Geometry) -> list[str]:
+    """Registered facts by which the two should be compared, and that neither states."""
+    models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
+    small = {models[g.model] for g in sink.groups for part in g.parts if BITS[part.dtype] < 16}
+    found = []
+    for name in words()["fact"]:
+        base, dot, _ = name.partition(".")
+        of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
+        found += [f"{base}.{model}" for model in of] if dot else [name]
+    stated = {fact.name for side in (source, sink) for fact in side.facts}
+    return [name for name in found if name not in stated]
+
+
+def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool) -> int:
+    """Say that there is a plan, of what it warns, and which facts were not compared; the exit status."""
     if as_json:
         differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
         print(
-            json.dumps({"compatible": True, "plan": made.digest.hex(), "cold": list(made.cold), "warnings": differing})
+            json.dumps(
+                {
+                    "compatible": True,
+                    "plan": made.digest.hex(),
+                    "cold": list(made.cold),
+                    "warnings": differing,
+                    "unstated": list(unsaid),
+                }
+            )
         )
         return 0
     print(f"compatible: plan {made.digest.hex()[:16]}, {len(made.routes)} routes")
@@ -258,6 +280,8 @@ def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], as_json: bo
         print(f"warning: {path}: prefill has {a}, decode has {b}")
     for model in made.cold:
         print(f"warning: draft {model} starts cold: prefill does not have it")
+    if unsaid:
+        print(f"not compared, as neither side states them: {', '.join(unsaid)} (--fact NAME=VALUE)")
     return 0
 
 

@@ -111,6 +111,23 @@ def test_check_says_words_of_one_side(capsys: pytest.CaptureFixture[str]) -> Non
     assert "by kvproto, refused: " in out
 
 
+def test_sides_of_said_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "d.json"
+    assert main(["import", SGLANG, *SAID, "--out", str(out)]) == 0
+    of_prefill = [word if word == "--say" else f"prefill.{word}" for word in SAID]
+    assert main(["check", SGLANG, str(out), *of_prefill]) == 0
+    capsys.readouterr()
+    for sides, word, said in (
+        ([SGLANG, str(out)], "decode.page=16", f"wanted words of captures: {out} is a Description, found page"),
+        ([SGLANG, SGLANG], "left.page=16", "wanted NAME, prefill.NAME or decode.NAME, found left.page"),
+        ([SGLANG, SGLANG], ".page=16", "wanted NAME, prefill.NAME or decode.NAME, found .page"),
+        ([SGLANG, SGLANG], "source.page=16", "wanted each name of a side once, found source.page"),
+        ([SGLANG, SGLANG], "page", "wanted NAME=VALUE, each name once, found prefill.page=32 page"),
+    ):
+        assert main(["check", *sides, "--say", "prefill.page=32", "--say", word]) == 1
+        assert said in capsys.readouterr().err
+
+
 def test_check_of_a_capture_and_a_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "d.json"
     assert main(["import", SGLANG, *SAID, "--out", str(out)]) == 0

@@ -76,6 +76,26 @@ def test_refused_pairs_say_why(files: dict[str, str], capsys: pytest.CaptureFixt
     assert "draft 1 starts cold" in capsys.readouterr().out
 
 
+def test_check_names_facts_that_neither_side_states(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", files["p"], files["d"]]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "not compared, as neither side states them: weights.target, weights.draft, tokenizer, rope.target, rope.draft"
+        " (--fact NAME=VALUE)"
+    )
+    stated = [f"--fact={name}=1" for name in ("weights.target", "tokenizer", "rope.target")]
+    out = tmp_path / "fp8.json"
+    assert main(["describe", "--preset", "llama-3-70b", "--kv-dtype", "F8E4M3", *stated]) == 0
+    out.write_text(capsys.readouterr().out)
+    assert main(["check", str(out), str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unstated"] == ["kv_scales.target"]
+    assert main(["describe", "--preset", "llama-3-70b", *stated]) == 0
+    out.write_text(capsys.readouterr().out)
+    assert main(["check", str(out), str(out)]) == 0
+    assert "not compared" not in capsys.readouterr().out
+
+
 def test_plan_is_a_picture_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", files["p"], files["d"]]) == 0
     said = capsys.readouterr().out
