@@ -263,6 +263,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         odd = attrs.evolve(gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16), **change)
         plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
         yield f"refused-{id_}", clause, (engine((plain, 2, None), ranks=1), engine((odd, 2, None), ranks=1)), [], note
+    yield from _scaled()
     tiled = [
         attrs.evolve(g, parts=tuple(attrs.evolve(p, encoding="tiled.4") for p in g.parts))
         for g in (gqa(0, "target", 0, 4, 128, 16), gqa(0, "target", 0, 2, 128, 16))
@@ -297,6 +298,53 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     ]
     yield "refused-fact", "KVP-GEO-FACT", (named[0], named[1]), [], "another rope base: fluent, and wrong"
     yield "refused-fact-absent", "KVP-GEO-FACT", (named[0], named[2]), [], "a fact that one side lacks differs"
+
+
+def _scaled() -> Iterator[tuple[str, str, Pair, list[str], str]]:
+    """Quantized values with their scales and without."""
+    clause = "KVP-PLAN-SCALES"
+    shape: dict[str, Any] = {"kv_heads": 4, "head_dim": 64, "page": 16, "dtype": DType.F8E4M3}
+
+    def side(block: int | None, *more: Cache, layers: Any = (0, 1), model: int = 0, tp: int = 1) -> Geometry:
+        return lay_out([Cache.gqa("cache", layers, scale_block=block, model=model, **shape), *more], Parallel(tp=tp))
+
+    both, bare = side(64, tp=2), side(None)
+    pages = Cache.page_scales("page scales", 2, kv_heads=4, page=16)
+    apart = Cache.paged("scales", 2, parts={f"{n}_scale": (DType.F32, 4, 4) for n in "kv"}, page=16)
+    yield "scales-alike", clause, (both, side(64)), [], "a scale for each token and head, behind its values"
+    yield "scales-apart", clause, (both, side(None, apart)), [], "the sink has its scales in a group of their own"
+    yield (
+        "refused-scales-of-values",
+        clause,
+        (both, bare),
+        [],
+        "values arrived without the scales that make them numbers",
+    )
+    yield (
+        "refused-scales-of-pages",
+        clause,
+        (side(None, pages), bare),
+        [],
+        "scales of pages, which the sink does not take",
+    )
+    some = Cache.paged("scales", [0], parts={f"{n}_scale": (DType.F32, 4, 4) for n in "kv"}, page=16)
+    yield "refused-scales-of-a-layer", clause, (both, side(None, some)), [], "the scales of one layer of two"
+    yield (
+        "scales-of-a-layer",
+        clause,
+        (side(None, some), side(None, some)),
+        [],
+        "where the source has none, none is owed",
+    )
+    target = Cache.gqa("target", 2, **shape)
+    drafts = [side(block, target, layers=1, model=1) for block in (64, None)]
+    yield (
+        "refused-scales-of-a-draft",
+        clause,
+        (drafts[0], drafts[1]),
+        ["COLD_DRAFT"],
+        "a draft that has its cache is not cold",
+    )
 
 
 def _parts(**changes: Any) -> tuple[Part, ...]:

@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any
 
 from kvproto_conformance.codec import Refusal
-from kvproto_conformance.codec.facts import PART_NAMES
+from kvproto_conformance.codec.facts import PART_NAMES, SCALES
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import check, lane, place
 
@@ -64,6 +64,9 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
             names = [p["name"] for p in group["parts"]]
             for index in [i for i, name in enumerate(names) if name not in names[:i]]:
                 pieces += _part(source, sink, group, index, spent)
+    for group in sink["groups"]:
+        if group["model"] not in cold:
+            _scales(source, sink, group)
     return _rows(pieces, elect(pieces, int(sink["replica"]), features), sink), cold
 
 
@@ -113,6 +116,24 @@ def _owners(
                     for first, end in _bytes(stated, int(span["lo"]), int(span["hi"])):
                         found.append((int(rank["rank"]), group, first, end, int(share["cp_rank"])))
     return found
+
+
+def _scales(source: Json, sink: Json, group: Json) -> None:
+    """KVP-PLAN-SCALES: for each layer, the sink takes scales of what it takes, if the source has any."""
+    for part in {p["name"]: p for p in group["parts"]}:
+        names = {name for row, whole in SCALES.items() if part in _words(whole) for name in _words(row)}
+        if not any(p["name"] in names for g in source["groups"] if g["model"] == group["model"] for p in g["parts"]):
+            continue
+        layers = {int(x) for r in sink["ranks"] for s in r["owns"] if s["group"] == group["id"] for x in s["layers"]}
+        for layer in sorted(layers):
+            there, here = (any(_owners(side, group["model"], name, layer) for name in names) for side in (source, sink))
+            if _owners(sink, group["model"], part, layer, group["id"]) and there and not here:
+                raise Refusal("PART_MISSING", f"groups[{group['name']}].parts[{part}]")
+
+
+def _words(name: str) -> list[str]:
+    """A registered name of a part and its aliases."""
+    return [name, *PART_NAMES[name]]
 
 
 def _models(side: Json) -> set[str]:

@@ -12,10 +12,10 @@ from kvproto.planning.axes import axis_of
 from kvproto.planning.deals import dealt, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
-from kvproto.planning.parts import ALIASES, SHARE_OF
+from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
 
-__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing"]
+__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing", "scaled_by", "unscaled"]
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
@@ -101,6 +101,19 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
             return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
     advice = "serve the same models and caches"
     return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
+
+
+def unscaled(group: Group, part: str, layer: int) -> PlanError:
+    """The sink takes a part of a layer without the scales that the source has for it (KVP-PLAN-SCALES)."""
+    scales = next(name for name, of in SCALES.items() if of == name_of(part))
+    mine, yours = f"{part} and {scales} of layer {layer}", f"{part} alone, no {scales}"
+    advice = f"quantized values mean nothing without their scales: keep {scales} on both sides, or on neither"
+    return incompatible(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
+
+
+def scaled_by(part: str) -> str | None:
+    """The registered name of the part that a part of that name scales; none if it is no scale."""
+    return SCALES.get(name_of(part))
 
 
 def name_of(part: str) -> str:

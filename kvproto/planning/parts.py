@@ -88,3 +88,11 @@ SHARE_OF = {
     "v_conv": "conv",
 }
 """Shares of a part that have names of their own, to that part."""
+
+SCALES = {
+    "k_scale": "k",
+    "v_scale": "v",
+    "latent_scale": "latent",
+    "index_scale": "index",
+}
+"""Parts that are scales, to the part that means nothing without them."""

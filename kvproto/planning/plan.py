@@ -17,7 +17,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from kvproto.planning.compare import check_facts, check_pair, differences, missing
+from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
 from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, class_pairs, whole
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.spreading import Layers, Piece, elect, joined
@@ -158,7 +158,32 @@ def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -
             pairs = checked[src.id, dst.id, index]
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
                 cutter.cut(some, needy, layers, index, pairs)
+    _check_scales(sink, have, want)
     return cutter.pieces
+
+
+def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
+    """Raise PART_MISSING where the source has scales of what the sink takes without any (KVP-PLAN-SCALES)."""
+    given, taken = _scaled(have), _scaled(want)
+    for dst in sink.groups if given else ():
+        for part in dst.parts:
+            scaled = dst.model, name_of(part.name)
+            claims = (c for c in want.get((dst.model, part.name), ()) if c.group.id == dst.id)
+            if lost := _layers(claims) & given.get(scaled, set()) - taken.get(scaled, set()):
+                raise unscaled(dst, part.name, min(lost))
+
+
+def _scaled(claims: Claims) -> dict[tuple[int, str], set[int]]:
+    """The layers of which there are scales, by the model and the registered name of what they scale."""
+    found: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for (model, name), some in claims.items():
+        if scaled := scaled_by(name):
+            found[model, scaled] |= _layers(some)
+    return found
+
+
+def _layers(claims: Iterable[Claim]) -> set[int]:
+    return {n for layers in {c.layers for c in claims} for lo, hi in layers for n in range(lo, hi)}
 
 
 Homes = list[tuple[int, int, int]]

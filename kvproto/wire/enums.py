@@ -219,7 +219,7 @@ class ErrorCode(IntEnum):
     LAYER_MISSING = 0x0304
     """The source has no layer that the sink needs."""
     PART_MISSING = 0x0305
-    """The source has no part that the sink needs."""
+    """The source has no part that the sink needs, or the sink takes a part without its scales."""
     KIND_MISMATCH = 0x0306
     """The item kinds of a group differ."""
     ROW_MISMATCH = 0x0307
@@ -451,7 +451,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.DTYPE_MISMATCH: "The element types of a part differ.",
     ErrorCode.LANE_MISMATCH: "The lane extents of a part cannot be mapped.",
     ErrorCode.LAYER_MISSING: "The source has no layer that the sink needs.",
-    ErrorCode.PART_MISSING: "The source has no part that the sink needs.",
+    ErrorCode.PART_MISSING: "The source has no part that the sink needs, or the sink takes a part without its scales.",
     ErrorCode.KIND_MISMATCH: "The item kinds of a group differ.",
     ErrorCode.ROW_MISMATCH: "The rows of a group cannot be mapped.",
     ErrorCode.LAYOUT_OPAQUE: "Opaque encodings differ.",

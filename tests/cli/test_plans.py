@@ -63,6 +63,17 @@ def test_describe_states_what_is_dealt_and_from_where(capsys: pytest.CaptureFixt
     assert "sharded: wanted one of target, draft" in capsys.readouterr().err
 
 
+def test_values_without_their_scales_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KVP-PLAN-SCALES: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
+    files = []
+    for dtype in ("fp8_per_token_head", "fp8"):
+        files.append(str(tmp_path / dtype))
+        assert main(["describe", "--preset", "llama-3-70b", "--engine", "vllm", "--kv-dtype", dtype]) == 0
+        (tmp_path / dtype).write_text(capsys.readouterr().out)
+    assert main(["check", *files]) == 3
+    assert "has k and k_scale of layer 0, decode has k alone, no k_scale" in capsys.readouterr().out
+
+
 def test_refused_pairs_say_why(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", files["p"], files["l"]]) == 3
     assert (

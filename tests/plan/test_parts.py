@@ -9,7 +9,7 @@ import pytest
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Cache, lay_out
-from kvproto.planning.parts import ALIASES, PARTS, SHARE_OF
+from kvproto.planning.parts import ALIASES, PARTS, SCALES, SHARE_OF
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
@@ -97,6 +97,17 @@ def test_a_share_is_told_from_the_whole(share: str, whole: str) -> None:
     error = refusal(named(share), named(whole))
     assert f"{share} is the registered name of a share of {whole}" in error.advice
     assert refusal(named(whole), named(share)).advice == error.advice
+
+
+@pytest.mark.parametrize(("scales", "of"), SCALES.items())
+def test_values_are_not_taken_without_their_scales(scales: str, of: str) -> None:
+    """KVP-PLAN-SCALES: by the name of the scales or an alias; a sink that takes something else is owed none."""
+    for name in (scales, *(alias for alias, name in ALIASES.items() if name == scales)):
+        error = refusal(named(of, "odd", name), named(of, "odd"))
+        assert (error.code, error.path) == (ErrorCode.PART_MISSING, f"groups[target].parts[{of}]")
+        assert (error.mine, error.yours) == (f"{of} and {scales} of layer 0", f"{of} alone, no {scales}")
+        assert plan(named(of, "odd", name), named("odd")).routes
+        assert plan(named(of, "odd", name), named(of, "odd", name)).routes
 
 
 def test_a_name_that_nobody_knows_is_said_to_be_absent() -> None:

@@ -65,7 +65,8 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
     for name, row in facts["fact"].items():
         yield f"fact.{name}", row["rule"]
     for name, row in facts["part"].items():
-        yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"]])
+        scales = ["; scales", row["scales"]] if "scales" in row else []
+        yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"], *scales])
 
 
 def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:

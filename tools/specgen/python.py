@@ -89,7 +89,9 @@ def parts_module(facts: Facts) -> str:
     out += [f"    {json.dumps(alias)}: {json.dumps(name)}," for name, row in parts.items() for alias in row["aliases"]]
     out += ["}", '"""What others call a part, to its name."""', "", "SHARE_OF = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
-    return "\n".join([*out, "}", '"""Shares of a part that have names of their own, to that part."""']) + "\n"
+    out += ["}", '"""Shares of a part that have names of their own, to that part."""', "", "SCALES = {"]
+    out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
+    return "\n".join([*out, "}", '"""Parts that are scales, to the part that means nothing without them."""']) + "\n"
 
 
 def tables_module(facts: Facts) -> str:

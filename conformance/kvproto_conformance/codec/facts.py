@@ -147,3 +147,7 @@ def join(path: str, name: str) -> str:
 
 PART_NAMES: dict[str, list[str]] = {name: raw["aliases"] for name, raw in _facts["part"].items()}
 """Registered names of parts, each with its aliases."""
+
+
+SCALES: dict[str, str] = {name: raw["scales"] for name, raw in _facts["part"].items() if "scales" in raw}
+"""Registered names of scales, each with the part that they scale."""
