@@ -116,7 +116,7 @@ def since_of(
     """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
 
     A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that
-    holds no rows of tokens, a token beyond `tokens`, or one below what was said before.
+    is neither in pages nor a ring, a token beyond `tokens`, or one below what was said before.
     """
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if given is None:
@@ -128,7 +128,7 @@ def since_of(
     for name, first in given.items():
         path = f'since["{name}"]'
         if name not in groups:
-            raise _bad(path, f"groups that hold rows of tokens, {sorted(groups)}", repr(name))
+            raise _bad(path, f"groups in pages or rings, {sorted(groups)}, by name and not by axis", repr(name))
         end = length_of(groups[name], tokens, axes)
         first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(groups[name])} computed")
         if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
@@ -180,7 +180,7 @@ def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
         return set(groups.values()) if given else set()
     check_type("late", given, (list, tuple, set, frozenset), "True, False, or names of groups")
     if unknown := [name for name in given if name not in groups]:
-        raise _bad("late", f"groups that hold rows of tokens, {sorted(groups)}", repr(unknown[0]))
+        raise _bad("late", f"groups in pages or rings, {sorted(groups)}, by name and not by axis", repr(unknown[0]))
     return {groups[name] for name in given}
 
 

@@ -92,8 +92,10 @@ class Parallel:
             made = DEALS[self.deal](ranks)
         else:
             made = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
-            if ranks > 1 and set(made) != set(range(ranks)):
-                raise _bad(f"{of}deal", f"runs of each of the ranks 0 to {ranks - 1}, and of no other", made)
+            if set(made) != set(range(ranks)):
+                one = "runs of rank 0 alone, as neither cp nor dcp is above 1"
+                many = f"runs of each of the ranks 0 to {ranks - 1}, and of no other"
+                raise _bad(f"{of}deal", one if ranks == 1 else many, made)
         return None if ranks == 1 or made == DEALS["cyclic"](ranks) else made
 
 

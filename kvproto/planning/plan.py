@@ -19,7 +19,7 @@ import numpy as np
 
 from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
 from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, class_pairs, whole
-from kvproto.planning.geometry import Geometry
+from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.spreading import Layers, Piece, elect, joined
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
@@ -103,7 +103,12 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     incompatible, with the source's value as `mine` and the sink's as `yours` (KVP-GEO-FACT, KVP-PLAN-*).
     """
     check_facts(source, sink)
-    have, want = claims_of(source), claims_of(sink)
+    try:
+        have, want = claims_of(source), claims_of(sink)
+    except LookupError:
+        for geometry in (source, sink):
+            validate(geometry)  # names what contradicts itself; else too slow to do each time
+        raise
     cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
     cells: dict[tuple[int, ...], list[tuple[int, int, Layers]]] = defaultdict(list)
     for piece, shares in elect(_pieces(sink, have, want, cold), sink.replica, features):

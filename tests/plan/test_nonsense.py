@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
-from kvproto import Cache, DType, LocalError, lay_out
+from kvproto import Cache, DType, LocalError, lay_out, plan
+from kvproto.errors import PlanError
 from kvproto.wire.enums import ErrorCode
 
 SIZES: Any = {"kv_heads": 2, "head_dim": 8, "page": 4}
@@ -42,6 +44,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "scales of no blocks": (lambda: CACHE.gqa("kv", 1, **SIZES, scale_dtype=BF16), "Cache.scale_dtype", "scale_block"),
     "a cache that is no list": (lambda: lay_out(CACHE.gqa("kv", 1, **SIZES)), "specs", "a list of kvproto.Cache"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_section_that_is_left_out_is_named_by_the_plan(side: int) -> None:
+    whole, cut = (lay_out([Cache.mla("kv", 1, latent=8, rope=4, page=4, split=True)]) for _ in range(2))
+    group = cut.groups[0]
+    cut = attrs.evolve(cut, groups=(attrs.evolve(group, parts=group.parts[:1]),))
+    with pytest.raises(PlanError) as caught:
+        plan(*((cut, whole) if side else (whole, cut)))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, "groups[0].parts[0].whole")
 
 
 @pytest.mark.parametrize("name", REFUSED)

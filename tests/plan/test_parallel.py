@@ -46,7 +46,9 @@ def test_deals_by_name_and_by_the_rank_of_each_run(deal: Any, order: list[int] |
 def test_a_deal_says_nothing_of_caches_that_are_not_dealt() -> None:
     made = lay_out([LATENT, DRAFT], Parallel(tp=4, dcp=4, deal="zigzag"))
     assert [g.order is None for g in made.groups] == [False, True]
-    assert lay_out([LATENT], Parallel(tp=4, deal=(0, 1, 1, 0))).groups[0].order is None
+    assert lay_out([LATENT], Parallel(tp=4, deal="zigzag")).groups[0].order is None
+    with pytest.raises(LocalError, match="neither cp nor dcp is above 1"):
+        lay_out([LATENT], Parallel(tp=4, deal=(0, 1, 1, 0)))
 
 
 @pytest.mark.parametrize(
