@@ -157,6 +157,9 @@ def test_what_a_source_cannot_mean(tmp_path: Path) -> None:
         with pytest.raises(LocalError) as refused:
             request.computed(TABLES, 4, since={"cross": 1})
         assert refused.value.path == 'since["cross"]'  # none of its rows is there yet
+        with pytest.raises(LocalError, match="by name and not by axis") as refused:
+            request.computed(TABLES, 4, since={"image": 1})
+        assert refused.value.path == 'since["image"]'
 
 
 @pytest.mark.parametrize(
