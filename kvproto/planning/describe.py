@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import attrs
+
 from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
 from kvproto.planning.families import HYBRID, SAYS_LAYERS, STATE_SIZE, Config, bad, layer_kinds, nested, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
-from kvproto.wire.enums import DType
+from kvproto.wire.enums import DType, FactRule
+from kvproto.wire.messages import Fact
 
-__all__ = ["PRESETS", "Config", "Parallel", "describe", "draft_of", "element_type", "specs"]
+__all__ = ["PRESETS", "Config", "Parallel", "describe", "draft_of", "element_type", "specs", "with_windows"]
 
 
 def describe(
@@ -25,6 +28,7 @@ def describe(
     what most engines do (`Cache.dealt`); `own` has the sizes that a cache has apart from the others, by its name, as
     `Cache.over` takes them. Raises LocalError.
     """
+    drafts = tuple(drafts)
     found = {
         c.group.name: c for model, config in enumerate((target, *drafts)) for c in specs(config, model, page, kv_dtype)
     }
@@ -38,7 +42,31 @@ def describe(
         if unknown := [size for size in sizes if size not in _OWN]:
             raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
         found[name] = found[name].over(**sizes)
-    return lay_out([*found.values()], parallel, replica, facts, number(text(target), "num_hidden_layers"))
+    made = lay_out([*found.values()], parallel, replica, facts, number(text(target), "num_hidden_layers"))
+    return with_windows(made, (target, *drafts))
+
+
+def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
+    """The Geometry with a fact of rule WARN of each model whose layers reach the last tokens only, if it lacks one."""
+    stated = {fact.name for fact in geometry.facts}
+    more = []
+    for model, config in enumerate(map(text, configs)):
+        kinds = {
+            kind for kinds in layer_kinds(config, number(config, "num_hidden_layers")) for kind in kinds.split("+")
+        }
+        reach = next((config[key] for kind, key in _REACH.items() if kind in kinds and config.get(key)), None)
+        name = f"window.{_named(model)}"
+        if reach is not None and name not in stated:
+            more.append(Fact(name=name, value=str(reach), rule=FactRule.WARN))
+    return attrs.evolve(geometry, facts=tuple(sorted((*geometry.facts, *more), key=lambda fact: fact.name)))
+
+
+_REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
+"""Where a config says how many tokens layers of a kind reach."""
+
+
+def _named(model: int) -> str:
+    return "target" if model == 0 else f"draft{model if model > 1 else ''}"
 
 
 _OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", "copies")
@@ -68,7 +96,7 @@ def specs(
     config = text(config)
     if page < 1:
         raise bad("page", "at least 1", page)
-    name = "target" if model == 0 else f"draft{model if model > 1 else ''}"
+    name = _named(model)
     layers: dict[str, list[int]] = {}
     for i, kinds in enumerate(layer_kinds(config, number(config, "num_hidden_layers"))):
         for kind in kinds.split("+"):

@@ -12,6 +12,7 @@ import attrs
 
 from kvproto.planning import vllm
 from kvproto.planning.cache import Cache
+from kvproto.planning.describe import with_windows
 from kvproto.planning.families import Config, bad, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import lay_out
@@ -82,7 +83,8 @@ def pools(
         dealt = cache.dealt if cache.dealt is not None else cache.group.model == 0
         check_heads(cache, setup.parallel.tp // (setup.parallel.dcp if dealt else 1))
     depth = number(text(target), "num_hidden_layers")
-    return Pools(lay_out(arranged.caches, setup.parallel, replica, facts, depth), arranged)
+    geometry = lay_out(arranged.caches, setup.parallel, replica, facts, depth)
+    return Pools(with_windows(geometry, configs), arranged)
 
 
 _TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}

@@ -12,6 +12,7 @@ from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
+from tools.specgen.registry import ROOT
 
 
 @pytest.fixture
@@ -105,6 +106,26 @@ def test_check_names_facts_that_neither_side_states(
     out.write_text(capsys.readouterr().out)
     assert main(["check", str(out), str(out)]) == 0
     assert "not compared" not in capsys.readouterr().out
+
+
+def test_windows_that_differ_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((ROOT / "examples/configs/gpt-oss-20b.json").read_text())
+    files = []
+    for window, options in ((512, []), (1024, []), (1024, ["--fact", "window.target=1024"])):
+        config["sliding_window"] = window
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for engine in ([], ["--engine", "vllm"]):
+            assert main(["describe", str(tmp_path / "config.json"), *engine, *options]) == 0
+            files.append(tmp_path / f"{len(files)}.json")
+            files[-1].write_text(capsys.readouterr().out)
+    warned = "warning: facts[window.target]: prefill has 512, decode has 1024"
+    for i in (0, 1):
+        assert main(["check", str(files[i]), str(files[i + 2])]) == 0
+        assert warned in capsys.readouterr().out
+        assert main(["check", str(files[i]), str(files[i])]) == 0
+        assert "warning" not in capsys.readouterr().out
+        assert main(["check", str(files[i]), str(files[i + 4])]) == 3
+        assert "IDENTITY_MISMATCH at facts[window.target]" in capsys.readouterr().out
 
 
 def test_plan_is_a_picture_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
