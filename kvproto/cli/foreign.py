@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.cli.plans import REFUSED, chosen, compatible, read_geometry, unstated
+from kvproto.cli.plans import REFUSED, chosen, compatible, read_config, read_geometry, unstated
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.captures import MOST_BYTES, messages
 from kvproto.foreign.compare import Difference, compare
@@ -203,15 +203,8 @@ def _is_capture(path: Path) -> bool:
 
 
 def _describe(fleet: Fleet, args: argparse.Namespace) -> Geometry:
-    config = _config(args.config) if args.config else None
-    return fleet.describe(config, [_config(path) for path in args.draft], _pairs("fact", args.fact))
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: not a config.json, which is an object")
-    return data
+    config = read_config(args.config) if args.config else None
+    return fleet.describe(config, [read_config(path) for path in args.draft], _pairs("fact", args.fact))
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from kvproto.cli.programs import as_data, programs, shown, spreads
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.tables import words
+from kvproto.foreign.values import DEPTH
 from kvproto.planning.cache import BITS, BLOCK_SCALED
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
@@ -25,7 +26,7 @@ from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
 
-__all__ = ["add", "chosen", "compatible", "read_geometry", "run", "unstated"]
+__all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run", "unstated"]
 
 REFUSED = 3
 """Exit status where two Descriptions do not fit."""
@@ -175,10 +176,7 @@ def chosen(args: argparse.Namespace) -> list[Feature]:
 
 def read_geometry(path: Path) -> Geometry:
     """A Description file: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    data = _json(path)
     try:
         geometry = from_json(Geometry, data)
         validate(geometry)
@@ -192,13 +190,13 @@ def _describe(args: argparse.Namespace) -> int:
         raise LocalError(
             ErrorCode.OUT_OF_RANGE, "config", "a config.json or --preset", "both" if args.config else "neither"
         )
-    configs = list(PRESETS[args.preset]) if args.preset else [_config(args.config)]
+    configs = list(PRESETS[args.preset]) if args.preset else [read_config(args.config)]
     if args.nextn:
         own = draft_of(configs[0])
         if own is None:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(own)
-    configs += [_config(path) for path in args.draft]
+    configs += [read_config(path) for path in args.draft]
     own_sizes = sizes.own_of(args)
     parallel = sizes.parallel_of(args, own_sizes)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
@@ -224,8 +222,26 @@ def _describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(path: Path) -> Config:
-    data = json.loads(path.read_text())
+def _json(path: Path) -> Any:
+    """What a file of JSON says, which is not deeper than captures are."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    except RecursionError:
+        raise LocalError(ErrorCode.TOO_DEEP, str(path), f"{DEPTH} levels", "more") from None
+    level = [data]
+    for _ in range(DEPTH + 1):
+        held = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [value for values in held for value in values]
+    if level:
+        raise LocalError(ErrorCode.TOO_DEEP, str(path), f"{DEPTH} levels", "more")
+    return data
+
+
+def read_config(path: Path) -> Config:
+    """A model's config.json; raises LocalError, OSError or ValueError."""
+    data = _json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: not a config.json, which is an object")
     return data

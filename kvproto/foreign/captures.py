@@ -6,7 +6,7 @@ docs/import.md says what each looks like. A capture is read whole, and refused w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -82,11 +82,14 @@ def _any(data: bytes) -> Iterator[Raw]:
 
 def _zmtp(data: bytes) -> Iterator[Raw]:
     """One direction of a connection; its commands, and the empty frame that REQ and ROUTER put first, are left out."""
-    at, count = _GREETING, 0
+    at, count, steps = _GREETING, 0, 0
     frames: list[bytes] = []
     if len(data) < at:
         raise refuse(ErrorCode.TRUNCATED, "capture", f"a greeting of {at} bytes", len(data))
     while at < len(data):
+        steps += 1
+        if steps > _MOST_FRAMES * _MOST_MESSAGES:
+            raise refuse(ErrorCode.TOO_LARGE, "capture", f"{_MOST_FRAMES * _MOST_MESSAGES} frames and commands", "more")
         flags, size = data[at], 8 if data[at] & 2 else 1
         path = f"messages[{count}].frames[{len(frames)}]"
         if flags & ~7:
@@ -100,12 +103,19 @@ def _zmtp(data: bytes) -> Iterator[Raw]:
         if flags & 4:
             continue
         if frames or body or not flags & 1:
-            frames.append(body)
+            _add(frames, body, count)
         if not flags & 1:
             yield _frames(count, frames)
             frames, count = [], count + 1
     if frames:
         raise refuse(ErrorCode.TRUNCATED, f"messages[{count}]", "a last frame", "more to follow")
+
+
+def _add(frames: list[bytes], frame: bytes, index: int) -> None:
+    """One frame more of the message of that index, which is refused before it has too many."""
+    if len(frames) == _MOST_FRAMES:
+        raise refuse(ErrorCode.TOO_LARGE, f"messages[{index}].frames", f"at most {_MOST_FRAMES}", "more")
+    frames.append(frame)
 
 
 def _frames(index: int, frames: list[bytes], engine: str = "", release: str = "") -> Raw:
@@ -120,7 +130,7 @@ def _text(data: bytes) -> Iterator[Raw]:
     except UnicodeDecodeError:
         raise refuse(ErrorCode.UNKNOWN_MESSAGE, "capture", "a capture, see docs/import.md", data[:16].hex()) from None
     lines = text.split("\n")
-    if all(_HEX.fullmatch(line) for line in lines):
+    if all(map(_is_hex, lines)):
         yield from _hex(lines)
     elif text.lstrip()[:1] in ("{", "["):
         yield from _json(text, lines)
@@ -128,7 +138,12 @@ def _text(data: bytes) -> Iterator[Raw]:
         yield from _log(lines)
 
 
-_HEX = re.compile(r"\s*(?:#.*|-|(?:[0-9a-fA-F]{2}\s?)*)\s*")
+def _is_hex(line: str) -> bool:
+    said = line.strip()
+    try:
+        return said[:1] == "#" or said == "-" or bytes.fromhex(said) is not None
+    except ValueError:
+        return False
 
 
 def _hex(lines: list[str]) -> Iterator[Raw]:
@@ -136,11 +151,11 @@ def _hex(lines: list[str]) -> Iterator[Raw]:
     frames: list[bytes] = []
     count = 0
     for line in [*lines, ""]:
-        digits = "".join(line.split())
+        digits = line.strip()
         if digits.startswith("#"):
             continue
         if digits:
-            frames.append(b"" if digits == "-" else bytes.fromhex(digits))
+            _add(frames, b"" if digits == "-" else bytes.fromhex(digits), count)
         elif frames:
             yield _frames(count, frames)
             frames, count = [], count + 1
@@ -148,15 +163,15 @@ def _hex(lines: list[str]) -> Iterator[Raw]:
 
 def _json(text: str, lines: list[str]) -> Iterator[Raw]:
     """One value, or a value a line: a record with `frames` or `json`, or a message's own map; lists are of such."""
+    values: Iterable[Any]
     try:
-        values = [from_json(text, "messages[0]")]
+        whole = from_json(text, "messages[0]")
+        values = whole if isinstance(whole, list) else [whole]
     except WireError:
         full = [line for line in lines if line.strip()]
         if len(full) < 2:
             raise
-        values = [from_json(line, f"messages[{i}]") for i, line in enumerate(full)]
-    if len(values) == 1 and isinstance(values[0], list):
-        values = values[0]
+        values = (from_json(line, f"messages[{i}]") for i, line in enumerate(full))
     for i, value in enumerate(values):
         path = f"messages[{i}]"
         if not isinstance(value, dict):

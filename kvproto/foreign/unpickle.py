@@ -19,6 +19,8 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["records"]
 
 _MOST_VALUES = 1 << 20
+_MOST_KEY = 1 << 16
+"""Of numbers that are keys, which are ranks: larger ones could be chosen to collide."""
 
 
 @attrs.define
@@ -94,9 +96,13 @@ class _Walk:
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("keys without a map")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            flat = key if isinstance(key, tuple) else (key,)
-            if not all(isinstance(k, str | int) for k in flat) or key in target:
-                raise refuse(ErrorCode.REPEATED, self.path, "each key once, of text or numbers", type(key).__name__)
+            if type(key) is int and 0 <= key < _MOST_KEY:
+                key = str(key)
+            if not isinstance(key, str):
+                wanted = f"a key of text, or a number below {_MOST_KEY}"
+                raise refuse(ErrorCode.BAD_TYPE, self.path, wanted, type(key).__name__)
+            if key in target:
+                raise refuse(ErrorCode.REPEATED, self.path, "each key once", key)
             target[key] = value
 
     def put(self, index: int) -> None:
@@ -104,8 +110,10 @@ class _Walk:
             raise ValueError("a memo out of order")
         self.memo.append(self.stack[-1])
 
-    def named(self, names: list[str]) -> None:
-        name = ".".join(map(str, names))
+    def named(self, names: list[Any]) -> None:
+        if other := [name for name in names if not isinstance(name, str)]:
+            raise refuse(ErrorCode.BAD_TYPE, self.path, "a class by the text of its names", type(other[0]).__name__)
+        name = ".".join(names)
         if name not in self.known:
             raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "a class that a table names", name)
         self.push(_Class(name))
@@ -123,7 +131,7 @@ class _Walk:
 
 
 _ARGUMENTS = (
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
+    "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
     "BINBYTES", "BINBYTES8",
 )  # fmt: skip
 _STEPS: dict[str, Callable[[_Walk, Any], None]] = {
@@ -159,13 +167,16 @@ _STEPS: dict[str, Callable[[_Walk, Any], None]] = {
 
 
 def _plain(value: Any, path: str, seen: list[int], depth: int) -> Any:
-    """Values without objects; what a pickle shares is counted each time, so that little cannot become much."""
-    seen[0] += 1
+    """Values without objects; what a pickle shares is counted each time, so that little cannot become much.
+
+    Eight bytes of text count as a value.
+    """
+    seen[0] += 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
     if depth > DEPTH or seen[0] > _MOST_VALUES:
         code = ErrorCode.TOO_DEEP if depth > DEPTH else ErrorCode.TOO_LARGE
         raise refuse(code, path, f"{DEPTH} levels, {_MOST_VALUES} values", "more")
     if isinstance(value, dict):
-        return {str(k): _plain(v, path, seen, depth + 1) for k, v in value.items()}
+        return {k: _plain(v, path, seen, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, path, seen, depth + 1) for v in value]
     if not isinstance(value, str | bytes | int | None):

@@ -25,6 +25,7 @@ DEPTH = 16
 _MOST_NUMBERS = 1 << 20
 _MOST_LISTS = 1 << 12
 _MOST_PACKED = 8 << 20
+_MOST_NAME = 1 << 9
 _SHOWN = 200
 _WIDTHS = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4"}
 _DECIMAL = re.compile(rb"-?[0-9]{1,20}")
@@ -137,6 +138,8 @@ def from_value(type_: str, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             raise refuse(ErrorCode.BAD_TYPE, path, "a map", _kind(value))
         names = {from_value("text", k, path): v for k, v in value.items()}
+        if any(len(name) > _MOST_NAME for name in names):  # each value's path has it
+            raise refuse(ErrorCode.TOO_LARGE, path, f"keys of at most {_MOST_NAME} characters", "more")
         return {k: from_value(type_[4:-1], v, f"{path}.{k}") for k, v in names.items()}
     if type_ == "bytes" and isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value):
         return bytes.fromhex(value)
