@@ -71,7 +71,7 @@ def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = ""
         number = low - 1
     if isinstance(given, bool) or not low <= number <= high:
         what = given if isinstance(given, int | float) else type_name(given)
-        limit = f"{low} or more" if high >= U32 else f"{low} to {high}"
+        limit = f"{low} or more" if high >= U32 and number < low else f"{low} to {high}"
         whole = "" if type(given) is int else "a whole number, "
         raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or whole + limit, str(what))
     return number

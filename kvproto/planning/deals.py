@@ -177,7 +177,6 @@ def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray,
     return origin + (turn * made.order.size + made.of(cp_rank)[of_turn]) * run + a - nth * run, b - a
 
 
-@lru_cache(maxsize=2)
 def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     """Pairs (source cp rank, sink cp rank) that share a row at all, ascending.
 
@@ -200,19 +199,23 @@ def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
     places = np.concatenate([others[at], others[at] + both])  # twice round, so that no interval is cut
     low = (starts - min(other_run, both) + 1) % both
     high = low + min(min(run, both) + min(other_run, both) - 1, both)
+    first, after = np.searchsorted(places, low), np.searchsorted(places, high)
+    meets = after - first  # how many runs of the other side each run meets
+    if meets.sum() <= one.cp_size * places.size:
+        found: npt.NDArray[np.bool_] = np.zeros((one.cp_size, other.cp_size), np.bool_)
+        nth = np.arange(meets.sum()) + np.repeat(first - np.cumsum(meets) + meets, meets)
+        found[np.repeat(_order(one), meets), _order(other)[at][nth % at.size]] = True
+        return found
     # how many runs of each cp rank meet each run of the other side: a running sum of where they begin and end
     wide = places.size + 1
-    begin, end = (
-        np.bincount(_order(one) * wide + np.searchsorted(places, where), minlength=one.cp_size * wide)
-        for where in (low, high)
-    )
+    begin, end = (np.bincount(_order(one) * wide + where, minlength=one.cp_size * wide) for where in (first, after))
     met = np.cumsum((begin - end).reshape(-1, wide), axis=1)[:, :-1] > 0
     met = met[:, : at.size] | met[:, at.size :]
     by_rank = _order(other)[at]
     columns = np.argsort(by_rank, kind="stable")
     begins = np.searchsorted(by_rank[columns], np.arange(other.cp_size))
-    found: npt.NDArray[np.bool_] = np.logical_or.reduceat(met[:, columns], begins, axis=1)
-    return found
+    every: npt.NDArray[np.bool_] = np.logical_or.reduceat(met[:, columns], begins, axis=1)
+    return every
 
 
 def _starts(group: Group, both: int) -> IntArray:

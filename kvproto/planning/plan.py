@@ -149,7 +149,8 @@ def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -
     names: dict[int, list[str]] = defaultdict(list)
     for model, name in have:
         names[model].append(name)
-    checked: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+    checked: set[tuple[int, int, int]] = set()
+    meeting: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
     cutter = Cutter()
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
@@ -159,8 +160,10 @@ def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -
             src = sources[0].group
             if (src.id, dst.id, index) not in checked:
                 check_pair(src, dst, part)
-                checked[src.id, dst.id, index] = class_pairs(src, dst)
-            pairs = checked[src.id, dst.id, index]
+                checked.add((src.id, dst.id, index))
+            if (src.id, dst.id) not in meeting:
+                meeting[src.id, dst.id] = class_pairs(src, dst)
+            pairs = meeting[src.id, dst.id]
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
                 cutter.cut(some, needy, layers, index, pairs)
     _check_scales(sink, have, want)

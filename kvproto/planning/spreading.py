@@ -6,9 +6,11 @@ groups that the same candidates own.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -140,6 +142,7 @@ def _few(candidates: Ranks, ranks: IntArray, ordinal: int, awaited: dict[int, se
         shares += [(lo - hi, j, lo, hi) for lo, hi in pairwise(cuts)]
     load, chosen = [0] * few, np.empty(ranks.size, np.int64)
     place = {rank: k for k, rank in enumerate(candidates)}
+    by_load, loads = {0: list(range(few))}, [0]  # the places of each load, ascending, and the loads as a heap
     for size, j, lo, hi in sorted(shares):
         begin = (j * few // needy.size + ordinal) % few
         theirs = awaited[int(needy[j])]
@@ -147,9 +150,17 @@ def _few(candidates: Ranks, ranks: IntArray, ordinal: int, awaited: dict[int, se
         if known:
             k = min(known, key=lambda k: (load[k], (k - begin) % few))
         else:
-            least = min(load)
-            k = load.index(least, begin) if least in load[begin:] else load.index(least)
+            while not by_load[loads[0]]:
+                del by_load[heappop(loads)]
+            least = by_load[loads[0]]
+            k = least[bisect_left(least, begin) % len(least)]
+        same = by_load[load[k]]
+        del same[bisect_left(same, k)]
         load[k] -= size
+        if load[k] not in by_load:
+            by_load[load[k]] = []
+            heappush(loads, load[k])
+        insort(by_load[load[k]], k)
         chosen[order[lo:hi]] = k
         theirs.add(candidates[k])
     return chosen

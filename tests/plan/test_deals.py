@@ -22,8 +22,10 @@ from kvproto.planning.deals import (
     same_deal,
     shared_classes,
 )
-from kvproto.planning.geometry import Geometry, Group, Rank, decode_geometry, encode_geometry, mla, validate
+from kvproto.planning.geometry import Geometry, Group, Part, Rank, decode_geometry, encode_geometry, mla, owns, validate
+from kvproto.planning.plan import plan
 from kvproto.wire import to_json
+from kvproto.wire.enums import DType
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan as other_plan
 from tests.plan import oracle
@@ -140,7 +142,6 @@ def test_the_longest_tables_are_compared_in_a_moment(cp: int) -> None:
         one, other = (
             table(dice.permutation(np.arange(4096) % n), r) for n, r in ((cp, run), (min(few, 4096), other_run))
         )
-        shared_classes.cache_clear()
         began = time.process_time()
         found = shared_classes(one, other)
         assert time.process_time() - began < 1
@@ -148,3 +149,27 @@ def test_the_longest_tables_are_compared_in_a_moment(cp: int) -> None:
         rows = np.arange(1 << 16)
         seen = set(zip(owner(one, rows).tolist(), owner(other, rows).tolist(), strict=True))
         assert seen <= set(found)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_many_tables_that_meet_each_other_are_planned_in_a_moment(groups: int) -> None:
+    """Each group of the sink has a part of each group of the source; all deal by tables, in orders of their own."""
+    dice, cp, parts = np.random.default_rng(groups), 256, 8 // groups
+
+    def side(names: list[list[str]]) -> Geometry:
+        made = []
+        for i, some in enumerate(names):
+            held = tuple(Part(name=name, dtype=DType.U8, lanes=1, lane_bytes=16) for name in some)
+            order = np.concatenate([[0], dice.permutation(cp - 1) + 1])[np.arange(4096) // 16]
+            made.append(attrs.evolve(MLA, id=i, name=f"g{i}", parts=held, tokens_per_row=1, cp_size=cp, interleave=1,
+                                     order=order.astype(np.uint32)))  # fmt: skip
+        ranks = (Rank(rank=0, owns=tuple(owns(group, [0], cp_rank=0) for group in made)),)
+        return decode_geometry(encode_geometry(Geometry(replica=0, facts=(), groups=tuple(made), ranks=ranks)))
+
+    have = [[f"{i}-{j}-{k}" for j in range(groups) for k in range(parts)] for i in range(groups)]
+    want = [[name for some in have for name in some if name.split("-")[1] == str(j)] for j in range(groups)]
+    source, sink = side(have), side(want)
+    began = time.process_time()
+    made = plan(source, sink)
+    assert time.process_time() - began < 1
+    assert sum(len(route.boxes) for route in made.routes) == sum(map(len, want))

@@ -68,6 +68,7 @@ def test_a_deal_says_nothing_of_caches_that_are_not_dealt() -> None:
         ({"tp": 1 << 30}, "tp", "at most 4096 ranks in all"),
         ({"pp": 64, "cp": 64}, "tp", "at most 4096 ranks in all"),
         ({"tp": 2.5}, "tp", "1 or more"),
+        ({"tp": 10**12}, "tp", "1 to 4294967295"),
         ({"pp": 2, "virtual": 2, "stages": (4, 4)}, "stages", "layers of 4 stages"),
         ({"pp": 2, "virtual": 2, "stages": (1, 2, 3, 4)}, "stages", "8 layers in all"),
         ({"origin": -1}, "origin", "got -1"),

@@ -5,12 +5,14 @@ import math
 import random
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, mla, owns
 from kvproto.planning.plan import Plan, plan
+from kvproto.planning.spreading import FACTOR, _few
 from kvproto.wire.enums import DType, Feature, ItemKind
 from tests.plan import oracle
 
@@ -170,3 +172,40 @@ def test_virtual_stages_leave_no_replica_idle(stages: int, replicas: int, layers
         load[route.source] += sum(b.layer_hi - b.layer_lo for b in route.boxes)
     per_stage = [math.ceil((layers - s) / stages) for s in range(stages)]
     assert all(load[r] - per_stage[r // replicas] // replicas in (0, 1) for r in range(stages * replicas))
+
+
+def plainly(candidates: Ranks, ranks: list[int], ordinal: int, awaited: dict[int, set[int]]) -> list[int]:
+    """FEW_SOURCES as the specification says it: a look at all candidates for each run."""
+    c, needy = len(candidates), sorted(set(ranks))
+    most = FACTOR * math.ceil(len(ranks) / c)
+    runs = []
+    for j, rank in enumerate(needy):
+        mine = [u for u, other in enumerate(ranks) if other == rank]
+        a = math.ceil(len(mine) / most)
+        runs += [(j, [u for i, u in enumerate(mine) if i * a // len(mine) == part]) for part in range(a)]
+    load, chosen = [0] * c, [0] * len(ranks)
+    for j, some in sorted(runs, key=lambda run: -len(run[1])):
+        begin = j * c // len(needy) + ordinal
+        in_turn = [(begin + i) % c for i in range(c)]
+        known = [k for k in in_turn if candidates[k] in awaited[needy[j]] and load[k] + len(some) <= most]
+        k = min(known or in_turn, key=lambda k: load[k])
+        load[k] += len(some)
+        awaited[needy[j]].add(candidates[k])
+        for unit in some:
+            chosen[unit] = k
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_least_loaded_source_is_found_without_a_look_at_all(seed: int) -> None:
+    """KVP-PLAN-FEW: the same choice as by the rule, for loads and sources awaited that are drawn."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        candidates = tuple(sorted(rng.sample(range(40), rng.randint(1, 24))))
+        needy = rng.sample(range(30), rng.randint(1, 12))
+        ranks = [rng.choice(needy) for _ in range(rng.randint(1, 80))]
+        before = {rank: set(rng.sample(range(40), rng.randint(0, 6))) for rank in needy}
+        ours, theirs = ({rank: set(some) for rank, some in before.items()} for _ in range(2))
+        ordinal = rng.randrange(50)
+        found = _few(candidates, np.array(ranks), ordinal, defaultdict(set, ours))
+        assert found.tolist() == plainly(candidates, ranks, ordinal, theirs)
