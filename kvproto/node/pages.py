@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
+from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
@@ -116,7 +118,7 @@ def since_of(
     """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
 
     A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that
-    is neither in pages nor a ring, a token beyond `tokens`, or one below what was said before.
+    is neither pages nor a ring, a token beyond `tokens`, one below what was said before, or rows without their scales.
     """
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if given is None:
@@ -134,8 +136,14 @@ def since_of(
         if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
             mine = f"{found[groups[name].id]}, as said before"
             raise _bad(path, mine, str(first), "pages that are gone do not come back: the number only rises")
+        if groups[name].partial:  # its row stands for later tokens too
+            first -= first % groups[name].tokens_per_row
         if first:
             found[groups[name].id] = first
+    for scales, values in _scaling(layout, set(layout.columns)):
+        if found.get(scales.id, 0) > (most := found.get(values.id, 0)):
+            wanted, advice = f"at most {most}, as of {values.name!r}", "keep the scales of all rows that are there"
+            raise _bad(f'since["{scales.name}"]', wanted, str(found[scales.id]), advice)
     for group in groups.values():
         first = _ring_begins(group, tokens)
         if first > found.get(group.id, 0):
@@ -158,7 +166,7 @@ def grants_of(
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
     begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
     Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the
-    prompt or a `late` of no group.
+    prompt, for one that parts values from the scales of their pages, or a `late` of no group.
     """
     held, may = _held(layout, cached, tokens, axes), _late(layout, late)
     tables = tables_of(layout, pages, tokens, axes, held)
@@ -170,7 +178,27 @@ def grants_of(
             end = length_of(group, tokens, axes)
             made = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held[group.id], end)
             found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
+    for scales, values in _scaling(layout, set(tables)):
+        names = scales.name, values.name
+        if held[scales.id] != held[values.id]:
+            wanted = f"the same token as for {names[1]!r}, whose rows it scales"
+            first = min(held[scales.id], held[values.id]) // scales.tokens_per_row * scales.tokens_per_row
+            yours, advice = f"{held[scales.id]}, and {held[values.id]}", f"fetch both from token {first} on"
+            raise _bad(f'cached["{names[0]}"]', wanted, yours, advice)
+        if (scales.id in may) != (values.id in may):
+            advice = "values and their scales begin late together"
+            raise _bad("late", f"both of {names[0]!r} and {names[1]!r}, or neither", "one of them", advice)
     return found
+
+
+def _scaling(layout: RankLayout, among: Collection[int]) -> Iterator[tuple[Group, Group]]:
+    """Groups whose rows are scales of several tokens, each with a group of pages that has what they scale."""
+    groups = [(g, set(layout.owns(g.id).layers.tolist())) for g in layout.geometry.groups if g.id in among]
+    for (scales, some), (values, others) in itertools.permutations(groups, 2):
+        names = {name_of(part.name) for part in values.parts}
+        scaled = any(scaled_by(part.name) in names for part in scales.parts)
+        if scales.partial and scaled and scales.model == values.model and some & others and not values.partial:
+            yield scales, values
 
 
 def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:

@@ -153,6 +153,39 @@ def test_layers_that_share_a_cache(tmp_path: Path, options: Options, stated: tup
             assert np.array_equal(came, own[layer % 2][np.array([3, 1, 2, 7, 9, 4, 5])[at // 4], at % 4])
 
 
+def test_scales_of_pages_come_with_the_rows_that_they_scale(tmp_path: Path) -> None:
+    """Rows and scales that begin apart would leave a page with another's scale: refused at both doors, by name."""
+    heads = {"kv_heads": 2, "head_dim": 4}
+    caches = [Cache.gqa("kv", 1, page=4, dtype=DType.U8, **heads), Cache.page_scales("sc", 1, kv_heads=2, page=4)]
+    here, there = (Pool.allocate(lay_out(caches), PAGES) for _ in "ab")
+    mine, yours = [3, 1, 2, 7, 9, 4, 5], [5, 0, 9, 2, 1, 7, 8]
+    tables = {"kv": mine, "sc": mine}, {"kv": yours, "sc": yours}
+    for name, part in (("kv", "k"), ("kv", "v"), ("sc", "k_scale"), ("sc", "v_scale")):
+        array = here.array(name, 0, part)
+        array[:] = np.random.default_rng(1).integers(1, 256, array.shape, np.uint8)
+    with handing(tmp_path, here, there, Options()) as both:
+        for cached in ({"kv": 5, "sc": 8}, {"kv": 5}, {"kv": 4, "sc": 8}, {"kv": 8, "sc": 4}):
+            with pytest.raises(LocalError) as refused:
+                both.sink.fetch(both.ticket, PROMPT, tables[1], cached=cached)
+            assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'cached["sc"]')
+            assert refused.value.advice == f"fetch both from token {min(cached['kv'], cached.get('sc', 0)) // 4 * 4} on"
+        with pytest.raises(LocalError) as refused:
+            both.sink.fetch(both.ticket, PROMPT, tables[1], late=["kv"])
+        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, "late")
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, tables[1], late=True)
+        with pytest.raises(LocalError) as refused:
+            request.finish(tables[0], since={"kv": 5, "sc": 8})
+        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'since["sc"]')
+        request.finish(tables[0], since=5)
+        assert found.wait(10).since == {"kv": 5, "sc": 4}
+        request.wait(10)
+        for part in ("k_scale", "v_scale"):
+            came, sent = there.array("sc", 0, part), here.array("sc", 0, part)
+            assert np.array_equal(came[yours[1:]], sent[mine[1:]])
+            assert not came[yours[0]].any()
+
+
 def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
     own = tensors(1)
     pool = Pool(lay_out([Cache.mla("kv", 2, page=4, **LATENT)]), {"kv": own * 2}, shared=True)
