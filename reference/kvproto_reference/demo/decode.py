@@ -102,7 +102,7 @@ class DecodeProcess(EngineProcess):
     def _shown(self, plan: Plan) -> dict[str, Any]:
         """The plan as the report shows it, with groups by name."""
         names = {group.id: group.name for group in self.geometry.groups}
-        undealt = attrs.evolve(self.options.layout, dcp=1)
+        undealt = attrs.evolve(self.options.layout, dcp=1, deal="cyclic")
         whole = lay_out(caches(self.options.configs, undealt, self.options.page_size), undealt.parallel)
         stored, without = bytes_a_token(self.geometry), bytes_a_token(whole)
         return {
