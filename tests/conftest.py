@@ -6,6 +6,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 SLOW = {
@@ -60,6 +61,11 @@ ONE_WORKER = {
 """Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel, XLA."""
 
 HERE = Path(__file__).parent
+
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")  # how long an example takes is no finding
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
