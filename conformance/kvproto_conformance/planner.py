@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any
 
 from kvproto_conformance.codec import Refusal
-from kvproto_conformance.codec.facts import PART_NAMES, SCALES
+from kvproto_conformance.codec.facts import LIMITS, PART_NAMES, SCALES
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import check, lane, place
 
@@ -86,7 +86,7 @@ def _deals(side: Json) -> None:
             continue
         ranks, order = int(group["cp_size"]), [int(rank) for rank in group.get("order", ())]
         whole = not order or (len(set(order)) == ranks and max(order) < ranks)
-        if not whole or (len(order) or ranks) * int(group["interleave"]) > 1 << 20:
+        if not whole or (len(order) or ranks) * int(group["interleave"]) > LIMITS["max_deal"]:
             raise Refusal("BAD_GEOMETRY", f"groups[{i}].{'order' if order else 'cp_size'}")
 
 
@@ -221,7 +221,7 @@ def _count(
     number += len(cuts) * len(_classes(have[0][1], group, at))
     spent[0] += number
     spent[1] += number * layers
-    if spent[0] > 1 << 16 or spent[1] > 3 << 16:
+    if spent[0] > LIMITS["max_pieces"] or spent[1] > LIMITS["max_layer_pieces"]:
         raise Refusal("TOO_LARGE", f"{at}.parts[{group['parts'][index]['name']}]")
 
 
@@ -279,7 +279,7 @@ def _classes(src: Json, dst: Json, at: str) -> list[tuple[int, int]]:
     for g in (src, dst):
         dealt = g["cp_size"] != "1"
         deals.append((int(g["cp_size"]), int(g["interleave"]) // step if dealt else 1, int(g["origin"]) // step))
-    if deals[0][0] * deals[1][0] > 1 << 16:
+    if deals[0][0] * deals[1][0] > LIMITS["max_class_pairs"]:
         raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
     orders = [_order(g) for g in (src, dst)]
     period = lcm(*(len(order) * run for order, (_, run, _) in zip(orders, deals, strict=True)))

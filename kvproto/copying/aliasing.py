@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvproto.errors import RemoteError
 from kvproto.planning.deals import IntArray
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
@@ -28,8 +29,6 @@ __all__ = ["Overlaps"]
 
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
-_MOST_SPANS = 1 << 17
-"""Spans of bytes that are compared for one transfer: 8,192 pages of 16 groups that take turns in one pool."""
 _FEWEST = 1 << 10
 """Spans that the columns of a group count for at least, or each of them where they are not apart."""
 _MOST_STRIDES = 16
@@ -67,7 +66,7 @@ class Overlaps:
     def check(self, grants: tuple[Grants, ...]) -> None:
         """Raise ITEM_ALIAS where items of the grants overlap; each column's own items are known to be disjoint."""
         named = {g.group: (i, g.items.astype(np.int64)) for i, g in enumerate(grants) if g.items is not None}
-        left = _MOST_SPANS
+        left = MAX_SPANS
         for cluster in self.clusters:
             some = cluster[np.isin(cluster["group"], [group for group, (_, items) in named.items() if items.size])]
             if len(some) < 2:
@@ -77,7 +76,7 @@ class Overlaps:
                 owners.append(owner)
                 left -= max(owner.spans, _FEWEST)
                 if left < 0:
-                    yours = f"more than {_MOST_SPANS} spans to compare"
+                    yours = f"more than {MAX_SPANS} spans to compare"
                     advice = "register pools that do not overlap"
                     raise RemoteError(ErrorCode.ITEM_ALIAS, owner.path, "columns that lie apart", yours, advice)
             _compare(owners)

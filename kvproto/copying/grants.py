@@ -11,14 +11,11 @@ from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, owned_before
 from kvproto.planning.kinds import kind_of
+from kvproto.planning.limits import MAX_ITEMS
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["MOST_ITEMS", "check_grants", "distinct", "items_needed", "rows_of"]
-
-
-MOST_ITEMS = 1 << 20
-"""Items of one transfer, of all groups."""
+__all__ = ["check_grants", "distinct", "items_needed", "rows_of"]
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -59,13 +56,13 @@ def check_grants(
         yours = f"groups {tuple(g.group for g in grants)}"
         advice = "send one grant for each routed group, hand-off groups included, by ascending id"
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", f"groups {wanted}", yours, advice)
-    left = MOST_ITEMS
+    left = MAX_ITEMS
     for i, grant in enumerate(grants):
         group = groups[grant.group]
         left -= 0 if grant.items is None else grant.items.size
         if left < 0:
-            mine, advice = f"at most {MOST_ITEMS} items of one transfer", "use larger pages for prompts of this length"
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MOST_ITEMS - left), advice)
+            mine, advice = f"at most {MAX_ITEMS} items of one transfer", "use larger pages for prompts of this length"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MAX_ITEMS - left), advice)
         if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)

@@ -17,6 +17,7 @@ from kvproto.foreign.tables import words
 from kvproto.foreign.values import refuse
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.engines import ENGINES, Setup, pools
+from kvproto.planning.families import MOST_LAYERS
 from kvproto.planning.geometry import Geometry, Owns, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
@@ -24,7 +25,7 @@ from kvproto.wire.enums import DType, ErrorCode
 __all__ = ["Fleet", "Unsaid"]
 
 _MOST_RANKS = 1024
-_MOST = {"tp": _MOST_RANKS, "pp": _MOST_RANKS, "cp": _MOST_RANKS, "dcp": _MOST_RANKS, "layers": 4096}
+_MOST = {"tp": _MOST_RANKS, "pp": _MOST_RANKS, "cp": _MOST_RANKS, "dcp": _MOST_RANKS, "layers": MOST_LAYERS}
 _LARGEST = 1 << 20
 _NUMBERS = (
     "tp",

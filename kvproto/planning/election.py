@@ -13,18 +13,11 @@ import numpy.typing as npt
 from kvproto.planning.compare import incompatible
 from kvproto.planning.deals import shared_classes
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, lane_bytes
+from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_LAYER_PIECES, MAX_PIECES
 from kvproto.planning.spreading import Layers, Piece, Ranks, joined
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "whole"]
-
-
-_MOST_PAIRS = 1 << 16
-"""Pairs of a cp rank of the source and one of the sink, for one part."""
-
-
-MOST_PIECES, MOST_IN_LAYERS = 1 << 16, 3 << 16
-"""Pieces of lane intervals and token classes that are looked at for one plan: as such, and times their layers."""
 
 
 _SHOWN = 8
@@ -150,7 +143,7 @@ class Cutter:
         where = f"groups[{dst.name}].parts[{dst.parts[part].name}]"
         self._number += number
         self._in_layers += number * sum(hi - lo for lo, hi in layers)
-        for came, most, of in ((self._number, MOST_PIECES, ""), (self._in_layers, MOST_IN_LAYERS, " times layers")):
+        for came, most, of in ((self._number, MAX_PIECES, ""), (self._in_layers, MAX_LAYER_PIECES, " times layers")):
             if came > most:
                 mine, advice = f"at most {most} pieces{of}", "cut lanes at fewer places"
                 raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(came), advice)
@@ -187,7 +180,7 @@ def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
     """Pairs (source cp rank, sink cp rank) that share a row at all. Raises ROW_MISMATCH (KVP-PLAN-DEALS)."""
     if src.cp_size == dst.cp_size == 1:
         return ((0, 0),)
-    if src.cp_size * dst.cp_size > _MOST_PAIRS:
-        path, advice = f"groups[{dst.name}].cp_size", f"at most {_MOST_PAIRS} pairs of cp ranks"
+    if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
+        path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
         raise incompatible(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
     return shared_classes(src, dst)

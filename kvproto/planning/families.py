@@ -8,7 +8,9 @@ from typing import Any
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["HYBRID", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds", "nested", "number", "text"]
+__all__ = [
+    "HYBRID", "MOST_LAYERS", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds", "nested", "number", "text",
+]  # fmt: skip
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.errors import PlanError
+from kvproto.planning import limits
 from kvproto.planning.deals import deal, local_row, owned_before, owner
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES
@@ -21,7 +22,7 @@ from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
-    "MOST_RANKS", "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal",
+    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal",
     "decode_geometry", "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla",
     "owned_before", "owner", "owns", "validate",
 ]  # fmt: skip
@@ -80,8 +81,8 @@ def encode_geometry(geometry: Geometry) -> bytes:
 
 def decode_geometry(data: bytes | memoryview) -> Geometry:
     """Decode and validate a Description; raises WireError, or PlanError of code BAD_GEOMETRY."""
-    if len(data) > _MOST_BYTES:
-        raise _bad("geometry", f"at most {_MOST_BYTES} bytes", str(len(data)))
+    if len(data) > limits.MAX_GEOMETRY:
+        raise _bad("geometry", f"at most {limits.MAX_GEOMETRY} bytes", str(len(data)))
     geometry = decode_struct(Geometry, data)
     validate(geometry)
     return geometry
@@ -124,31 +125,24 @@ def validate(geometry: Geometry) -> None:
                     key = (groups[share.group].model, part.name, layer)
                     if held.setdefault(key, share.group) != share.group:
                         raise _bad(f"{path}.layers", "each layer and part in one group", f"layer {layer} twice")
-            if len(held) > _MOST_LAYERS:
-                raise _bad(f"{path}.layers", f"at most {_MOST_LAYERS} layers times parts", "more")
-
-
-_LARGEST_DEAL = 1 << 20
-"""Rows after which a token deal repeats, at most."""
-_MOST_BYTES = 1 << 20
-MOST_RANKS = _MOST_PARTS = 1 << 12
-_MOST_RUNS = 1 << 16
-"""Of all orders."""
-_MOST_CLAIMS = 1 << 17
-"""Layers times lane intervals of all ranks."""
-_MOST_OF_RANK = _MOST_LAYERS = 1 << 13
-"""Layers times lane intervals of one rank; layers times parts of all groups."""
+            if len(held) > limits.MAX_LAYERS:
+                raise _bad(f"{path}.layers", f"at most {limits.MAX_LAYERS} layers times parts", "more")
 
 
 def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     """Raise BAD_GEOMETRY for more than any fleet has (KVP-GEO-SIZE)."""
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
-        ("groups", _MOST_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
-        ("groups", _MOST_RUNS, "runs in orders", sum(len(g.order) for g in geometry.groups if g.order is not None)),
-        ("ranks", MOST_RANKS, "ranks", len(geometry.ranks)),
-        ("ranks", _MOST_CLAIMS, "layers times intervals", sum(claims)),
-        ("ranks", _MOST_OF_RANK, "layers times intervals on one rank", max(claims, default=0)),
+        ("groups", limits.MAX_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
+        (
+            "groups",
+            limits.MAX_RUNS,
+            "runs in orders",
+            sum(len(g.order) for g in geometry.groups if g.order is not None),
+        ),
+        ("ranks", limits.MAX_RANKS, "ranks", len(geometry.ranks)),
+        ("ranks", limits.MAX_CLAIMS, "layers times intervals", sum(claims)),
+        ("ranks", limits.MAX_RANK_CLAIMS, "layers times intervals on one rank", max(claims, default=0)),
     ):
         if number > most:
             raise _bad(path, f"at most {most} {of}", str(number))
@@ -186,8 +180,8 @@ def _check_deal(group: Group, path: str) -> None:
         if taken.size != group.cp_size or taken[-1] >= group.cp_size:
             came = f"{taken.size} cp ranks, {taken[-1]} the highest"
             raise _bad(at, f"runs of each of the {group.cp_size} cp ranks, and of no other", came)
-    if runs * group.interleave > _LARGEST_DEAL:
-        raise _bad(at, f"at most {_LARGEST_DEAL} tokens in one deal", str(runs * group.interleave))
+    if runs * group.interleave > limits.MAX_DEAL:
+        raise _bad(at, f"at most {limits.MAX_DEAL} tokens in one deal", str(runs * group.interleave))
 
 
 def _check_sections(group: Group, path: str) -> None:

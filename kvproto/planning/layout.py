@@ -17,6 +17,7 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
+from kvproto.planning.limits import MAX_RANKS
 from kvproto.wire.enums import ErrorCode, FactRule
 from kvproto.wire.messages import Fact
 
@@ -57,9 +58,9 @@ class Parallel:
         for name in ("tp", "pp", "cp", "dcp", "interleave"):
             check_whole(of + name, getattr(self, name), 1)
         check_whole(f"{of}virtual", self.virtual, 1, _MOST_CHUNKS)
-        if (ranks := self.tp * self.pp * self.cp) > g.MOST_RANKS:
+        if (ranks := self.tp * self.pp * self.cp) > MAX_RANKS:
             raise _bad(
-                f"{of}tp", f"at most {g.MOST_RANKS} ranks in all", f"tp {self.tp}, pp {self.pp}, cp {self.cp}: {ranks}"
+                f"{of}tp", f"at most {MAX_RANKS} ranks in all", f"tp {self.tp}, pp {self.pp}, cp {self.cp}: {ranks}"
             )
         check_whole(f"{of}origin", self.origin, 0, (1 << 64) - 1)
         if self.tp % self.dcp:

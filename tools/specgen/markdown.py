@@ -114,6 +114,11 @@ def session_limits(facts: Facts) -> str:
     return limits(facts, "session")
 
 
+def plan_limits(facts: Facts) -> str:
+    """What a Description, a plan and a Transfer may come to."""
+    return limits(facts, "plan")
+
+
 def index(facts: Facts) -> str:
     """Every clause, by page."""
     out = ["| clause | page | role | key word | error |", "|---|---|---|---|---|"]
@@ -220,6 +225,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "framing.md": {"limits": limits, "predicates": predicates},
     "negotiation.md": {"features": features},
     "model.md": {"facts": fact_names},
+    "planning.md": {"plan-limits": plan_limits},
     "parts.md": {"parts": parts, "groups": part_groups},
     "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},
 }

@@ -146,11 +146,18 @@ def tables_module(facts: Facts) -> str:
     return "\n".join([*out, "}"]) + "\n"
 
 
-def limits_module(facts: Facts) -> str:
-    """kvproto/session/limits.py: times in seconds."""
-    out = [f'"""Times and numbers that a session keeps. {HEAD}"""', ""]
+_LIMITS = {
+    "session": "Times and numbers that a session keeps.",
+    "plan": "What plans and Transfers may come to.",
+}
+"""Scope to what its module holds."""
+
+
+def limits_module(facts: Facts, scope: str) -> str:
+    """kvproto/session/limits.py and kvproto/planning/limits.py: times in seconds."""
+    out = [f'"""{_LIMITS[scope]} {HEAD}"""', ""]
     for name, row in facts["limit"].items():
-        if row["scope"] == "session":
+        if row["scope"] == scope:
             value = row["value"] / 1000 if row["unit"] == "ms" else row["value"]
             unit = " In seconds." if row["unit"] == "ms" else ""
             out += [f"{name.upper()} = {value!r}", f'"""{row["doc"]}{unit}"""']
