@@ -3,6 +3,7 @@
 from .base import Attention, Dense, Model, Rows
 from .config import ModelConfig, MoeConfig
 from .decoder import Decoder
+from .ops import FusedOps, Ops
 from .parallel import SOLO, TensorParallel, cut, kv_head_of, kv_head_range
 
 __all__ = [
@@ -10,9 +11,11 @@ __all__ = [
     "Attention",
     "Decoder",
     "Dense",
+    "FusedOps",
     "Model",
     "ModelConfig",
     "MoeConfig",
+    "Ops",
     "Rows",
     "TensorParallel",
     "cut",

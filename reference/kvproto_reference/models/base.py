@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .common import attend
 from .config import ModelConfig
+from .ops import Ops
 from .parallel import SOLO, TensorParallel, kv_head_of
 
 Rows = Mapping[str, Tensor]
@@ -36,6 +37,10 @@ class Model(Protocol):
     @property
     def tp(self) -> TensorParallel:
         """Place of this model in its TP group."""
+        ...
+
+    def use(self, ops: Ops) -> None:
+        """Take the steps between products by these."""
         ...
 
     def forward(

@@ -1,9 +1,10 @@
-"""Maths that both model kinds share; leading batch dims allowed. Norms, rotations and expert scores are float32."""
+"""Maths that both model kinds share; leading batch dims allowed. Expert scores are float32."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .ops import Stepping
 from .parallel import TensorParallel
 
 
@@ -27,34 +28,13 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim: x [..., d], gain [d]."""
-    return F.rms_norm(x, gain.shape, gain, eps)
-
-
-def rope_table(positions: Tensor, rates: Tensor, gain: float, pairs: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines, times `gain`, of positions [n], for `rope`: [n, 1, 2 * rates] float32 each."""
-    angles = positions.to(torch.float32)[:, None, None] * rates
-    cos, sin = angles.cos() * gain, angles.sin() * gain
-    both = (cos, cos), (-sin, sin)
-    first, second = (torch.stack(b, -1).flatten(-2) if pairs else torch.cat(b, -1) for b in both)
-    return first, second
-
-
-def rope(x: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
-    """Rotary embedding of x [..., n, heads, dim]: neighbours are turned together (pairs), or halves are."""
-    cos, sin = table
-    other = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2) if pairs else x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, other, sin).to(x.dtype)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of n tokens among themselves: q, k, v [..., n, heads, d] -> [..., n, heads, d]."""
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(-3, -2)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Stepping):
     """Gated feed-forward block; its width is split over TP ranks."""
 
     def __init__(self, hidden: int, ffn: int, tp: TensorParallel) -> None:
@@ -72,5 +52,4 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> this rank's summand of [..., hidden]."""
         both = torch.cat((self.gate, self.up)) if self._both is None else self._both
-        gate, up = F.linear(x, both).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down)
+        return F.linear(self.ops.gated(F.linear(x, both)), self.down)

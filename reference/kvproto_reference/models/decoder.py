@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention
-from .common import SwiGLU, rms_norm, rope_table, weight
+from .common import SwiGLU, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
 from .moe import MoeFFN
+from .ops import Ops, Stepping, Table
 from .parallel import SOLO, TensorParallel, check_split
 
 
-class Block(nn.Module):
+class Block(Stepping):
     """Pre-norm attention and feed-forward of one layer."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
@@ -32,13 +33,14 @@ class Block(nn.Module):
             else SwiGLU(config.hidden, config.ffn, tp)
         )
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
         """x [..., n, hidden] -> [..., n, hidden]."""
-        x = x + self.attn.forward(rms_norm(x, self.attn_norm, self.eps), table, attention)
-        return x + self.tp.all_reduce(self.ffn.forward(rms_norm(x, self.ffn_norm, self.eps)))
+        mixed = self.attn.forward(self.ops.norm(x, self.attn_norm, self.eps), table, attention)
+        x, normed = self.ops.add_norm(x, mixed, self.ffn_norm, self.eps)
+        return x + self.tp.all_reduce(self.ffn.forward(normed))
 
 
-class Decoder(nn.Module):
+class Decoder(Stepping):
     """A GQA or MLA language model; holds this TP rank's weights only."""
 
     rates: Tensor
@@ -63,6 +65,12 @@ class Decoder(nn.Module):
             if isinstance(module, GqaAttention | SwiGLU):
                 module.join()
 
+    def use(self, ops: Ops) -> None:
+        """Take the steps between products by these, as those of an attention back end fit its tensors."""
+        for module in self.modules():
+            if isinstance(module, Stepping):
+                module.ops = ops
+
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
@@ -72,7 +80,7 @@ class Decoder(nn.Module):
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
         tokens whose logits are; all by default.
         """
-        table = rope_table(positions, self.rates, self.config.rope_gain, self.config.rope_pairs)
+        table = self.ops.table(positions, self.rates, self.config.rope_gain, self.config.rope_pairs)
         x = F.embedding(tokens, self.embed)
         for layer, block in enumerate(self.blocks):
             x = block.forward(x, table, attention)
@@ -80,4 +88,4 @@ class Decoder(nn.Module):
                 computed(layer)
         x = x if wanted is None else x[wanted]
         head = self.embed if self.head is None else self.head
-        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), head).float()
+        return F.linear(self.ops.norm(x, self.norm, self.config.norm_eps), head).float()

@@ -5,12 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention
-from .common import join, rms_norm, rope, split_heads, weight
+from .common import join, split_heads, weight
 from .config import ModelConfig
+from .ops import Stepping, Table
 from .parallel import TensorParallel, kv_head_range
 
 
-class GqaAttention(nn.Module):
+class GqaAttention(Stepping):
     """One layer's attention, whose KV heads are those of this rank's DCP group."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
@@ -35,17 +36,16 @@ class GqaAttention(nn.Module):
         """See `Decoder.join`."""
         self._whole = join(self.q, self.k, self.v)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
         """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
         c, bias = self.config, None
         weights = torch.cat((self.q, self.k, self.v)) if self._whole is None else self._whole
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         all_heads = split_heads(F.linear(x, weights, bias), self.heads + 2 * self.kv_heads)
-        both, v = all_heads.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=-2)
+        q, k, v = all_heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = both.split_with_sizes([self.heads, self.kv_heads], dim=-2)
-            both = torch.cat((rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)), dim=-2)
-        q, k = rope(both, table, c.rope_pairs).split_with_sizes([self.heads, self.kv_heads], dim=-2)
+            q, k = self.ops.norm(q, self.q_norm, c.norm_eps), self.ops.norm(k, self.k_norm, c.norm_eps)
+        q, k = self.ops.rope(q, k, table, c.rope_pairs)
         out = attention.attend(self.layer, q, {"k": k, "v": v})
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))

@@ -5,15 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention
-from .common import rms_norm, rope, split_heads, weight
+from .common import split_heads, weight
 from .config import ModelConfig
+from .ops import Stepping, Table
 from .parallel import TensorParallel
 
 LATENT_EPS = 1e-6
 """Of the norms inside; DeepSeek's code gives them no other, whatever the model's own."""
 
 
-class MlaAttention(nn.Module):
+class MlaAttention(Stepping):
     """One layer's attention in the absorbed form; query heads are split over ranks, the latent is on all.
 
     DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
@@ -34,17 +35,18 @@ class MlaAttention(nn.Module):
         self.v_up = weight(own, config.v_dim, config.latent)
         self.o = weight(config.hidden, own * config.v_dim)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
         """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
         c = self.config
         q = split_heads(self._queries(x), self.heads)
         q_nope, q_rope = q[..., : c.nope_dim], q[..., c.nope_dim :]
         kv = F.linear(x, self.kv_a).unsqueeze(-2)
         latent, k_rope = kv[..., : c.latent], kv[..., c.latent :]
-        row = torch.cat((rms_norm(latent, self.kv_norm, LATENT_EPS), rope(k_rope, table, c.rope_pairs)), dim=-1)
+        q_rope, k_rope = self.ops.rope(q_rope, k_rope, table, c.rope_pairs)
+        row = torch.cat((self.ops.norm(latent, self.kv_norm, LATENT_EPS), k_rope), dim=-1)
         # W_uk goes into the query, so that scores are taken against the cached latents themselves.
         absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self.k_up)
-        query = torch.cat((absorbed, rope(q_rope, table, c.rope_pairs)), dim=-1)
+        query = torch.cat((absorbed, q_rope), dim=-1)
         mixed = attention.attend(self.layer, query, {"latent": row})
         out = torch.einsum("...hl,hvl->...hv", mixed, self.v_up)
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
@@ -52,5 +54,5 @@ class MlaAttention(nn.Module):
     def _queries(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., heads * (nope_dim + rope_dim)]."""
         if self.q_a is not None and self.q_a_norm is not None:
-            x = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
+            x = self.ops.norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
         return F.linear(x, self.q)
