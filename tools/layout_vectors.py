@@ -20,6 +20,7 @@ from kvproto.cli.main import main as kvproto
 from kvproto.planning.geometry import digest, encode_geometry
 from kvproto.wire import encode_struct, from_json
 from kvproto.wire.messages import Columns, Geometry
+from tools.files import renew
 from tools.specgen.registry import ROOT, SPEC
 
 __all__ = ["CASES", "CONFIGS", "case", "main", "suites"]
@@ -132,13 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.layout_vectors", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs")
     args = parser.parse_args(argv)
-    stale = [(p, t) for p, t in suites().items() if not p.exists() or p.read_text() != t]
-    for path, text in stale:
-        print(f"{'out of date' if args.check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not args.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    return 1 if args.check and stale else 0
+    return 1 if renew(suites(), args.check) and args.check else 0
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ Inputs are listed here; what is expected comes from the suite's own deal and mer
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from kvproto_conformance.dcp import answer
+from kvproto_conformance.suites import MADE, text
 
 __all__ = ["FILE", "made"]
 
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/dcp.json"
+FILE = MADE / "dcp.json"
 TOLERANCE = "2e-5"
 """Of each number of a merge, times the greater of 1 and its size. A float32 of 100 is exact to 4e-6; a wrong base,
 or a log-sum-exp in bf16, is wrong by a thousand times more."""
@@ -170,8 +169,7 @@ def cases() -> Iterator[Json]:
 
 def made() -> str:
     """The text of the file."""
-    lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases())
-    return f'{{"suite": "dcp", "version": "1.0-draft", "cases": [\n{lines}\n]}}\n'
+    return text("dcp", cases())
 
 
 def main() -> int:

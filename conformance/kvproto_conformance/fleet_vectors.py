@@ -6,8 +6,6 @@ Descriptions have names, because many cases share one; what is expected comes fr
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from kvproto.planning.cache import Cache
@@ -15,8 +13,9 @@ from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType
 from kvproto_conformance.planner import plan
+from kvproto_conformance.suites import MADE, text
 
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan/fleets.json"
+FILE = MADE / "plan/fleets.json"
 
 MODELS: dict[str, list[Cache]] = {
     "mla with a draft of one layer": [
@@ -59,12 +58,7 @@ def made() -> str:
                     expected = {key: found[key] for key in ("plan", "required", "cold")}
                     id_ = f"{model}, {source} to {sink}{', few' * bool(features)}"
                     rows.append({"id": id_, "clause": clause, **sides_, "features": features, "expected": expected})
-    parts = [
-        ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in geometries.items()),
-        ",\n".join("  " + json.dumps(row) for row in rows),
-    ]
-    head = '"suite": "plan/fleets", "version": "1.0-draft"'
-    return f'{{{head}, "geometries": {{\n{parts[0]}\n}}, "cases": [\n{parts[1]}\n]}}\n'
+    return text("plan/fleets", rows, geometries=geometries)
 
 
 def main() -> int:

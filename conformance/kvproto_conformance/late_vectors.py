@@ -6,7 +6,6 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,9 +17,10 @@ from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Grants
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.late import items_of, served
-from kvproto_conformance.row_vectors import changed, text
+from kvproto_conformance.row_vectors import changed
+from kvproto_conformance.suites import MADE, text
 
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/late.json"
+FILE = MADE / "late.json"
 END = 45
 
 

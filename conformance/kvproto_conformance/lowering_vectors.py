@@ -6,7 +6,6 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,9 +18,10 @@ from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from kvproto_conformance.lowering import Place, copies, sums
-from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, sections, text
+from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, sections
+from kvproto_conformance.suites import MADE, text
 
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/lowering.json"
+FILE = MADE / "lowering.json"
 
 
 def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int) -> list[Columns]:

@@ -5,9 +5,7 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,9 +19,10 @@ from kvproto.wire.messages import Part
 from kvproto_conformance import deals_vectors
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan
+from kvproto_conformance.suites import MADE, text
 
 Pair = tuple[Geometry, Geometry]
-FOLDER = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan"
+FOLDER = MADE / "plan"
 
 
 def engine(*shares: tuple[Group, int, Any], ranks: int, replica: int = 0) -> Geometry:
@@ -367,8 +366,7 @@ def made(file: str) -> str:
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
         rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
-    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
-    return f'{{"suite": "plan", "version": "1.0-draft", "cases": [\n{lines}\n]}}\n'
+    return text("plan", rows)
 
 
 def main() -> int:

@@ -5,9 +5,7 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,8 +16,9 @@ from kvproto.wire.enums import DType, ItemKind
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.plan_vectors import engine, heads
 from kvproto_conformance.planner import plan
+from kvproto_conformance.suites import MADE, text
 
-FILE = Path(__file__).resolve().parents[2] / "spec/v1/vectors/plan/rows.json"
+FILE = MADE / "plan/rows.json"
 Pair = tuple[Geometry, Geometry]
 
 HEADS = gqa(0, "target", 0, 4, 16, 4, dtype=DType.U8)
@@ -287,12 +286,6 @@ def made() -> str:
             expected = {"error": refusal.code, "path": refusal.path}
         rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
     return text("plan/rows", rows)
-
-
-def text(suite: str, rows: list[dict[str, Any]]) -> str:
-    """A file of vectors, a case a line."""
-    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
-    return f'{{"suite": "{suite}", "version": "1.0-draft", "cases": [\n{lines}\n]}}\n'
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from tools.files import renew
 from tools.specgen import clauses, lock, markdown, named, python, straight, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
@@ -45,12 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     facts = load()
     try:
-        stale = [(p, t) for p, t in outputs().items() if not p.exists() or p.read_text() != t]
-        for path, text in stale:
-            print(f"{'out of date' if args.check else 'wrote'}: {path.relative_to(ROOT)}")
-            if not args.check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+        stale = renew(outputs(), args.check)
         clauses.check(facts)
         unnamed = named.unnamed(facts)
         differing = lock.renew(facts, args.lock) if args.lock is not None else lock.differences(facts)

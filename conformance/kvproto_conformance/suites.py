@@ -1,0 +1,31 @@
+"""Files of vectors: where they lie, and their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MADE", "text"]
+
+MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
+"""Where the makers of vectors write."""
+
+
+def text(suite: str, rows: Iterable[dict[str, Any]], **named: dict[str, Any]) -> str:
+    """A file of vectors, a case a line; before them tables of what cases name, an entry a line."""
+    tables = "".join(f', "{name}": {{\n{_lines(map(_entry, table.items()))}\n}}' for name, table in named.items())
+    return f'{{"suite": "{suite}", "version": "1.0-draft"{tables}, "cases": [\n{_lines(map(_json, rows))}\n]}}\n'
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return ",\n".join("  " + line for line in lines)
+
+
+def _entry(entry: tuple[str, Any]) -> str:
+    return f"{_json(entry[0])}: {_json(entry[1])}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
