@@ -198,7 +198,7 @@ def _describe(args: argparse.Namespace) -> int:
         configs.append(own)
     configs += [read_config(path) for path in args.draft]
     own_sizes = sizes.own_of(args)
-    parallel = sizes.parallel_of(args, own_sizes)
+    parallel = sizes.parallel_of(args)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kvproto.errors import LocalError
@@ -33,19 +33,11 @@ def add_options(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def parallel_of(args: argparse.Namespace, own: Mapping[str, Mapping[str, Any]]) -> Parallel:
-    """The sizes of all caches; raises LocalError for a list of something else than numbers, or a deal to one rank."""
-    if all(sizes.get(name, 1) == 1 for sizes in (vars(args), *own.values()) for name in ("cp", "dcp")):
-        for name, usual in _DEALT.items():
-            if getattr(args, name) != usual:
-                raise LocalError(ErrorCode.OUT_OF_RANGE, name, "--cp or --dcp above 1 beside it", getattr(args, name))
+def parallel_of(args: argparse.Namespace) -> Parallel:
+    """The sizes of all caches; raises LocalError for a list of something else than numbers."""
     stages = _list("pp_layers", args.pp_layers, ",") if args.pp_layers else None
     deal = _deal("deal", args.deal, ",")
     return Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages, args.virtual, deal)
-
-
-_DEALT = {"interleave": 1, "origin": 0, "deal": "cyclic"}
-"""Options that say nothing where no tokens are dealt, and their defaults."""
 
 
 def own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

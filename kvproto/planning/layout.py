@@ -32,7 +32,11 @@ DEALS: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 @attrs.frozen
 class Parallel:
-    """How an engine divides its ranks; rank = (pp * cp + cp_rank) * tp + tp_rank."""
+    """How an engine divides its ranks; rank = (pp * cp + cp_rank) * tp + tp_rank.
+
+    With cp and dcp of 1 each rank stores every token: what says how tokens are dealt has no effect then, so that one
+    configuration serves any number of ranks.
+    """
 
     tp: int = 1
     """Tensor parallel: KV heads, latents and states."""

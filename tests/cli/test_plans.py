@@ -223,14 +223,18 @@ def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
             assert all(found.required(rank.rank) for rank in sink.ranks)
 
 
-@pytest.mark.parametrize("option", ["deal=zigzag", "interleave=16", "origin=5"])
-def test_a_deal_to_one_rank_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, _, value = option.partition("=")
-    options = ["describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", f"--{option}"]
+@pytest.mark.parametrize("said", [["--deal", "zigzag"], ["--interleave", "16"], ["--origin", "5"]])
+def test_one_rank_stores_every_token_however_they_would_be_dealt(
+    said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for `lay_out`: a sweep over DCP 1, 2 and 4 changes one number."""
     for engine in ([], ["--engine", "sglang"]):
-        assert main([*options, *engine]) == 1
-        assert f"at {name}: wanted --cp or --dcp above 1 beside it, found {value}" in capsys.readouterr().err
-    assert main([*options, "--own", "target:dcp=2"]) == 0
+        options = ["describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", *engine]
+        assert [main(options), main([*options, *said])] == [0, 0]
+        plain, dealt = capsys.readouterr().out.splitlines()
+        assert plain == dealt
+        assert main([*options, "--deal", "0,1"]) == 1
+        assert "at deal: wanted runs of rank 0 alone" in capsys.readouterr().err
 
 
 def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: Path) -> None:
