@@ -112,7 +112,8 @@ class Sink(Door):
         until the handle is done and, if it is lost, `pages_free`. `on_done` is called when it is over.
 
         Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call, and
-        with PEER_LOST where the source ends or restarts first: its tickets end with it.
+        with PEER_LOST where the source ends or restarts first: its tickets end with it; with OUT_OF_RANGE where the
+        prompt states an axis that no cache of either side has.
 
         Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
         BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine.
@@ -136,7 +137,7 @@ class Sink(Door):
         if on_done is not None:
             made.add_done_callback(on_done)
         try:
-            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds))
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds, prompt.axes))
         except KvprotoError:
             self._forget(made)
             raise

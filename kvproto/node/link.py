@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -11,13 +11,14 @@ import attrs
 from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram, windows
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.expected import Expected
 from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import register
 from kvproto.node.told import Received, TransferLost, TransferProven
+from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.session.push import Unpacker
@@ -48,6 +49,7 @@ class _Wanted:
     ticket: bytes = attrs.field(repr=False)
     content: bytes
     grants: Mapping[int, Grants]
+    axes: Collection[str]
 
 
 class SourceLink:
@@ -80,12 +82,16 @@ class SourceLink:
     # what the engine says
 
     def fetch(
-        self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None
-    ) -> None:
-        """Ask for a request, at once or when the link is ready; `seconds`: how long the source may take to accept."""
+        self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None,
+        axes: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Ask for a request, at once or when the link is ready; `seconds`: how long the source may take to accept.
+
+        `axes` are those whose lengths the prompt states: the request is lost where neither side has one of them.
+        """
         if seconds is not None:
             self._deadlines[number] = time.monotonic() + seconds
-        self._waiting[number] = _Wanted(ticket, content, grants)
+        self._waiting[number] = _Wanted(ticket, content, grants, axes)
         self._ask()
 
     def abort(self, number: int, error: KvprotoError) -> None:
@@ -170,6 +176,7 @@ class SourceLink:
         waiting, self._waiting = self._waiting, {}
         for number, wanted in waiting.items():
             try:
+                self._check_axes(wanted.axes)
                 unpackers = {writer: self._unpacker(writer, wanted.grants) for writer in self.endpoint.staged()}
                 inner = self.endpoint.transfer(
                     wanted.ticket, wanted.content, dict(wanted.grants), time.monotonic(), unpackers
@@ -178,6 +185,14 @@ class SourceLink:
                 self._lost.append(TransferLost(number, error, True))
                 continue
             self._numbers[inner], self._grants[number] = number, wanted.grants
+
+    def _check_axes(self, axes: Collection[str]) -> None:
+        """Raise LocalError for an axis that no group of either side has."""
+        sides = self._here.pool.layout.geometry, self.endpoint.source
+        known = {axis_of(group) for side in sides if side is not None for group in side.groups} - {TOKENS}
+        if unknown := sorted(set(axes) - known):
+            mine = f"axes of {sorted(known)}" if known else "none, as all caches of both sides are of tokens"
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, repr(unknown[0]))
 
     def _unpacker(self, writer: int, grants: Mapping[int, Grants]) -> Unpacker:
         """What makes the unpacker of a source rank's stream; raises BAD_GRANT."""

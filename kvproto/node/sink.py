@@ -79,11 +79,11 @@ class SinkNode:
 
     def fetch(
         self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants],
-        seconds: float | None = None,
+        seconds: float | None = None, axes: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again.
 
-        Where the source has not accepted it after `seconds`, it is lost by DEADLINE.
+        Where the source has not accepted it after `seconds`, it is lost by DEADLINE. `axes` as for `SourceLink.fetch`.
         """
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
@@ -91,7 +91,7 @@ class SinkNode:
             return
         self.connect(replica, self.sources[replica])
         self._transfers[number] = self._links[replica]
-        self._links[replica].fetch(number, ticket, content, grants, seconds)
+        self._links[replica].fetch(number, ticket, content, grants, seconds, axes)
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""

@@ -126,13 +126,13 @@ class Cache:
     def along(self, axis: str) -> Cache:
         """The same cache, where rows stand for positions of another axis than the tokens, such as "image".
 
-        Raises LocalError for items that are no pages, and for no name.
+        Raises LocalError for items that are no pages, for no name, and for "tokens", which they stand for anyway.
         """
         check_type("axis", axis, str, 'the name of an axis, such as "image"')
-        if not kind_of(self.group).paged or not 0 < len(axis.encode()) <= 64:
+        if not kind_of(self.group).paged or axis == TOKENS or not 0 < len(axis.encode()) <= 64:
             found = repr(axis) if kind_of(self.group).paged else "items of another kind"
-            raise _bad(f"{self.group.name!r}.along", "pages, and a name of 1 to 64 bytes", found)
-        return attrs.evolve(self, group=attrs.evolve(self.group, axis=None if axis == TOKENS else axis))
+            raise _bad(f"{self.group.name!r}.along", f"pages, and a name of 1 to 64 bytes, not {TOKENS!r}", found)
+        return attrs.evolve(self, group=attrs.evolve(self.group, axis=axis))
 
     @classmethod
     @_checked

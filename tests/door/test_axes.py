@@ -8,13 +8,14 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto import Cache, Options, Parallel, Prompt, lay_out, new_ticket
+from kvproto import Cache, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.errors import LocalError, PlanError, RemoteError, WireError
 from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import ErrorCode, ItemKind
 
 from .axes import ENDS, IMAGES, OURS, POISON, TABLES, TOKENS, both, engine, places, prompt
+from .doors import address_in
 
 WAYS = [
     pytest.param(Options(), id="push"),
@@ -109,7 +110,36 @@ def test_sides_that_mean_different_axes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as refused:
         plan(lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("image")]), engine_of_tokens())
     assert (refused.value.mine, refused.value.yours) == ("image", "tokens")
-    assert plan(lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("tokens")]), engine_of_tokens())
+
+
+def test_rows_stand_for_tokens_without_a_word() -> None:
+    with pytest.raises(LocalError, match="not 'tokens'") as refused:
+        Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("tokens")
+    assert (refused.value.path, refused.value.yours) == ("'kv'.along", "'tokens'")
+
+
+@pytest.mark.parametrize(("axes", "known"), [({"image": 0}, "axes of ['image']"), ({}, "none, as all caches")])
+def test_an_axis_that_neither_side_has_is_refused(tmp_path: Path, axes: dict[str, int], known: str) -> None:
+    """Neither side knows until both have described themselves; the next request is served."""
+    made = engine if axes else (lambda page: engine_of_tokens())
+    address = address_in(tmp_path)
+    with (
+        Source("prefill", Pool.allocate(made(4), 8), address) as source,
+        Sink("decode", Pool.allocate(made(4), 8), {"prefill": address}) as sink,
+    ):
+        tables = TABLES if axes else {"kv": [5, 3, 1, 6, 2, 7]}
+        for more in ({"token": 3}, {}):
+            ticket, asked = new_ticket("prefill"), Prompt(range(TOKENS), axes=axes | more)
+            request, fetch = source.request(ticket, asked), sink.fetch(ticket, asked, tables)
+            request.finish(tables)
+            if more:
+                with pytest.raises(LocalError) as refused:
+                    fetch.wait(10)
+                assert (refused.value.path, refused.value.yours) == ("prompt.axes", "'token'")
+                assert refused.value.mine.startswith(known)
+                assert fetch.pages_free
+            else:
+                assert fetch.wait(10).bytes
 
 
 def engine_of_tokens() -> Any:
