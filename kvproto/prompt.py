@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -14,11 +13,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import U32, LocalError, check_type, check_whole, type_name
+from kvproto.errors import U32, LocalError, WireError, check_type, check_whole, type_name
 from kvproto.planning.axes import TOKENS
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Axis, Content, Ticket
+from kvproto.wire.plain import read_json
 
 __all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
 
@@ -26,6 +26,8 @@ _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if
 """Bytes of an engine's name, as the registry has it."""
 _LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if name == "name" and most)
 """Bytes of the name of an axis."""
+_LONGEST_TEXT = 1 << 12
+"""Characters of a ticket as JSON: several times those of the longest one."""
 
 
 @attrs.frozen(init=False, eq=False)
@@ -138,10 +140,9 @@ def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
     """The ticket of a JSON form, a mapping or its text; raises WireError, or LocalError for what is no JSON object."""
     found: Any = form
     if isinstance(form, str | bytes):
-        try:
-            found = json.loads(form)
-        except ValueError as error:
-            raise _bad("ticket", "JSON text", str(error)) from error
+        if len(form) > _LONGEST_TEXT:
+            raise WireError(ErrorCode.TOO_LARGE, "ticket", f"at most {_LONGEST_TEXT} characters", str(len(form)))
+        found = read_json(form, "ticket")
     check_type("ticket", found, Mapping, "what write_ticket returned, or its JSON text")
     return from_json(Ticket, dict(found))
 

@@ -10,10 +10,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import attrs
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, WireError
 from kvproto.transport import find, names
 from kvproto.transport.bench import Absent, Floor, Measured
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import read_json
 
 __all__ = ["Host", "Probe", "Slow", "floors", "load", "save"]
 
@@ -106,12 +107,12 @@ def load(path: Path) -> Probe:
     """Read the file; raises LocalError with the path of the file and of what is wrong in it."""
     advice = "write one with `kvproto probe --out FILE`"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path.read_bytes(), str(path))
     except OSError as error:
         said = error.strerror or type(error).__name__
         raise LocalError(ErrorCode.OUT_OF_RANGE, str(path), "a file of `kvproto probe`", said, advice) from None
-    except (ValueError, RecursionError) as error:
-        raise LocalError(ErrorCode.BAD_TYPE, str(path), "JSON", str(error), advice) from None
+    except WireError as error:
+        raise LocalError(error.code, error.path, error.mine, error.yours, advice) from None
     try:
         return Probe.from_dict(data)
     except LocalError as error:

@@ -16,7 +16,6 @@ from kvproto.cli.programs import as_data, programs, shown, spreads
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.tables import words
-from kvproto.foreign.values import DEPTH
 from kvproto.planning.cache import BITS, BLOCK_SCALED
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
@@ -25,6 +24,7 @@ from kvproto.planning.plan import Plan, differences, plan
 from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
+from kvproto.wire.plain import read_json
 
 __all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run", "unstated"]
 
@@ -223,20 +223,8 @@ def _describe(args: argparse.Namespace) -> int:
 
 
 def _json(path: Path) -> Any:
-    """What a file of JSON says, which is not deeper than captures are."""
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    except RecursionError:
-        raise LocalError(ErrorCode.TOO_DEEP, str(path), f"{DEPTH} levels", "more") from None
-    level = [data]
-    for _ in range(DEPTH + 1):
-        held = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
-        level = [value for values in held for value in values]
-    if level:
-        raise LocalError(ErrorCode.TOO_DEEP, str(path), f"{DEPTH} levels", "more")
-    return data
+    """What a file of JSON says; a config.json of a Mamba has an Infinity that is not read."""
+    return read_json(path.read_bytes(), str(path), finite=False)
 
 
 def read_config(path: Path) -> Config:

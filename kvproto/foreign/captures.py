@@ -15,8 +15,9 @@ import attrs
 from kvproto.errors import WireError
 from kvproto.foreign.tables import engines
 from kvproto.foreign.unpickle import records
-from kvproto.foreign.values import from_json, from_msgpack, from_value, refuse
+from kvproto.foreign.values import from_msgpack, from_value
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import read_json, refuse
 
 __all__ = ["MOST_BYTES", "Raw", "messages"]
 
@@ -165,13 +166,13 @@ def _json(text: str, lines: list[str]) -> Iterator[Raw]:
     """One value, or a value a line: a record with `frames` or `json`, or a message's own map; lists are of such."""
     values: Iterable[Any]
     try:
-        whole = from_json(text, "messages[0]")
+        whole = read_json(text, "messages[0]")
         values = whole if isinstance(whole, list) else [whole]
     except WireError:
         full = [line for line in lines if line.strip()]
         if len(full) < 2:
             raise
-        values = (from_json(line, f"messages[{i}]") for i, line in enumerate(full))
+        values = (read_json(line, f"messages[{i}]") for i, line in enumerate(full))
     for i, value in enumerate(values):
         path = f"messages[{i}]"
         if not isinstance(value, dict):

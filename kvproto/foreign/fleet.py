@@ -14,13 +14,13 @@ import attrs
 from kvproto.errors import LocalError, WireError, check_whole
 from kvproto.foreign.reading import Reading
 from kvproto.foreign.tables import words
-from kvproto.foreign.values import refuse
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.engines import ENGINES, Setup, pools
 from kvproto.planning.families import MOST_LAYERS
 from kvproto.planning.geometry import Geometry, Owns, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
+from kvproto.wire.plain import refuse
 
 __all__ = ["Fleet", "Unsaid"]
 

@@ -15,8 +15,9 @@ import attrs
 from kvproto.errors import WireError
 from kvproto.foreign.captures import Raw
 from kvproto.foreign.tables import Engine, Message, Row, engine, engines
-from kvproto.foreign.values import from_frame, from_msgpack, from_value, refuse
+from kvproto.foreign.values import from_frame, from_msgpack, from_value
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import refuse
 
 __all__ = ["Reading", "read", "resolve"]
 

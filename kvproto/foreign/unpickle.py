@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from kvproto.foreign.tables import engines
-from kvproto.foreign.values import DEPTH, refuse
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import DEPTH, refuse
 
 __all__ = ["records"]
 

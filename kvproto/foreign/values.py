@@ -5,41 +5,25 @@ Number arrays of frames are in the byte order of the engines' hosts, little-endi
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from kvproto.errors import WireError
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import DEPTH, plain, refuse, unique
 
-__all__ = ["DEPTH", "from_frame", "from_json", "from_msgpack", "from_value", "refuse"]
+__all__ = ["from_frame", "from_msgpack", "from_value"]
 
-DEPTH = 16
-"""Maps and lists within each other, at most."""
 _MOST_NUMBERS = 1 << 20
 _MOST_LISTS = 1 << 12
 _MOST_PACKED = 8 << 20
 _MOST_NAME = 1 << 9
-_SHOWN = 200
 _WIDTHS = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4"}
 _DECIMAL = re.compile(rb"-?[0-9]{1,20}")
-
-
-def refuse(code: ErrorCode, path: str, mine: object, yours: object, advice: str = "") -> WireError:
-    """The error, with what is of the capture shortened and without control characters."""
-    return WireError(code, _shown(path), _shown(mine), _shown(yours), advice)
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def from_frame(type_: str, frame: bytes, path: str) -> Any:
@@ -161,29 +145,13 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def from_json(text: str, path: str) -> Any:
-    """JSON without repeated keys, NaN and deep nesting; raises WireError."""
-
-    def constant(name: str) -> Any:
-        raise refuse(ErrorCode.OUT_OF_RANGE, path, "a finite number", name)
-
-    try:
-        return _plain(
-            json.loads(text, object_pairs_hook=lambda pairs: _map(pairs, path), parse_constant=constant), path
-        )
-    except RecursionError:
-        raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
-    except ValueError as error:
-        raise refuse(ErrorCode.BAD_TYPE, path, "JSON", error) from None
-
-
 def from_msgpack(data: bytes, path: str) -> Any:
     """One msgpack value without repeated keys, extensions, NaN and deep nesting; raises WireError."""
     if len(data) > _MOST_PACKED:
         raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_PACKED} bytes of msgpack", len(data))
     try:
         made = msgpack.unpackb(
-            data, strict_map_key=True, object_pairs_hook=lambda pairs: _map(pairs, path), max_array_len=_MOST_NUMBERS,
+            data, strict_map_key=True, object_pairs_hook=lambda pairs: unique(pairs, path), max_array_len=_MOST_NUMBERS,
             max_map_len=_MOST_LISTS,
         )  # fmt: skip
     except msgpack.ExtraData as error:
@@ -196,30 +164,4 @@ def from_msgpack(data: bytes, path: str) -> Any:
         named = {"incomplete": ErrorCode.TRUNCATED, "exceeds": ErrorCode.TOO_LARGE}
         code = next((c for word, c in named.items() if word in str(error)), ErrorCode.BAD_TYPE)
         raise refuse(code, path, "msgpack", error or "another byte") from None
-    return _plain(made, path)
-
-
-def _map(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise refuse(ErrorCode.REPEATED, path, "each key once", key)
-        found[key] = value
-    return found
-
-
-def _plain(value: Any, path: str, depth: int = 0) -> Any:
-    """The value itself, where it is of plain types, finite and not deep."""
-    if depth > DEPTH:
-        raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more")
-    if isinstance(value, dict):
-        for v in value.values():
-            _plain(v, path, depth + 1)
-    elif isinstance(value, list):
-        for v in value:
-            _plain(v, path, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise refuse(ErrorCode.OUT_OF_RANGE, path, "a finite number", value)
-    elif not isinstance(value, str | bytes | int | float | None):
-        raise refuse(ErrorCode.BAD_TYPE, path, "plain values", _kind(value))
-    return value
+    return plain(made, path)

@@ -157,7 +157,7 @@ def test_slices_are_a_table_and_data(files: dict[str, str], capsys: pytest.Captu
 
 BAD = {
     "not there": ("no.json", "No such file"),
-    "not JSON": ("{", "not JSON"),
+    "not JSON": ("{", "wanted JSON"),
     "not a Description": ('{"replica": "0"}', "MISSING_FIELD"),
     "not an object": ("[]", "BAD_TYPE"),
 }

@@ -90,7 +90,6 @@ MADE: dict[str, tuple[Callable[[str], Any], str]] = {
     "a replica below zero": (lambda at: new_ticket("prefill", -1), "replica"),
     "a ticket that is none": (lambda at: write_ticket({}), "ticket"),  # type: ignore[arg-type]
     "a ticket's form that is none": (lambda at: read_ticket([1]), "ticket"),  # type: ignore[arg-type]
-    "a ticket's text that is none": (lambda at: read_ticket("{"), "ticket"),
 }  # fmt: skip
 
 

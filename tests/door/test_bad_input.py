@@ -1,5 +1,6 @@
 """What a user can get wrong: each is an error that names the argument, what was expected and what came; then all goes on."""
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,33 @@ def test_tickets_travel_as_json() -> None:
         with pytest.raises(KvprotoError) as caught:
             read_ticket(form)
         assert caught.value.path
+
+
+NAMED = '{"key": "' + "00" * 16 + '", "engine": "prefill", '
+TEXTS: dict[str, tuple[str | bytes, ErrorCode]] = {
+    "no JSON": ("{", ErrorCode.BAD_TYPE),
+    "no UTF-8": (b'{"key": "\xff"}', ErrorCode.BAD_TYPE),
+    "a key twice": ('{"key": "00", "key": "11"}', ErrorCode.REPEATED),
+    "no number": ('{"key": "00", "replica": NaN}', ErrorCode.OUT_OF_RANGE),
+    "a number that no float holds": ('{"key": "00", "replica": 1e999}', ErrorCode.OUT_OF_RANGE),
+    "digits without end": (NAMED + '"replica": ' + "9" * 4000 + "}", ErrorCode.BAD_TYPE),
+    "deep": ("[" * 2000 + "]" * 2000, ErrorCode.TOO_DEEP),
+    "a little deep": ("[" * 20 + "]" * 20, ErrorCode.TOO_DEEP),
+    "long": ('{"key": "' + "0" * 5000 + '"}', ErrorCode.TOO_LARGE),
+    "half a character": (NAMED.replace("prefill", "\\ud800") + '"replica": "0"}', ErrorCode.BAD_TEXT),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_no_router_wrote(text: str) -> None:
+    """A ticket comes from beside the prompt, over the network: a hostile one is refused by code and path."""
+    ticket = write_ticket(new_ticket("prefill"))
+    given, code = TEXTS[text]
+    with pytest.raises(KvprotoError) as caught:
+        read_ticket(given)
+    assert caught.value.code == code
+    assert caught.value.path.startswith("ticket") or caught.value.path in ticket
+    assert read_ticket(json.dumps(ticket)) == read_ticket(ticket)
 
 
 FETCHES: dict[str, tuple[dict[str, Any], ErrorCode, str, list[str]]] = {

@@ -16,8 +16,8 @@ from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.captures import messages
 from kvproto.foreign.fleet import Fleet
 from kvproto.foreign.reading import read, resolve
-from kvproto.foreign.values import DEPTH
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import DEPTH
 
 from .shelf import ENGINES, lines, one
 

@@ -1,0 +1,67 @@
+"""JSON before anyone knows what it means: whoever wrote it, reading it costs little and says nothing twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from kvproto.errors import WireError
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["DEPTH", "plain", "read_json", "refuse", "unique"]
+
+DEPTH = 16
+"""Maps and lists within each other, at most."""
+_SHOWN = 200
+
+
+def refuse(code: ErrorCode, path: str, mine: object, yours: object, advice: str = "") -> WireError:
+    """The error, with what was read shortened and without control characters."""
+    return WireError(code, _shown(path), _shown(mine), _shown(yours), advice)
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
+    """The value of a JSON text in UTF-8 without repeated keys and deep nesting; raises WireError.
+
+    `finite`: neither NaN nor Infinity may stand for a number, nor one that is too large for a float.
+    """
+    try:
+        given = text if isinstance(text, str) else text.decode()
+        made = json.loads(given, object_pairs_hook=lambda pairs: unique(pairs, path))
+    except RecursionError:
+        raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
+    except ValueError as error:
+        raise refuse(ErrorCode.BAD_TYPE, path, "JSON", error) from None
+    return plain(made, path, finite)
+
+
+def unique(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
+    """A map of these pairs; raises WireError where a key comes twice."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise refuse(ErrorCode.REPEATED, path, "each key once", key)
+        found[key] = value
+    return found
+
+
+def plain(value: Any, path: str, finite: bool = True, depth: int = 0) -> Any:
+    """The value itself, where it is of plain types and not deep, and its numbers are finite."""
+    if depth > DEPTH:
+        raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more")
+    if isinstance(value, dict | list):
+        for held in value.values() if isinstance(value, dict) else value:
+            plain(held, path, finite, depth + 1)
+    elif isinstance(value, float) and finite and not math.isfinite(value):
+        raise refuse(ErrorCode.OUT_OF_RANGE, path, "a finite number", value)
+    elif not isinstance(value, str | bytes | int | float | None):
+        raise refuse(ErrorCode.BAD_TYPE, path, "plain values", type(value).__name__)
+    return value
