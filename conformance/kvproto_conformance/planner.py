@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from math import lcm
 from typing import Any
 
+from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS, PART_NAMES, SCALES
 from kvproto_conformance.electing import Piece, elect
-from kvproto_conformance.sections import check, lane, place
+from kvproto_conformance.sections import lane, place
 
 __all__ = ["boxes", "plan"]
 
@@ -51,8 +52,6 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
     """All boxes, as rows of the digest, and the models that start cold."""
     for side in (source, sink):
         check(side)
-        _names(side)
-        _deals(side)
     _facts(source, sink)
     cold: set[str] = set()
     if "COLD_DRAFT" in features:
@@ -68,26 +67,6 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
         if group["model"] not in cold:
             _scales(source, sink, group)
     return _rows(pieces, elect(pieces, int(sink["replica"]), features), sink), cold
-
-
-def _names(side: Json) -> None:
-    """KVP-PART-TWICE: a group states no part a second time, under an alias."""
-    for i, group in enumerate(side["groups"]):
-        names = {p["name"] for p in group["parts"]}
-        for row, aliases in PART_NAMES.items():
-            if len(names & {row, *aliases}) > 1:
-                raise Refusal("BAD_GEOMETRY", f"groups[{i}].parts")
-
-
-def _deals(side: Json) -> None:
-    """KVP-GEO-ORDERED, and the length of KVP-GEO-DEAL."""
-    for i, group in enumerate(side["groups"]):
-        if group["cp_size"] == "1":
-            continue
-        ranks, order = int(group["cp_size"]), [int(rank) for rank in group.get("order", ())]
-        whole = not order or (len(set(order)) == ranks and max(order) < ranks)
-        if not whole or (len(order) or ranks) * int(group["interleave"]) > LIMITS["max_deal"]:
-            raise Refusal("BAD_GEOMETRY", f"groups[{i}].{'order' if order else 'cp_size'}")
 
 
 def _facts(source: Json, sink: Json) -> None:

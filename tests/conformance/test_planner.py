@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.errors import PlanError
-from kvproto.planning.geometry import Rank, gqa, owns
+from kvproto.errors import RemoteError
+from kvproto.planning.geometry import Rank, gqa, owns, validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import Geometry
-from kvproto_conformance.codec import Refusal
+from kvproto_conformance.codec import Refusal, write_struct
 from kvproto_conformance.planner import plan as second
 from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
@@ -31,8 +31,9 @@ FEATURES = [
 
 def ours(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any:
     try:
+        validate(source), validate(sink)
         made = plan(source, sink, features)
-    except PlanError as error:
+    except RemoteError as error:
         return error.code.name, error.path
     return {
         "plan": made.digest.hex(),
@@ -43,8 +44,11 @@ def ours(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any
 
 
 def theirs(source: Geometry, sink: Geometry, features: tuple[Feature, ...]) -> Any:
+    sides = to_json(source), to_json(sink)
     try:
-        return second(to_json(source), to_json(sink), [f.name for f in features])
+        for side_ in sides:
+            write_struct("Geometry", side_)
+        return second(*sides, [f.name for f in features])
     except Refusal as refusal:
         return refusal.code, refusal.path
 
