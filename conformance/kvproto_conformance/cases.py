@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import attrs
 
 __all__ = ["LEVELS", "Ask", "Case", "load"]
 
+Json = dict[str, Any]
 _REPOSITORY = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
 VECTORS = _REPOSITORY if _REPOSITORY.is_dir() else Path(__file__).parent / "vectors"
 
-LEVELS = ("codec", "deal", "merge")
-"""Bytes and fields; which rank stores which token, and where; attention over shares made one."""
+LEVELS = ("codec", "deal", "merge", "plan", "lowering", "verify", "late")
+"""Bytes and fields; which rank stores which token, and where; attention over shares made one; who sends what to whom;
+which bytes go where; checksums of them; windows that begin late."""
 
 
 @attrs.frozen
@@ -26,6 +29,8 @@ class Ask:
     """The testee's answer, exactly."""
     tolerance: float = 0.0
     """By how much a number of the answer may differ, times the greater of 1 and its size."""
+    more: bool = False
+    """Whether the answer may have keys that are not in `expected`."""
 
 
 @attrs.frozen
@@ -40,19 +45,58 @@ class Case:
 
 
 def load(folder: Path = VECTORS) -> list[Case]:
-    """All cases of a folder, by file, then in file order."""
+    """All cases of a folder, by level, then by file, then in file order."""
     found = []
-    for path in (*sorted((folder / "codec").glob("*.json")), *sorted(folder.glob("dcp.json"))):
-        suite = json.loads(path.read_text())
-        for row in suite["cases"]:
-            asks = (_asked(row),) if "question" in row else _read_and_written(row)
-            level = row.get("level", "codec")
-            found.append(Case(f"{suite['suite']}/{row['id']}", row["clause"], level, asks, row["note"]))
+    for pattern, cases_of in _FILES.items():
+        for path in sorted(folder.glob(pattern)):
+            suite = json.loads(path.read_text())
+            for row in suite["cases"]:
+                for level, ask in cases_of(suite, row):
+                    name = "verify" if level == "verify" else suite["suite"]
+                    clause = "KVP-VERIFY-SOURCE" if level == "verify" else row["clause"]
+                    found.append(Case(f"{name}/{row['id']}", clause, level, ask, row["note"]))
     return found
 
 
-def _asked(row: dict[str, Any]) -> Ask:
-    return Ask(row["question"], row["expected"], float(row.get("tolerance", 0)))
+Asked = Iterator[tuple[str, tuple[Ask, ...]]]
+"""Level and questions of each case that a row of a file makes."""
+
+
+def _codec(suite: Json, row: Json) -> Asked:
+    yield "codec", _read_and_written(row)
+
+
+def _dealt(suite: Json, row: Json) -> Asked:
+    yield row["level"], (Ask(row["question"], row["expected"], float(row.get("tolerance", 0))),)
+
+
+def _planned(suite: Json, row: Json) -> Asked:
+    """A Description may have a name, under which the file has it; what is expected then leaves out the routes."""
+    named = suite.get("geometries", {})
+    source, sink = (named[row[side]] if named else row[side] for side in ("source", "sink"))
+    question = {"op": "plan", "source": source, "sink": sink, "features": row["features"]}
+    yield "plan", (Ask(question, row.get("expected") or _refused(row), more=bool(named)),)
+
+
+def _lowered(suite: Json, row: Json) -> Asked:
+    sides = {side: row[side] for side in ("source", "sink")}
+    yield "lowering", (Ask({"op": "lower", **sides}, {"copies": row["expected"]}),)
+    yield "verify", (Ask({"op": "checksums", **sides}, {"checksums": row["sums"]}),)
+
+
+def _late(suite: Json, row: Json) -> Asked:
+    question = {"op": "late", **{key: row[key] for key in ("group", "cp_rank", "since", "grant")}}
+    answer: Json = {key: row[key] for key in ("begins", "window") if key in row}
+    yield "late", (Ask(question, answer or _refused(row)),)
+
+
+_FILES: dict[str, Callable[[Json, Json], Asked]] = {
+    "codec/*.json": _codec, "dcp.json": _dealt, "plan/*.json": _planned, "lowering.json": _lowered, "late.json": _late,
+}  # fmt: skip
+
+
+def _refused(row: Json) -> Json:
+    return {"error": row["error"], "path": row["path"]}
 
 
 def _read_and_written(row: dict[str, Any]) -> tuple[Ask, ...]:

@@ -53,11 +53,23 @@ def made() -> str:
         for source in SOURCES:
             for sink in SINKS:
                 sides_ = {"source": f"{model}, from {source}", "sink": f"{model}, to {sink}"}
-                for features, clause in (([], "KVP-PLAN-TURN"), (["FEW_SOURCES"], "KVP-PLAN-FEW")):
+                for features, clause, note in (
+                    ([], "KVP-PLAN-TURN", "units dealt out in turn"),
+                    (["FEW_SOURCES"], "KVP-PLAN-FEW", "units in as few runs as can be"),
+                ):
                     found = plan(geometries[sides_["source"]], geometries[sides_["sink"]], features)
                     expected = {key: found[key] for key in ("plan", "required", "cold")}
                     id_ = f"{model}, {source} to {sink}{', few' * bool(features)}"
-                    rows.append({"id": id_, "clause": clause, **sides_, "features": features, "expected": expected})
+                    rows.append(
+                        {
+                            "id": id_,
+                            "clause": clause,
+                            **sides_,
+                            "features": features,
+                            "expected": expected,
+                            "note": note,
+                        }
+                    )
     return text("plan/fleets", rows, geometries=geometries)
 
 

@@ -6,7 +6,7 @@ sides, as long as they can be, by ascending place at the sink.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -82,13 +82,19 @@ def copies(source: Json, sink: Json) -> list[list[str]]:
     return joined({to: from_ for from_, to, _ in _moved(source, sink)})
 
 
-def sums(source: Json, sink: Json, byte: Callable[[Place], int]) -> dict[str, str]:
-    """Feature VERIFY: the checksum of each of the sink's groups that moved a row; `byte` by place at the source."""
+def sums(source: Json, sink: Json) -> dict[str, str]:
+    """Feature VERIFY: the checksum of each of the sink's groups that moved a row."""
     found: dict[str, int] = {}
     for from_, _, (group, model, layer, part, row, x) in _moved(source, sink):
         weight = _mix(row + _mix((model << 48) + (layer << 16) + part)) * _mix(x)
-        found[str(group)] = (found.get(str(group), 0) + byte(from_) * weight) % 2**64
+        found[str(group)] = (found.get(str(group), 0) + _byte(from_) * weight) % 2**64
     return {group: str(total) for group, total in found.items()}
+
+
+def _byte(place: Place) -> int:
+    """What the source's memory holds, where checksums are taken of it."""
+    region, offset = place
+    return (7 * offset + region) % 256
 
 
 def _mix(x: int) -> int:

@@ -39,6 +39,8 @@ def _judge(case: Case, testee: Testee) -> list[str]:
     wrong = []
     for ask in case.asks:
         answer = testee.ask(ask.question)
+        if ask.more:
+            answer = {key: value for key, value in answer.items() if key in ask.expected} or answer
         if not _alike(answer, ask.expected, ask.tolerance):
             wrong.append(f"{ask.question['op']}: wanted {ask.expected}, got {answer}")
     return wrong

@@ -16,6 +16,23 @@ Level `merge`: `{"op": "merge", "parts": [PART, ...]}` is answered by `{"lse": [
 logarithms. A PART has as many `tokens` (read by each row), `lse` and `out` (a list for each row), and the `base` of its
 `lse`, "e" or "2". Floats are strings: decimals, of a float32 exactly, or nan, inf, -inf.
 
+Level `plan`: `{"op": "plan", "source": GEOMETRY, "sink": GEOMETRY, "features": [NAME, ...]}` is answered by `{"plan":
+HEX, "routes": [{"source": RANK, "sink": RANK, "group": GROUP, "digest": HEX}, ...], "required": {RANK: [RANK, ...]},
+"cold": [MODEL, ...]}`, or by the error of the first thing that is wrong: of the source's Description, of the sink's, of
+the pair. Routes are those of all ranks, ascending; required are the source ranks that a sink rank awaits.
+
+Level `lowering`: `{"op": "lower", "source": SIDE, "sink": SIDE}` by `{"copies": [[REGION, OFFSET, REGION, OFFSET,
+BYTES], ...]}`: what is copied from where at the source to where at the sink, as runs of bytes that are contiguous on
+both sides and as long as they can be, by ascending place at the sink. A SIDE has a `geometry`, its `rank`, the rank's
+`columns` as in Register, and as `windows` its grants as in Transfer.
+
+Level `verify`: `{"op": "checksums", "source": SIDE, "sink": SIDE}` by `{"checksums": {GROUP: SUM}}`, by the sink's
+groups. Byte o of region r of the source's memory is (7 o + r) mod 256.
+
+Level `late`: `{"op": "late", "group": GROUP, "cp_rank": N, "since": [TOKEN, ...], "grant": GRANT}` by `{"window":
+GRANT}`, what is served of the grant, and where that begins later than it asks, `"begins": TOKEN`; or by the error.
+`since` are the first tokens that the source still has, of each of its groups from which the sink's group is filled.
+
 A testee that dies or is silent is restarted.
 """
 

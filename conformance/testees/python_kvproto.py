@@ -2,13 +2,22 @@
 
 import json
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from kvproto import KvprotoError, local_row, owned_before, owner
+from kvproto.copying.execute import checksums, execute
+from kvproto.copying.late import begins_of, begun, held_from
+from kvproto.copying.lowering import lower
+from kvproto.copying.program import CopyProgram, RankLayout, windows
+from kvproto.planning.geometry import owns, validate
+from kvproto.planning.plan import Box, Route, plan
+from kvproto.session.claims import check_held
 from kvproto.wire import decode, decode_struct, encode, encode_struct, from_json, messages, to_json
-from kvproto.wire.messages import Group
+from kvproto.wire.enums import Feature
+from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank
 
 Json = dict[str, Any]
 
@@ -68,7 +77,100 @@ def merge(question: Json) -> Json:
     return {"lse": [f"{x:.9g}" for x in found], "out": [[f"{x:.9g}" for x in row] for row in merged]}
 
 
-OPS = {"owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge}
+@cache
+def described(text: str) -> Geometry:
+    """A Description that is right; many cases share one."""
+    geometry = from_json(Geometry, json.loads(text))
+    validate(geometry)
+    return geometry
+
+
+def planned(question: Json) -> Json:
+    """Routes of two Descriptions."""
+    source, sink = (described(json.dumps(question[side])) for side in ("source", "sink"))
+    made = plan(source, sink, [Feature[name] for name in question["features"]])
+    return {
+        "plan": made.digest.hex(),
+        "routes": [
+            {"source": str(r.source), "sink": str(r.sink), "group": str(r.group), "digest": r.digest.hex()}
+            for r in made.routes
+        ],
+        "required": {str(r.rank): [str(a) for a in made.required(r.rank)] for r in sink.ranks},
+        "cold": [str(model) for model in made.cold],
+    }
+
+
+def lowered(question: Json) -> CopyProgram:
+    """The copies of one rank pair and request."""
+    sides = [question[name] for name in ("source", "sink")]
+    here, there = (
+        RankLayout(from_json(Geometry, side["geometry"]), int(side["rank"]), {c.group: c for c in columns})
+        for side in sides
+        for columns in [[from_json(Columns, c) for c in side["columns"]]]
+    )
+    asked = [windows([from_json(Grants, grant) for grant in side["windows"]]) for side in sides]
+    routes = plan(here.geometry, there.geometry).between(here.rank, there.rank)
+    return lower(routes, here, there, *asked)
+
+
+def copies(question: Json) -> Json:
+    """What the program does to memory in which each byte says where it is: low and high byte of its offset, region."""
+    program = lowered(question)
+    sources, sinks = ({int(op[f"{side}_region"]) for op in program.ops} for side in ("source", "sink"))
+    marks = [
+        (lambda at, r: at % 256),
+        (lambda at, r: at // 256),
+        (lambda at, r: r + 0 * at),
+        (lambda at, r: 1 + 0 * at),
+    ]
+    found = {r: np.zeros((len(marks), _MEMORY), np.uint8) for r in sinks}
+    for i, mark in enumerate(marks):
+        memory = {r: memoryview(mark(np.arange(_MEMORY), r).astype(np.uint8)) for r in sources}
+        execute(program, memory, {r: memoryview(planes[i]) for r, planes in found.items()})
+    runs: list[list[int]] = []
+    for sink in sorted(found):
+        low, high, region, written = found[sink].astype(int)
+        for to in np.flatnonzero(written).tolist():
+            at = [int(region[to]), int(low[to] + 256 * high[to]), sink, to]
+            if runs and at == [runs[-1][0], runs[-1][1] + runs[-1][4], runs[-1][2], runs[-1][3] + runs[-1][4]]:
+                runs[-1][4] += 1
+            else:
+                runs.append([*at, 1])
+    return {"copies": [[str(number) for number in run] for run in runs]}
+
+
+_MEMORY = 1 << 16
+"""Bytes of each region; those of the cases are smaller."""
+
+
+def sums(question: Json) -> Json:
+    """Checksums that the source states."""
+    program = lowered(question)
+    regions = {int(op["source_region"]) for op in program.ops}
+    memory = {r: memoryview(((7 * np.arange(_MEMORY) + r) % 256).astype(np.uint8)) for r in regions}
+    return {"checksums": {str(g): str(n) for g, n in checksums(program, memory, sink=False).items()}}
+
+
+def late(question: Json) -> Json:
+    """What a source serves of a window."""
+    group, grant = from_json(Group, question["group"]), from_json(Grants, question["grant"])
+    share = owns(group, [0], None, int(question["cp_rank"]))
+    sink = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(share,)),))
+    since = [int(token) for token in question["since"]]
+    at = {"model": 0, "part": 0, "lo": 0, "hi": 1, "source_class": 0, "sink_class": 0}
+    boxes = tuple(Box(layer_lo=n, layer_hi=n + 1, source_group=n, **at) for n in range(len(since)))
+    route = Route(source=0, sink=0, group=group.id, boxes=boxes, digest=bytes(32))
+    held = held_from([route], {group.id: group}, dict(enumerate(since)))
+    check_held(held, [grant])
+    begins = begins_of(held, [grant])
+    (window,) = begun(RankLayout(sink, 0, {}), [grant], {begin.group: begin.first for begin in begins})
+    return {"window": to_json(window), **({"begins": str(begins[0].first)} if begins else {})}
+
+
+OPS = {
+    "owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge,
+    "plan": planned, "lower": copies, "checksums": sums, "late": late,
+}  # fmt: skip
 
 for line in sys.stdin:
     question = json.loads(line)

@@ -1,24 +1,39 @@
 """The suite passes what is right, and fails what is wrong."""
 
 import json
+import re
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from kvproto_conformance import testee
+from kvproto_conformance import late, lowering, planner, testee
 from kvproto_conformance.__main__ import main
-from kvproto_conformance.cases import load
+from kvproto_conformance.cases import LEVELS, load
+from kvproto_conformance.codec import Refusal
 from kvproto_conformance.run import Verdict, run, verdict
 
 TESTEE = str(Path(__file__).parents[2] / "conformance/testees/python_kvproto.py")
+SECOND = str(Path(TESTEE).with_name("second_opinion.py"))
 SPEC = Path(__file__).parents[2] / "spec/v1"
 
 
 def test_kvproto_is_conformant(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([sys.executable, TESTEE]) == 0
     assert f"{len(load())} of {len(load())} cases" in capsys.readouterr().out
+
+
+def test_the_second_opinion_is_conformant(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command; of its codec some cases only, as tests of the codec ask it all of them."""
+    levels = [word for level in LEVELS if level != "codec" for word in ("--level", level)]
+    assert main([*levels, sys.executable, SECOND]) == 0
+    assert main(["--level", "codec", "--only", "order/", sys.executable, SECOND]) == 0
+    wanted = sum(case.level != "codec" for case in load())
+    assert f"{wanted} of {wanted} cases" in capsys.readouterr().out
 
 
 DEGENERATE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +96,59 @@ def test_one_answer_to_everything_fails_nearly_every_case(kind: str) -> None:
     assert [case for case in right if any(ask.expected != answer for ask in case.asks)] == []
     assert verdict(results) is Verdict.NONCONFORMANT
     assert len(right) < len(results) / 20
+
+
+class Mistaken(testee.Testee):
+    """An implementation within this process that is wrong in one thing at each level."""
+
+    def __init__(self) -> None:
+        super().__init__(["no process"])
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return MISTAKES[question["op"]](question)
+        except Refusal as refusal:
+            return {"error": refusal.code, "path": refusal.path}
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "plan": lambda q: planner.plan(q["source"], q["sink"], ()),
+    "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])[:-1]},
+    "checksums": lambda q: {"checksums": dict.fromkeys(lowering.sums(q["source"], q["sink"]), "0")},
+    "late": lambda q: late.served(q["group"], q["cp_rank"], {**q["grant"], "late": True}, [*map(int, q["since"])]),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "wrong"),
+    [
+        ("plan", {"plan/mla-gqa-8-4-few", "plan/mla-gqa-8-4-one", "plan/draft-cold"}),
+        ("lowering", {"lowering/ring-to-pages", "lowering/zigzag-alike"}),
+        ("verify", {"verify/ring-to-pages", "verify/zigzag-alike"}),
+        ("late", {"late/pages-0-9-0", "late/tiled-dealt-1-9-0"}),
+    ],
+)
+def test_a_mistake_fails_the_cases_that_show_it(level: str, wrong: set[str]) -> None:
+    cases = [case for case in load() if case.level == level and "fleets" not in case.id]
+    failed = {result.case.id for result in run(cases, Mistaken()) if result.wrong}
+    assert wrong <= failed
+    assert failed < {case.id for case in cases} or level in ("lowering", "verify")
+
+
+def test_an_answer_may_say_more_only_where_the_case_allows_it() -> None:
+    """Cases of fleets state no routes."""
+    right = [case for case in load() if case.level == "plan" and case.id.endswith("tp2, few")][:2]
+    answers = [case.asks[0].expected for case in right]
+    assert not run(right[:1], Always({**answers[0], "routes": []}))[0].wrong
+    assert run(right[:1], Always({"plan": answers[0]["plan"], "routes": []}))[0].wrong
+    strict = [attrs.evolve(case, asks=(attrs.evolve(case.asks[0], more=False),)) for case in right[:1]]
+    assert run(strict, Always({**answers[0], "routes": []}))[0].wrong
+
+
+def test_the_readme_counts_the_cases_of_each_level() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", (SPEC.parents[1] / "conformance/README.md").read_text(), re.M)
+    counted = Counter(case.level for case in load())
+    assert rows == [(level, f"{counted[level]:,}") for level in LEVELS]
 
 
 def test_a_run_without_cases_or_testee_is_invalid() -> None:
