@@ -204,8 +204,10 @@ def test_flipped_bit_fails_verify_and_the_demo(group: str, prompts: Path) -> Non
 
 
 @pytest.mark.usefixtures("faulty")
-def test_flipped_target_changes_tokens_without_verify(prompts: Path) -> None:
-    status, told = flipped("target", prompts, "--no-verify")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flipped_target_changes_tokens_without_verify(prompts: Path, dtype: str) -> None:
+    """No token of a damaged cache is taken for one that rounding has changed."""
+    status, told = flipped("target", prompts, "--no-verify", "--dtype", dtype)
     assert status == 1
     assert not told["verdicts"]["tokens"]
 

@@ -101,6 +101,15 @@ def test_text_to_tokens_and_back(folders: dict[str, Path]) -> None:
         tokenizer.encode(b"\xff")
 
 
+def test_how_far_tokens_are_from_the_most_likely(folders: dict[str, Path]) -> None:
+    engine = Undivided(folders["llama"], chunk=5)
+    prompt = engine.tokenizer.encode(TEXT)
+    found = engine.generate(prompt, max_new=12).tokens
+    assert engine.lag(prompt, found) < 1e-4
+    assert engine.lag(prompt, [*found[:-1], (found[-1] + 1) % 100]) > 0.1
+    assert engine.lag(prompt, [(found[0] + 1) % 100, *found[1:]]) > 0.1
+
+
 def test_generation_ends_with_any_of_the_ending_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
     plain = Undivided(folders["llama"], folders["qwen3"]).generate(TEXT, max_new=12)
     assert len(plain.tokens) == 12

@@ -237,7 +237,10 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
             # too long for one engine too; the pair has said so
             found.append(Compared(request, [], SpeculationStats()))
         else:
-            found.append(Compared(request, result.tokens, result.stats))
+            lag = None
+            if engine.rounds and sampling.greedy and request.tokens != result.tokens:
+                lag = engine.lag(prompt.tokens, request.tokens)
+            found.append(Compared(request, result.tokens, result.stats, engine.rounds, lag))
     return found
 
 

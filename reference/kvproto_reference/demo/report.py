@@ -11,6 +11,9 @@ from ..engine.sequence import SpeculationStats
 from ..tokenizer import Tokenizer
 from .router import Request, Router
 
+NEAR = 0.1
+"""Logits this close, in their standard deviations, are a tie where arithmetic rounds to 16 bits."""
+
 
 @attrs.frozen
 class Compared:
@@ -19,6 +22,15 @@ class Compared:
     request: Request
     tokens: list[int]
     stats: SpeculationStats
+    rounded: bool = False
+    """Whether both compute in 16 bits, so that logits depend on what else is in a step."""
+    lag: float | None = None
+    """See `Undivided.lag`; measured where rounded tokens differ, unless they were sampled."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all tokens are equal or, where arithmetic rounds, sampled or tied with one engine's most likely."""
+        return self.same_tokens or (self.rounded and self.request.error is None and (self.lag or 0.0) <= NEAR)
 
     @property
     def same_tokens(self) -> bool:
@@ -27,9 +39,11 @@ class Compared:
 
     @property
     def same_acceptance(self) -> bool:
-        """Whether steps, proposals and acceptances are equal."""
+        """Whether steps, proposals and acceptances are equal; nearly so, of equal tokens, where arithmetic rounds."""
         stats = self.request.stats or {}
         mine = [stats.get(k) for k in ("steps", "decoded", "proposed", "accepted")]
+        if self.rounded:  # a proposal may be tied, too
+            return not self.same_tokens or abs(_length(stats) - self.stats.mean_acceptance) <= NEAR * _length(stats)
         return mine == [self.stats.steps, self.stats.tokens, self.stats.proposed, self.stats.accepted]
 
     @property
@@ -46,7 +60,7 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
     return {
         "requests": len(served) == len(compared),
         "checksums": not verify or (complete and bool(served) and not unverified),
-        "tokens": bool(served) and all(c.same_tokens for c in served),
+        "tokens": bool(served) and all(c.agrees for c in served),
         "acceptance": bool(served) and all(c.same_acceptance for c in served),
     }
 
@@ -63,7 +77,7 @@ def as_json(
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
             "arrived": r.arrived, "cached": r.cached,
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
-            "same_tokens": c.same_tokens, "same_acceptance": c.same_acceptance,
+            "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
     matrix = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(_matrix(router).items())]
     return {
@@ -151,6 +165,10 @@ def _routes(router: Router) -> Table:
 
 def _requests(router: Router, compared: list[Compared]) -> Table:
     caption = "wait: Transfer to last Done, prefill included; accept: tokens per target step, PD and one engine"
+    if any(c.rounded for c in compared):
+        caption += (
+            f"; tied: each token is within {NEAR} standard deviations of one engine's best logit, which 16 bits round"
+        )
     table = Table(title="requests", title_justify="left", caption=caption)
     table.add_column("prompt", no_wrap=True)
     for name in ("tokens", "out", "wait\nms", "copy\nms", "accept\nPD", "accept\none", "same\ntokens"):
@@ -165,9 +183,15 @@ def _requests(router: Router, compared: list[Compared]) -> Table:
         copied = sum(word["seconds"] for word in router.sent if word["id"] == r.id)
         table.add_row(
             r.prompt.name, str(len(r.prompt.tokens)), str(len(r.tokens)), f"{1000 * seconds:.1f}",
-            f"{1000 * copied:.1f}", _shown(_length(r.stats)), undivided, "yes" if c.same_tokens else "[red]NO",
+            f"{1000 * copied:.1f}", _shown(_length(r.stats)), undivided, _same(c),
         )  # fmt: skip
     return table
+
+
+def _same(c: Compared) -> str:
+    if c.same_tokens or not c.agrees:
+        return "yes" if c.same_tokens else "[red]NO"
+    return "sampled" if c.lag is None else "tied"
 
 
 def _shown(acceptance: float) -> str:

@@ -17,7 +17,7 @@ from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
-from ..models import FusedOps, Model, ModelConfig, TensorParallel, kv_head_of
+from ..models import FusedOps, Model, ModelConfig, Ops, TensorParallel, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
@@ -76,7 +76,6 @@ def torch_runner(
     merging: Exchange = Alone()
     if among is not None and place.dcp > 1:
         merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
-    if isinstance(kernel, FlashInferKernel):
-        model.use(FusedOps())
+    model.use(FusedOps() if isinstance(kernel, FlashInferKernel) else Ops())
     kind = CapturedRunner if captured and isinstance(kernel, FlashInferKernel) else TorchRunner
     return kind(model, PagedAttention(pool, kernel, merging, by_token), shard)

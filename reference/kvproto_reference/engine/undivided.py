@@ -4,6 +4,7 @@ from collections.abc import Sequence as Tokens
 from pathlib import Path
 
 import attrs
+import numpy as np
 import torch
 
 from kvproto import lay_out
@@ -14,7 +15,7 @@ from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
 from .description import Layout, cache
 from .prefill import Prefiller
-from .runner import Runner
+from .runner import Chunk, Runner
 from .sampling import SamplingParams
 from .sequence import Sequence, SpeculationStats, rows_needed
 from .speculative import SpeculativeDecoder
@@ -62,6 +63,8 @@ class Undivided:
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end)
 
+        self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
+        """Whether logits depend, in their last bits, on what else was in a step."""
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
         self._target_pages = PageAllocator(pages, seed)
@@ -89,3 +92,21 @@ class Undivided:
             self._target_pages.free(sequence.target_pages)
             self._draft_pages.free(sequence.draft_pages)
         return Result(tokens=sequence.generated, stats=sequence.stats, tokenizer=self.tokenizer)
+
+    def lag(self, prompt: Tokens[int], found: Tokens[int]) -> float:
+        """How far tokens that continue a prompt are from the most likely at their places, at most.
+
+        In standard deviations of the logits there, after the tokens as found; 0 if all are the most likely.
+        """
+        ids, worst = [*prompt, *found], 0.0
+        pages = self._target_pages.allocate(self._target.shard.pages(len(ids)))
+        try:
+            for start in range(0, len(ids) - 1, self._chunk):
+                stop = min(start + self._chunk, len(ids) - 1)
+                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True)])
+                for place in range(max(start, len(prompt) - 1), stop):
+                    scores = logits.row(place - start)
+                    worst = max(worst, float((scores.max() - scores[ids[place + 1]]) / np.std(scores)))
+        finally:
+            self._target_pages.free(pages)
+        return worst
