@@ -234,6 +234,23 @@ def boxes(source: Geometry, sink: Geometry) -> list[Row]:
     return sorted(found)
 
 
+def unscaled(source: Geometry, sink: Geometry, scales: Mapping[str, set[str]]) -> tuple[str, str] | None:
+    """The first group and part that the sink takes without scales that the source has; `scales` by names of a part."""
+
+    def scaled(geometry: Geometry, model: int, part: str, layer: int) -> bool:
+        return any(m == model and x == layer and name in scales.get(part, ()) for m, name, x in group_of(geometry))
+
+    for group in sink.groups:
+        for part in group.parts:
+            for layer in {
+                layer for rank in sink.ranks for s in rank.owns if s.group == group.id for layer in s.layers.tolist()
+            }:
+                here = group.model, part.name, layer
+                if scaled(source, *here) and not scaled(sink, *here):
+                    return group.name, part.name
+    return None
+
+
 def _intervals(numbers: list[int]) -> Iterator[tuple[int, int]]:
     for number in numbers:
         if number - 1 not in numbers:

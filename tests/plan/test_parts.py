@@ -1,5 +1,6 @@
 """Names of parts: the registry, the constructors that use it, and what is said of aliases."""
 
+import random
 from itertools import combinations
 from pathlib import Path
 
@@ -7,14 +8,16 @@ import attrs
 import pytest
 
 from kvproto.errors import PlanError
-from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.geometry import Geometry, mla, owns, validate
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.parts import ALIASES, PARTS, SCALES, SHARE_OF
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
+from kvproto.wire.messages import Part, Rank
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan as other_plan
+from tests.plan import oracle
 from tools.specgen.registry import load
 
 BUILT = [
@@ -108,6 +111,46 @@ def test_values_are_not_taken_without_their_scales(scales: str, of: str) -> None
         assert (error.mine, error.yours) == (f"{of} and {scales} of layer 0", f"{of} alone, no {scales}")
         assert plan(named(of, "odd", name), named("odd")).routes
         assert plan(named(of, "odd", name), named(of, "odd", name)).routes
+
+
+SCALED = {
+    word: {other for scale, row in load()["part"].items() if row.get("scales") == name for other in (scale, *row["aliases"])}
+    for name, about in load()["part"].items()
+    for word in (name, *about["aliases"])
+}  # fmt: skip
+"""Of every name of a part all names of its scales, from the registry."""
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_scales_that_are_owed_are_found_one_by_one(seed: int) -> None:
+    """KVP-PLAN-SCALES: groups, layers and models apart, under any names, against a search of every layer."""
+    rng = random.Random(seed)
+    names = rng.sample(["k", "key", "v", "latent", "odd", "k_scale", "k_sf", "v_scale", "ckv_scale", "index_scale"], 6)
+    held = [(model, name, layer) for model in (0, 1) for name in names for layer in range(3) if rng.random() < 0.8]
+    taken = [at for at in held if rng.random() < rng.choice([0.6, 1.0])]
+    source, sink = apart(rng, held), apart(rng, taken or held)
+    wanted = oracle.unscaled(source, sink, SCALED)
+    if wanted is None:
+        assert plan(source, sink).routes
+        return
+    error = refusal(source, sink)
+    assert (error.code, error.path) == (ErrorCode.PART_MISSING, f"groups[{wanted[0]}].parts[{wanted[1]}]")
+
+
+def apart(rng: random.Random, held: list[tuple[int, str, int]]) -> Geometry:
+    """Two ranks; of each model and name one group or two, in any order."""
+    layers: dict[tuple[int, str, int], list[int]] = {}
+    for model, name, layer in held:
+        layers.setdefault((model, name, rng.randint(0, 1)), []).append(layer)
+    groups, shares = [], []
+    for id_, (model, name, half) in enumerate(rng.sample(sorted(layers), len(layers))):
+        group = attrs.evolve(
+            mla(id_, f"g{id_}", model, 8, 4), parts=(Part(name=name, dtype=DType.U8, lanes=1, lane_bytes=8),)
+        )
+        groups.append(group)
+        shares.append(owns(group, layers[model, name, half]))
+    ranks = tuple(Rank(rank=r, owns=tuple(s for s in shares if r or rng.random() < 0.5)) for r in range(2))
+    return Geometry(replica=0, facts=(), groups=tuple(groups), ranks=ranks)
 
 
 def test_a_name_that_nobody_knows_is_said_to_be_absent() -> None:
