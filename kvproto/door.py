@@ -168,6 +168,7 @@ class Door:
     def __init__(self, name: str, pool: Pool, node: Node, options: Options) -> None:
         self.name, self.pool, self.options = name, pool, options
         self._handles_lock = threading.Lock()
+        self._draining = False
         self._told: deque[Event] = deque(maxlen=_KEPT)
         self._who = f"{type(self).__name__} {name!r}"
         pool._use(self._who)
@@ -218,6 +219,27 @@ class Door:
             handle._end(None, LocalError(ErrorCode.ABORTED, self._who, "open", "closed", advice))
         self._driver._call_back()
         self.pool._unuse(self._who)
+
+    def drain(self) -> None:
+        """Finish what is under way and take nothing new, before `close`; `drained` says when it is finished.
+
+        From now on a new request here raises DRAINING. A Source refuses sinks that come now by the same code, and ends
+        the requests that no sink has asked for.
+        """
+        self._draining = True
+        self._driver.post(self._drain)
+
+    def _drain(self) -> None:
+        """On the node: refuse what peers ask from now on."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether it drains and every request is over, so that `close` costs nobody anything."""
+        return self._draining and all(handle.done for handle in list(self._handles()))
+
+    def _check_draining(self) -> None:
+        if self._draining:
+            raise LocalError(ErrorCode.DRAINING, self._who, "it drains", "a new request", "send it to another engine")
 
     def __enter__(self) -> Self:
         return self

@@ -24,8 +24,10 @@ __all__ = [
     "Lost",
     "PagesFree",
     "ProtocolError",
+    "Recovered",
     "Refused",
     "Sent",
+    "Suspected",
     "Undelivered",
     "Unwanted",
 ]
@@ -172,6 +174,23 @@ class Refused:
 
 
 @attrs.frozen
+class Suspected:
+    """A peer has been silent for so long that it may be gone: nothing new is asked of it, and nothing is released.
+
+    A fetch from a suspected source waits, up to its ticket's deadline.
+    """
+
+    peer: str
+
+
+@attrs.frozen
+class Recovered:
+    """A suspected peer has said something, so that all goes on."""
+
+    peer: str
+
+
+@attrs.frozen
 class ProtocolError:
     """A peer sent a frame that was refused; nothing else is touched by it."""
 
@@ -182,5 +201,6 @@ class ProtocolError:
 Over = Freed | Undelivered | Expired
 """How a request ends at a Source; its pages may be used again."""
 Event = (
-    Arrived | Lost | PagesFree | Sent | Unwanted | Over | Connected | Disconnected | Refused | ProtocolError
+    Arrived | Lost | PagesFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected | Recovered | Refused
+    | ProtocolError
 )  # fmt: skip

@@ -116,9 +116,11 @@ class Sink(Door):
         prompt states an axis that no cache of either side has.
 
         Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
-        BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine.
+        BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine;
+        DRAINING after `drain`.
         """
         self._driver.check()
+        self._check_draining()
         check_request(ticket, prompt, on_done, self.geometry)
         key, digest, seconds = bytes(ticket.key), prompt.digest, ticket.deadline / 1000
         grants = grants_of(self.pool.layout, pages, cached, *ends_of(prompt, tokens, 1), late)

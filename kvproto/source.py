@@ -206,8 +206,9 @@ class Source(Door):
         """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
 
         `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
-        replica, TICKET_USED for one that came before.
+        replica, TICKET_USED for one that came before, DRAINING after `drain`.
         """
+        self._check_draining()
         check_request(ticket, prompt, on_free, self.geometry)
         digest, tokens, axes = prompt.digest, len(prompt), prompt.axes
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
@@ -246,6 +247,9 @@ class Source(Door):
         models = {g.id: g.model for g in self.geometry.groups}
         shares = [s for r in self.geometry.ranks for s in r.owns if models[s.group] == model]
         return max((int(n) + 1 for share in shares for n in share.layers), default=0)
+
+    def _drain(self) -> None:
+        self._node.drain()
 
     def _tell(self, event: Any) -> Event:
         match event:

@@ -170,8 +170,8 @@ class SourceLink:
                 self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
 
     def _ask(self) -> None:
-        """Send what waits, once the link is ready."""
-        if not self._waiting or not self.endpoint.ready or self._expected is None:
+        """Send what waits, once the link is ready and no source rank is suspect."""
+        if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or self._expected is None:
             return
         waiting, self._waiting = self._waiting, {}
         for number, wanted in waiting.items():

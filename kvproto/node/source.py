@@ -32,14 +32,20 @@ from kvproto.transport.staging.staged import Piece
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Ticket
 
-__all__ = ["PART_BYTES", "SourceNode"]
+__all__ = ["PART_BYTES", "SourceNode", "session_id"]
 
 PART_BYTES = 16 << 20
 """Bytes from which on a part of a request is worth a copy of its own."""
 _TURN = 0.02
 """Seconds after which a turn hears no further frame, so that frames that take long delay nobody's copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
+_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
+
+
+def session_id() -> int:
+    """A session id that nobody can guess: 64 random bits, and not 0 (KVP-SES-GUESS)."""
+    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class SourceNode:
@@ -56,7 +62,7 @@ class SourceNode:
         self.transports = tuple(transports) or (default(pool.memories),)
         self.endpoint = SourceEndpoint(
             party, pool.layout.geometry, dict(endpoints), features_of(self.transports, verify, pull, spread),
-            secrets.randbits(62) | 1, this_process(),
+            session_id, this_process(),
         )  # fmt: skip
         self._scheduler = Scheduler(part_bytes, first_part_ratio)
         self._dispatcher = Dispatcher(pool.memories, self._unwanted, self._arrived)
@@ -114,6 +120,12 @@ class SourceNode:
         request = self._requests.get(key)
         if request is not None and (unused or request.finished is None):
             self._over.setdefault(key, RequestOver(key, ()))
+
+    def drain(self) -> None:
+        """Finish what sinks have asked for, and refuse the rest (KVP-SES-DRAINING): also what nobody has asked for."""
+        self.endpoint.drain()
+        for key in self.endpoint.unasked():
+            self.refuse(key, _AWAY)
 
     @property
     def busy(self) -> bool:

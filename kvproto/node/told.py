@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.events import Connected, Disconnected, Event, ProtocolError, Refused
+from kvproto.events import Connected, Disconnected, Event, ProtocolError, Recovered, Refused, Suspected
 from kvproto.session import events as session
 from kvproto.session.events import Unwanted as RequestUnwanted
 from kvproto.wire.enums import Outcome
@@ -82,6 +82,10 @@ def shared_event(event: object) -> Event:
             return Disconnected(event.peer, event.reason)
         case session.SessionRefused():
             return Refused(event.peer, event.error, event.by_us)
+        case session.Suspected():
+            return Suspected(event.peer)
+        case session.Recovered():
+            return Recovered(event.peer)
         case session.ProtocolError():
             return ProtocolError(event.peer, event.error)
     raise TypeError(f"no event for engines: {event!r}")

@@ -65,7 +65,7 @@ class _Claim:
     """Engine and replica of the sink that used it first."""
     users: dict[int, _User] = attrs.Factory(dict)
     """Who uses it, by session."""
-    waiting: list[_User] = attrs.Factory(list)
+    waiting: dict[int, _User] = attrs.Factory(dict)
     """Of these, who is accepted and not answered."""
     finished: bool = False
     unwanted: bool = False
@@ -83,8 +83,8 @@ class _Claim:
 
     def take_waiting(self) -> list[_User]:
         """Take out those that are still wanted."""
-        waiting, self.waiting = self.waiting, []
-        return [user for user in waiting if user.session.open and user.attempt.running]
+        waiting, self.waiting = self.waiting, {}
+        return [user for user in waiting.values() if user.session.open and user.attempt.running]
 
     def served(self, now: float) -> bool:
         """Whether a transfer of it has not ended, so that its items are still needed."""
@@ -165,7 +165,7 @@ class Claims(Endpoint):
             return
         if attempt.state == TransferState.ASKED:
             session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
-        claim.waiting.append(user)
+        claim.waiting[session.session] = user
         self._serve(claim)
 
     def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
@@ -177,7 +177,7 @@ class Claims(Endpoint):
         for user in claim.take_waiting():
             try:
                 _check_held(claim, user)
-                claim.waiting.append(user)
+                claim.waiting[user.session.session] = user
             except RemoteError as error:
                 user.fail(error, now)
         self._touched.add(key)
@@ -200,8 +200,8 @@ class Claims(Endpoint):
         claim = self._claims.get(key)
         if claim is None or claim.content is None:
             return []
-        claim.waiting = claim.take_waiting()
-        return [claim.asked_by(user) for user in claim.waiting]
+        claim.waiting = {user.session.session: user for user in claim.take_waiting()}
+        return [claim.asked_by(user) for user in claim.waiting.values()]
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed.
@@ -218,6 +218,10 @@ class Claims(Endpoint):
         self._touched.add(key)
         self._after(now)
         return not served
+
+    def unasked(self) -> list[bytes]:
+        """Keys of requests that the engine has, and that no sink has asked for."""
+        return [key for key, claim in self._claims.items() if claim.content is not None and not claim.users]
 
     def _touch(self, attempt: SourceAttempt) -> None:
         """Look at the request of this attempt in the next `_settle`."""

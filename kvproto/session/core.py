@@ -14,41 +14,28 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
-import attrs
-
-from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import differences, plan
-from kvproto.session.events import Event, Planned, ProtocolError, SessionClosed, SessionRefused
+from kvproto.session.events import Event, Planned, ProtocolError, Recovered, SessionClosed, SessionRefused
 from kvproto.session.limits import PATIENCE, RESEND
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.phases import Described, Party, Stated
+from kvproto.session.records import Attempt, Request
+from kvproto.session.refusals import refusal, refused
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
-from kvproto.session.timers import Timer, Timers
+from kvproto.session.timers import Timers
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.head import Head, read_head
 
-__all__ = ["Attempt", "Endpoint", "Hears", "Part", "Request", "Session", "refusal", "refused"]
+__all__ = ["Endpoint", "Hears", "Part", "Session"]
 
 Hears = tuple[tuple[type, Any], ...]
 """Handlers: a message, and the method that takes it and `now`."""
 P = TypeVar("P", bound="Part")
 T = TypeVar("T")
-
-
-def refused(message: Any, peer: str) -> RemoteError:
-    """The error that a Refused, Failed or Error of `peer` reports; an unknown code is INTERNAL (KVP-ERR-UNKNOWN)."""
-    code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
-    error = RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
-    return ReportedError.of(peer, error)
-
-
-def refusal(error: KvprotoError) -> dict[str, Any]:
-    """Fields that every refusal carries (KVP-ERR-REPORT)."""
-    texts = {name: getattr(error, name)[:1000] for name in ("path", "mine", "yours", "advice")}
-    return {"code": error.code, **texts, "advice": texts["advice"] or None}
 
 
 class Part:
@@ -61,39 +48,6 @@ class Part:
 
     def closed(self) -> None:
         """The session is over."""
-
-
-@attrs.define(eq=False)
-class Attempt:
-    """One attempt of one transfer, as this side sees it."""
-
-    sequence: int
-    attempt: int
-    state: TransferState = TransferState.NEW
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it needs to be remembered once all before it are over too."""
-        return self.state == TransferState.ENDED
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        """The fields that name it in a message."""
-        return {"sequence": self.sequence, "attempt": self.attempt}
-
-
-@attrs.define(eq=False)
-class Request:
-    """A message that is resent until it is answered."""
-
-    number: int
-    frame: bytes
-    name: str
-    until: float
-    """When it is given up."""
-    on_error: Callable[[RemoteError, float], None] | None
-    """Told when the peer answers by Error."""
-    timer: Timer | None = None
 
 
 class Endpoint:
@@ -185,6 +139,8 @@ class Session:
         """Whether the peer has ended the session in order: it writes and reads nothing any more."""
         self.heard = 0.0
         """When the last frame of the peer came."""
+        self.suspect = False
+        """Whether the peer has been silent for too long to be asked for anything new (KVP-SES-SUSPECT)."""
         self.attempts: dict[int, Any] = {}
         """The latest attempt of each sequence above the low-water mark."""
         self.low_water = 0
@@ -235,6 +191,9 @@ class Session:
     def receive(self, message: Any, now: float) -> None:
         """Take one message; only RemoteError escapes, and then the message had no effect."""
         self.heard = now
+        if self.suspect:
+            self.suspect = False
+            self.tell(Recovered(self.session, self.name))
         handler = self._handlers.get(type(message))
         if handler is None:
             mine = f"{self.role} in state {self.state.value}, with the features of this session"
@@ -270,8 +229,12 @@ class Session:
         self.host.tell(self, event)
 
     def notice(self, message: m.Message) -> None:
-        """Send a message that nobody answers."""
-        self.host.send(self.conn, encode(message))
+        """Send a message that nobody answers; a session whose peer does not take one of this length is given up."""
+        frame = encode(message)
+        if len(frame) - tables.HEADER_BYTES > self.limits.max_body:
+            self.lose(f"a {type(message).__name__} is longer than the peer takes")
+            return
+        self.host.send(self.conn, frame)
 
     def reply(self, cls: type[Any], to: Any, **fields: Any) -> None:
         """Answer a request; what is about a transfer names it as the request does."""
@@ -286,9 +249,13 @@ class Session:
 
     def refused(self, message: m.Refused, now: float) -> None:
         """Handler of Refused: the peer has refused Hello, Describe or Register."""
-        if self.answered(message.request, "Hello", "Describe", "Register"):
+        if self.answered(message.request, m.Hello, m.Describe, m.Register):
             self.step("Refused")
             self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
+
+    def resume(self, now: float) -> bool:
+        """Whether this side tries to go on with a session that the peer does not know by this connection."""
+        return False
 
     def give_up(self, error: KvprotoError) -> None:
         """End the session because of what the peer says of itself."""
@@ -324,7 +291,9 @@ class Session:
         """An Error ends the request that it is about: no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
         request = self._pending.get(number)
-        if request is None:
+        if request is None or message.about not in (None, request.kind.TYPE):  # ids of the two directions may be equal
+            return
+        if error.code == ErrorCode.UNKNOWN_SESSION and self.resume(now):
             return
         if error.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.SUPERSEDED):
             self.lose(f"{error.code.name}: the peer does not go on with this session")
@@ -354,7 +323,7 @@ class Session:
         if size > most:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
-        return Request(number, frame, cls.__name__, now + patience, on_error)
+        return Request(number, frame, cls, now + patience, on_error)
 
     def ask(self, request: Request, now: float) -> int:
         """Send a request, and again until it is answered or given up (KVP-SES-RESEND); returns its id."""
@@ -364,7 +333,7 @@ class Session:
 
     def _again(self, request: Request, now: float) -> None:
         if now >= request.until:
-            self.lose(f"no answer to {request.name} in {PATIENCE:.0f} s")
+            self.lose(f"no answer to {request.kind.__name__} in {PATIENCE:.0f} s")
             return
         request.timer = self.host.timers.at(min(now + RESEND, request.until), partial(self._again, request))
         self.host.send(self.conn, request.frame)
@@ -383,10 +352,10 @@ class Session:
         """Whether this request is under way."""
         return number in self._pending
 
-    def answered(self, number: int, *names: str) -> bool:
+    def answered(self, number: int, *kinds: type) -> bool:
         """End a request, of one of these messages where any are named; whether it was under way."""
         request = self._pending.get(number)
-        if request is None or (names and request.name not in names):
+        if request is None or (kinds and request.kind not in kinds):
             return False
         del self._pending[number]
         if request.timer is not None:

@@ -13,7 +13,8 @@ from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
     "Arrived", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven", "Ready",
-    "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "TransferRequested", "Unwanted",
+    "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected", "TransferRequested",
+    "Unwanted",
 ]  # fmt: skip
 
 
@@ -143,6 +144,22 @@ class SessionClosed(Event):
     session: int
     peer: str
     reason: str
+
+
+@attrs.frozen
+class Suspected(Event):
+    """The peer has been silent for twice `ping_silence`: it may be dead, stopped or cut off (KVP-SES-SUSPECT)."""
+
+    session: int
+    peer: str
+
+
+@attrs.frozen
+class Recovered(Event):
+    """A peer that was Suspected has said something."""
+
+    session: int
+    peer: str
 
 
 @attrs.frozen

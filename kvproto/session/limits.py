@@ -2,6 +2,8 @@
 
 MAX_TRANSFERS = 1024
 """Transfers of one session that are under way at once."""
+MAX_SESSIONS = 4096
+"""Sessions of one source rank that are open at once."""
 MAX_USED_TICKETS = 65536
 """Tickets that a source remembers as used, until their deadline; the oldest is forgotten first."""
 RESEND = 2.0
@@ -10,5 +12,5 @@ PATIENCE = 30.0
 """Time until a request that is not answered is given up. In seconds."""
 TICKET_WAIT = 10.0
 """Time that a Transfer waits at the source for the prompt of its ticket. In seconds."""
-PING_SILENCE = 10.0
-"""Time without a frame from the peer after which a side sends Ping. In seconds."""
+PING_SILENCE = 5.0
+"""Time without a frame from the peer after which a side sends Ping; twice of it makes the peer suspect. In seconds."""

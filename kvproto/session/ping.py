@@ -1,12 +1,14 @@
 """Ping and Pong: a side that has heard nothing for a while asks, and an open session always answers.
 
-Silence proves nothing (KVP-SES-DEAD): a Ping that nobody answers ends the session like any request that is given up,
-and frees no page.
+Silence proves nothing (KVP-SES-DEAD). A peer that has not answered within a second `ping_silence` is suspect: nothing
+new is asked of it, and nothing is released. A Ping that nobody answers for `patience` ends the session like any request
+that is given up, and frees no page.
 """
 
 from __future__ import annotations
 
 from kvproto.session.core import Part, Session
+from kvproto.session.events import Suspected
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
@@ -34,6 +36,9 @@ class PingPart(Part):
         if quiet and not session.asks(self._asked):
             session.step("Ping")
             self._asked = session.request(m.Ping, now)
+        elif quiet and not session.suspect:
+            session.suspect = True
+            session.tell(Suspected(session.session, session.name))
 
     def _ping(self, message: m.Ping, now: float) -> None:
         self._session.step("Ping")

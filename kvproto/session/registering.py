@@ -38,7 +38,7 @@ def register(
 
 def registered(session: Session, message: m.Registered, take: Callable[[], None] = lambda: None) -> None:
     """Go on with what the holder has mapped; give the session up where its routes differ (KVP-REG-CHECK)."""
-    if not session.answered(message.request, "Register"):
+    if not session.answered(message.request, m.Register):
         return
     session.step("Registered")
     try:

@@ -13,6 +13,7 @@ from kvproto.session.phases import Party, Stated
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Delivery, SinkPush
+from kvproto.session.refusals import refused
 from kvproto.session.registering import register, registered
 from kvproto.session.staged import Registration, SinkStaged
 from kvproto.session.table import SessionState
@@ -40,6 +41,7 @@ class SinkSession(Session):
         self._replica = replica
         self._columns, self._terms, self._proving = columns, Terms(offered), proving
         self._exposed = Registration(())
+        self._hello = 0
 
     @property
     def ready(self) -> bool:
@@ -47,19 +49,31 @@ class SinkSession(Session):
         return self.state == SessionState.READY and self.delivery.ready
 
     def hello(self, now: float) -> None:
-        """Open the session."""
+        """Open the session, or go on with it over a new connection."""
         self.step("Hello")
         said = greased(self._terms, self.me.incarnation)
-        self.request(
-            m.Hello, now, versions=said.versions, engine=self.me.engine, incarnation=self.me.incarnation,
+        self._hello = self.request(
+            m.Hello, now, resume=self.session or None,
+            versions=said.versions, engine=self.me.engine, incarnation=self.me.incarnation,
             rank=self.me.rank, replica=self.me.replica, role=Role.SINK, offered=said.offered, needed=said.needed,
             limits=LIMITS,
         )  # fmt: skip
 
+    def resume(self, now: float) -> bool:
+        """Ask the source to go on with this session, once at a time (KVP-SES-RESUME)."""
+        if self._peer is not None and not self.asks(self._hello):
+            self.hello(now)
+        return self._peer is not None
+
     def _welcome(self, message: m.Welcome, now: float) -> None:
-        if not self.answered(message.request, "Hello"):
+        if not self.answered(message.request, m.Hello):
             return
         self.step("Welcome")
+        if self._peer is not None:
+            if message.session != self.session:
+                self.notice(m.Goodbye(session=message.session, reason="another session was to be resumed"))
+                self.lose("the source has forgotten it")
+            return
         self.session = message.session
         try:
             check_welcome(self._terms, message)
@@ -76,6 +90,12 @@ class SinkSession(Session):
         self.step("Describe")
         self.request(m.Describe, now, **self.host.stated.fields)
 
+    def _refused(self, message: m.Refused, now: float) -> None:
+        if self._peer is not None and self.answered(message.request, m.Hello):
+            self.lose(str(refused(message, self.name)))
+        else:
+            self.refused(message, now)
+
     def _check_replica(self, message: m.Welcome) -> None:
         """Raise where another engine or replica listens at the address than the one that was to be there."""
         if self._replica is not None and self._replica != (message.engine, message.replica):
@@ -91,12 +111,18 @@ class SinkSession(Session):
         self.install(delivery)
 
     def _description(self, message: m.Description, now: float) -> None:
-        if not self.answered(message.request, "Describe"):
+        if not self.answered(message.request, m.Describe):
             return
         try:
             self.describe(Stated.read(message), self.host.stated, (self.peer.rank, self.me.rank), message.request)
         except KvprotoError as error:
             self.give_up(error)
+
+    def abort_late(self, sequence: int) -> None:
+        """Abort the first attempt of a sequence of a session that is over; whatever answers it is proof or nothing."""
+        number, self._next_request = self._next_request, self._next_request + 1
+        reason = "the session is over: say what is known of its writes"
+        self.notice(m.Abort(session=self.session, request=number, sequence=sequence, attempt=1, reason=reason))
 
     def register(self, exposed: Registration, now: float) -> None:
         """Grant the source access to this rank's memory; one that is read itself gets no handles."""
@@ -132,5 +158,5 @@ class SinkSession(Session):
         (m.Welcome, _welcome),
         (m.Description, _description),
         (m.Registered, _registered),
-        (m.Refused, Session.refused),
+        (m.Refused, _refused),
     )

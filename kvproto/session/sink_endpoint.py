@@ -11,6 +11,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session import events as e
 from kvproto.session.core import Endpoint
+from kvproto.session.limits import PING_SILENCE
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
@@ -18,6 +19,7 @@ from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.staged import Registration
 from kvproto.session.table import SessionState, TransferState
+from kvproto.session.timers import Timer
 from kvproto.session.transfers import SinkAttempt, SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
@@ -73,6 +75,7 @@ class SinkEndpoint(Endpoint):
         """Transfers that something has happened to."""
         self._unproven: dict[int, set[tuple[int, int]]] = {}
         """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
+        self._asking: Timer | None = None
         self._told: list[tuple[SinkSession, e.Event]] = []
         """Events of sessions from which no conclusions are drawn yet."""
         self._next = 1
@@ -126,12 +129,27 @@ class SinkEndpoint(Endpoint):
         if isinstance(message, m.Done) or message.proof == Proof.PROVEN:
             self._prove({(session.session, message.sequence)})
 
+    def _ask_late(self, now: float) -> None:
+        """Abort again what has no proof: a source that was stopped or cut off may be back (KVP-END-LATE)."""
+        parts = sorted({part for missing in self._unproven.values() for part in missing if part[0] != _OURS})
+        for number, sequence in parts:
+            self._numbered(number).abort_late(sequence)
+        self._asking = self.timers.at(now + PING_SILENCE, self._ask_late) if parts else None
+
     def _prove(self, proven: Collection[tuple[int, int]]) -> None:
         for transfer, missing in list(self._unproven.items()):
             missing.difference_update(proven)
             if not missing:
                 del self._unproven[transfer]
                 self._events.append(e.Proven(transfer))
+        if not self._unproven and self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
+        return any(session.suspect and session.open for session in self.sessions.values())
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
@@ -152,6 +170,9 @@ class SinkEndpoint(Endpoint):
         """
         if not self.ready or self.plan is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+        if self.suspect:
+            advice = "ask again when it answers"
+            raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "transfer", advice)
         number, made = self._next, {}
         for rank in self.plan.required(self.me.rank):
             made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
@@ -358,4 +379,6 @@ class SinkEndpoint(Endpoint):
         missing = {(s.delivery.prover or _OURS, a.sequence) for s, a in parts if not s.delivery.free(a)}
         if missing:
             self._unproven[want.number] = missing
+            if self._asking is None:
+                self._asking = self.timers.at(now, self._ask_late)
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)

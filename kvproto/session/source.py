@@ -27,7 +27,7 @@ class SourceSession(Session):
 
     def __init__(
         self, host: Endpoint, conn: Hashable, number: int, hello: m.Hello, features: tuple[int, ...], now: float,
-        seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[], bool],
+        seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[bytes], bool],
     ) -> None:  # fmt: skip
         """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers."""
         super().__init__(host, conn)
@@ -41,6 +41,15 @@ class SourceSession(Session):
         self.install(SourceTransfers(self, partial(seek, self), draining))
         self.install(PingPart(self, now))
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
+
+    def resumes(self, hello: m.Hello, peer: Party, features: tuple[int, ...]) -> bool:
+        """Whether the session goes on by a Hello that names it (KVP-SES-RESUME)."""
+        return self.open and self.peer == peer and self.features == features
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether a session that is over is of no use any more: no request waits for it, and no copy writes."""
+        return not self.claims and not any(attempt.copying for attempt in self.attempts.values())
 
     @property
     def pulls(self) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session.claims import Claims
-from kvproto.session.core import Session, refusal
+from kvproto.session.core import Session
 from kvproto.session.events import SessionRefused, TransferRequested
+from kvproto.session.limits import MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
+from kvproto.session.refusals import refusal
 from kvproto.session.source import SourceSession
 from kvproto.session.staged import SourceStaged, StagedPiece
 from kvproto.session.table import SessionState, TransferState
@@ -25,7 +27,6 @@ from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
 
 __all__ = ["SourceEndpoint"]
 
-_MAX_SESSIONS = 4096
 _MAX_REMEMBERED = 1 << 16
 """Incarnations, and sessions of incarnations that were replaced."""
 
@@ -35,13 +36,15 @@ class SourceEndpoint(Claims):
 
     def __init__(
         self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...],
-        first_session: int, process: m.Process | None = None,
+        mint: Callable[[], int], process: m.Process | None = None,
     ) -> None:  # fmt: skip
-        """`endpoints`: where every rank of the replica listens; `process`: the one that will write."""
+        """`endpoints`: where every rank of the replica listens; `mint`: random session ids, of 64 bits and not 0, that
+        nobody can guess (KVP-SES-FRESH); `process`: the one that will write.
+        """
         super().__init__(me, geometry)
         self.process = process
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
-        self._features, self._next_session = features, first_session
+        self._features, self._mint = features, mint
         self.sessions: dict[int, SourceSession] = {}
         self.draining = False
         """Whether new sessions and transfers are refused."""
@@ -52,6 +55,10 @@ class SourceEndpoint(Claims):
         """The greatest of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
         """Connection and incarnations of sessions that a later incarnation has ended."""
+        self._drained: OrderedDict[int, Hashable] = OrderedDict()
+        """Connections of sessions that are over and forgotten, and of which no write can arrive any more."""
+        self._bare: OrderedDict[int, None] = OrderedDict()
+        """Sessions whose sink has not described itself, and some that have been over since."""
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame; whatever it holds, no other session is touched (KVP-ERR-ALONE)."""
@@ -69,13 +76,19 @@ class SourceEndpoint(Claims):
         self._after(now)
 
     def _find(self, conn: Hashable, message: m.Message) -> SourceSession | None:
-        """The session of a message; None: an Error that is about none. Raises UNKNOWN_SESSION, SUPERSEDED."""
+        """The session of a message; None: it needs no session. Raises UNKNOWN_SESSION, SUPERSEDED."""
         number = getattr(message, "session", None) or 0
         session = self.sessions.get(number)
         known, incarnations = self._superseded.get(number, (None, ""))
-        if session is not None and session.conn == conn and known is None:
+        answers = session is not None and (session.open or isinstance(message, m.Transfer | m.Abort))
+        if session is not None and answers and session.conn == conn and known is None:
             return session
         if isinstance(message, m.Error):
+            return None
+        if isinstance(message, m.Abort) and self._drained.get(number, self) == conn:
+            ids = {"sequence": message.sequence, "attempt": message.attempt}
+            drained = m.Drained(session=number, request=message.request, **ids, proof=Proof.PROVEN)
+            self.send(conn, encode(drained))
             return None
         if known == conn:
             mine = f"a later incarnation took over: {incarnations}"
@@ -87,19 +100,26 @@ class SourceEndpoint(Claims):
         terms = Terms(tuple(hello.offered), tuple(hello.needed), tuple(hello.versions))
         try:
             chosen = negotiate(terms, Terms(self._features))
-            self._check(hello, peer)
+            session = self.sessions.get(hello.resume or 0)
+            if session is None or not session.resumes(hello, peer, chosen.features):
+                session = None
+            self._check(hello, peer, session is None)
         except RemoteError as error:
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
         self._supersede(peer)
-        session = self.sessions.get(self._greetings.get(conn, 0))
+        if session is not None:
+            self._greetings.pop(session.conn, None)
+            session.conn, session.greeting, self._greetings[conn] = conn, hello.request, session.session
+        else:
+            session = self.sessions.get(self._greetings.get(conn, 0))
         if session is None or session.greeting != hello.request or session.peer != peer:
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
-            number, self._next_session = self._next_session, self._next_session + 1
-            session = SourceSession(self, conn, number, hello, chosen.features, now, self._seek, lambda: self.draining)
-            self.sessions[number], self._greetings[conn] = session, number
+            number = self._fresh()
+            session = SourceSession(self, conn, number, hello, chosen.features, now, self._seek, self._refuses)
+            self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
             session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
             engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
@@ -107,18 +127,29 @@ class SourceEndpoint(Claims):
         )  # fmt: skip
         self.send(conn, encode(welcome))
 
-    def _check(self, hello: m.Hello, peer: Party) -> None:
-        """Raise what else speaks against a Hello."""
+    def _fresh(self) -> int:
+        number = self._mint()
+        while number in self.sessions or number in self._superseded or number in self._drained:
+            number = self._mint()
+        return number
+
+    def _check(self, hello: m.Hello, peer: Party, new: bool) -> None:
+        """Raise what else speaks against a Hello, which opens a `new` session or resumes one."""
         if hello.role != Role.SINK:
             raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name, "dial a source")
-        if self.draining:
+        if self.draining and new:
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", str(peer), "greet another engine")
         held = self._incarnations.get(peer.place, 0)
         if peer.incarnation < held:
             advice = "end this run: a later one has taken over"
             raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(peer.incarnation), advice)
-        if len(self.sessions) >= _MAX_SESSIONS:
-            raise RemoteError(ErrorCode.BUSY, "", f"{_MAX_SESSIONS} sessions", "one more", "try again later")
+        while new and len(self.sessions) >= MAX_SESSIONS:
+            if not self._bare:
+                raise RemoteError(ErrorCode.BUSY, "", f"{MAX_SESSIONS} sessions", "one more", "try again later")
+            bare = self.sessions.get(self._bare.popitem(last=False)[0])
+            if bare is not None and bare.state == SessionState.OPEN:
+                bare.lose("others have greeted since, and it has not described itself")
+                self._forget()
 
     def _supersede(self, peer: Party) -> None:
         """End the sessions of earlier incarnations; nothing of them is proven by that (KVP-SES-SUPERSEDE)."""
@@ -130,13 +161,18 @@ class SourceEndpoint(Claims):
                 session.lose(f"incarnation {incarnations}")
         self._incarnations[peer.place] = max(held, peer.incarnation)
         self._incarnations.move_to_end(peer.place)
-        for bounded in (self._incarnations, self._superseded):
+        for bounded in (self._incarnations, self._superseded, self._drained):
             while len(bounded) > _MAX_REMEMBERED:
                 bounded.popitem(last=False)
 
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""
         self.draining = True
+
+    def _refuses(self, ticket: bytes) -> bool:
+        """Whether no Transfer of a ticket is taken any more; what one rank of a sink has asked for, the others get."""
+        claim = self._claims.get(ticket)
+        return self.draining and (claim is None or not claim.users)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order, and refuse new ones."""
@@ -228,10 +264,15 @@ class SourceEndpoint(Claims):
     def _after(self, now: float) -> None:
         """Release requests that are over, and forget sessions that no request waits for."""
         self._settle(now)
-        if self.draining:
-            return
-        for number in [n for n in self._closed if not self.sessions[n].claims]:
+        if not self.draining:
+            self._forget()
+
+    def _forget(self) -> None:
+        for number in [n for n in self._closed if self.sessions[n].forgettable]:
             self._closed.discard(number)
             session = self.sessions.pop(number)
+            self._bare.pop(number, None)
+            if session.part(SourceTransfers).proven and number not in self._superseded:
+                self._drained[number] = session.conn
             if self._greetings.get(session.conn) == number:
                 del self._greetings[session.conn]

@@ -16,10 +16,12 @@ import numpy as np
 
 from kvproto.copying.grants import check_grants
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.session.core import Attempt, Part, Request, Session, refusal, refused
+from kvproto.session.core import Part, Session
 from kvproto.session.events import ProtocolError
 from kvproto.session.leases import Lease, Loan
 from kvproto.session.limits import MAX_TRANSFERS
+from kvproto.session.records import Attempt, Request
+from kvproto.session.refusals import refusal, refused
 from kvproto.session.registering import EPOCH, Holder
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import messages as m
@@ -66,17 +68,23 @@ class SourceAttempt(Attempt):
 class SourceTransfers(Part):
     """What a source does with transfers, but for their bytes.
 
-    `seek` is told of each Transfer that is legal, to be matched with its ticket; `draining` says whether new ones are
-    refused.
+    `seek` is told of each Transfer that is legal, to be matched with its ticket; `draining` says whether those of a
+    ticket are refused.
     """
 
     def __init__(
-        self, session: Session, seek: Callable[[SourceAttempt, m.Transfer, float], None], draining: Callable[[], bool]
+        self, session: Session, seek: Callable[[SourceAttempt, m.Transfer, float], None],
+        draining: Callable[[bytes], bool],
     ) -> None:  # fmt: skip
         super().__init__(session)
         self._seek, self._draining = seek, draining
         self._unprovable: set[tuple[int, int]] = set()
         """Attempts whose writes may arrive at any time, although their copy is over."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no write of what is over can arrive any more."""
+        return not self._unprovable
 
     def find(self, message: Any) -> SourceAttempt | None:
         """The attempt that a message names; None: there is no record of it."""
@@ -138,10 +146,11 @@ class SourceTransfers(Part):
         """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*)."""
         session, epoch = self._session, self._session.part(Holder).epoch
         state = session.state if session.open else session.closed_in
-        if state != SessionState.READY or epoch is None or not (session.open or self._draining()):
+        draining = self._draining(bytes(message.ticket))
+        if state != SessionState.READY or epoch is None or not (session.open or draining):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
-        if self._draining():
+        if draining:
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
         described = session.described
         for field, ours, theirs, advice in (

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kvproto.session.ping
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
 from kvproto.wire.enums import ErrorCode
@@ -173,6 +175,74 @@ def test_a_source_that_closes_while_a_request_is_under_way(tmp_path: Path) -> No
             found.wait(10)
         with pytest.raises(KvprotoError, match="closed"):
             request.wait(0)
+
+
+def test_a_source_drains(tmp_path: Path) -> None:
+    """What a sink has asked for is finished, the rest refused by a typed code, and the next source serves."""
+    with two(tmp_path) as both:
+        asked, ticket = both.source.request(both.ticket, PROMPT), new_ticket("prefill")
+        unasked = both.source.request(ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        both.until(lambda: both.source._node.endpoint.unasked() == [bytes(ticket.key)])
+        both.source.drain()
+        with pytest.raises(KvprotoError) as caught:
+            both.source.request(new_ticket("prefill"), PROMPT)
+        assert caught.value.code == ErrorCode.DRAINING
+        both.until(lambda: unasked.done)
+        assert not both.source.drained
+        asked.finish({"kv": [3, 1, 2]})
+        assert found.wait(10).bytes == {0: 320}
+        both.until(lambda: both.source.drained)
+        with pytest.raises(KvprotoError) as caught:
+            both.sink.fetch(ticket, PROMPT, {"kv": [10, 11, 12]}).wait(10)
+        assert caught.value.code == ErrorCode.DRAINING
+        both.source.close()
+        both.until(lambda: any(isinstance(e, told.Disconnected) for e in both.told))
+        with Source("prefill", both.source.pool, address_in(tmp_path)) as both.source:
+            served(both)
+
+
+def test_a_sink_drains(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        both.sink.drain()
+        with pytest.raises(KvprotoError) as caught:
+            both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [10, 11, 12]})
+        assert caught.value.code == ErrorCode.DRAINING
+        assert not both.sink.drained
+        request.finish({"kv": [3, 1, 2]})
+        assert found.wait(10).bytes == {0: 320}
+        assert both.sink.drained
+
+
+def test_a_stepped_source_that_gets_no_turns_is_suspect_and_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVP-SES-SUSPECT: a fetch waits meanwhile, and is served when the source is back."""
+    monkeypatch.setattr(kvproto.session.ping, "PING_SILENCE", 0.1)
+    with two(tmp_path, theirs=Options(), options=STEPPED) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
+        heard: list[told.Event] = []
+        while not any(isinstance(e, told.Suspected) for e in heard):
+            heard += both.sink.events()
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: any(isinstance(e, told.Recovered) for e in both.told) and found.done)
+        assert found.wait(0).bytes == {0: 320}
+
+
+def test_an_engine_that_computes_is_no_suspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-BEAT: heartbeats are those of the I/O thread."""
+    monkeypatch.setattr(kvproto.session.ping, "PING_SILENCE", 0.2)
+    with two(tmp_path) as both:
+        both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            sum(range(10_000))
+        both.turn()
+        assert not any(isinstance(e, told.Suspected) for e in both.told)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

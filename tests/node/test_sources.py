@@ -18,7 +18,7 @@ from kvproto.node import SinkNode, SourceNode
 from kvproto.node.sink import Replica
 from kvproto.node.told import Received, RequestOver, TransferLost, TransferProven
 from kvproto.planning.geometry import Geometry
-from kvproto.session.events import SessionRefused
+from kvproto.session.events import SessionClosed, SessionRefused
 from kvproto.transport.base import Exposure, Transport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode
@@ -224,6 +224,28 @@ def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     assert lost.error.code == ErrorCode.WRONG_PEER
     fleet.connect(P0)
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+
+
+def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-RESUME, over sockets: a request that is computed when nothing reaches the sink arrives by the next."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    made = attrs.evolve(ticket(), engine="p")
+    source.expect(made, CONTENT, TOKENS)
+    number = fleet.ask(P0, made=made)
+    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    ((session, before),) = source.endpoint.sessions.items()
+    conn = before.conn
+    fleet.sink._dialer.drop(lambda key: False)
+    source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+    fleet.until(lambda: not source.busy)
+    ahead(monkeypatch, 6, *SINK)  # it pings, and hears that nobody knows it
+    fleet.turn()
+    ahead(monkeypatch, 6)
+    assert isinstance(fleet.ended(number), Received)
+    assert fleet.holds(P0, 1)
+    assert (list(source.endpoint.sessions), before.conn == conn) == ([session], False)
+    assert not fleet.count(SessionClosed)
 
 
 def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

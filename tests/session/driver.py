@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from itertools import count
 from typing import Any, Self
 
 import numpy as np
@@ -51,7 +52,9 @@ class World:
         addresses = {r.rank: f"s{r.rank}" for r in source.ranks}
         for rank, address in addresses.items():
             party = Party("p", 0, rank, 100 + rank)
-            self.sources[address] = SourceEndpoint(party, source, addresses, self.features, 1000 * (rank + 1))
+            self.sources[address] = SourceEndpoint(
+                party, source, addresses, self.features, count(1000 * (rank + 1)).__next__
+            )
         self.sinks: dict[str, SinkEndpoint] = {}
         self.pools: dict[str, Pool] = {}
         self.told: dict[str, list[Event]] = {a: [] for a in self.sources}

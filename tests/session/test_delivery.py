@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.session.limits import MAX_TRANSFERS, PING_SILENCE, RESEND
+from kvproto.session.events import Suspected
+from kvproto.session.limits import MAX_TRANSFERS, PING_SILENCE, RESEND, TICKET_WAIT
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
@@ -137,13 +138,13 @@ def test_requests_carry_the_session_and_ids_of_their_own() -> None:
 
 
 def test_session_ids_are_not_minted_twice() -> None:
-    """KVP-SES-FRESH: a Hello that asks to resume gets another session."""
+    """KVP-SES-FRESH: a Hello that asks to resume what is not there gets another session."""
     world = Heard()
     (number,) = world.sources["s0"].sessions
     (hello,) = world.of(Hello)
     (again,) = [m for m in world.say(hello) if isinstance(m, Welcome)]
     assert again.session == number  # the same Hello, once more
-    (other,) = [m for m in world.say(attrs.evolve(hello, request=77, resume=number), "again") if isinstance(m, Welcome)]
+    (other,) = [m for m in world.say(attrs.evolve(hello, request=77, resume=9), "again") if isinstance(m, Welcome)]
     assert other.session != number
 
 
@@ -329,7 +330,35 @@ def test_silence_is_asked_about_and_proves_nothing() -> None:
         world.pass_time(1.0)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
-    assert world.sinks["d0"].next_deadline() is None
+    world.heard.clear()
+    world.pass_time(2 * PING_SILENCE)
+    assert not world.of(Ping)  # the sink asks on for proof alone (KVP-END-LATE)
+
+
+def test_a_suspect_source_is_asked_for_nothing_new_and_recovers() -> None:
+    """KVP-SES-SUSPECT: nothing is released or lost, and its first frame ends the suspicion."""
+    world = Heard()
+    made = world.asked(finished=False)
+    world.keep = lambda to, frame: 0
+    world.pass_time(PING_SILENCE)
+    world.asked(finished=False)  # one Ping has not been answered yet
+    world.pass_time(PING_SILENCE)
+    assert [
+        world.told[name].count(Suspected(1000, peer)) for name, peer in (("d0", "p rank 0"), ("s0", "d rank 0"))
+    ] == [1, 1]
+    with pytest.raises(LocalError) as caught:
+        world.asked(finished=False)
+    assert caught.value.code == ErrorCode.BUSY
+    assert not world.events("d0", "Lost")
+    assert not world.events("s0", "Released")
+    world.keep = world.hear
+    world.pass_time(RESEND)
+    assert [len(world.events(name, "Recovered")) for name in ("d0", "s0")] == [1, 1]
+    world.sources["s0"].finish(bytes(made.key))
+    world.run()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+    world.serves()
 
 
 def test_ping_is_answered_in_every_state_with_a_session() -> None:
@@ -410,6 +439,17 @@ def test_an_engine_that_goes_away_takes_nothing_new(goodbye: bool) -> None:
     assert made
 
 
+def test_a_source_that_drains_serves_all_ranks_of_a_sink_of_which_one_has_asked() -> None:
+    """KVP-SES-DRAINING, KVP-TRN-CHECKS."""
+    world = Heard(sinks=2)
+    made = world.asked("d0")
+    world.sources["s0"].drain()
+    world.transfer("d1", made, CONTENT)
+    world.run()
+    world.serve()
+    assert [len(world.events(name, "Arrived")) for name in ("d0", "d1")] == [1, 1]
+
+
 def decode_all(endpoint: Any) -> list[str]:
     return [type(decode(frame)).__name__ for _, frame in endpoint.to_send(0.0)]
 
@@ -439,7 +479,8 @@ def test_a_ticket_without_its_prompt_says_so() -> None:
     world.transfer("d0", ticket(), CONTENT)
     world.run()
     assert [a.state for a in world.of(Accepted)] == [RequestState.PENDING]
-    assert world.sources["s0"].next_deadline() == 10.0
+    world.pass_time(TICKET_WAIT - 1)
+    assert world.sources["s0"].next_deadline() == TICKET_WAIT
     world.pass_time(10.0)
     (failed,) = world.of(Failed)
     assert failed.code == ErrorCode.UNKNOWN_TICKET

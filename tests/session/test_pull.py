@@ -500,7 +500,7 @@ def test_lost_and_doubled_frames_change_nothing(random: Any, rate: float) -> Non
     for step in range(120):
         world.keep = lossy if step < 12 else lambda to, frame: 1
         world.run()
-        if world.sinks["d0"].ready and not sent:
+        if world.sinks["d0"].ready and not world.sinks["d0"].suspect and not sent:
             sent = True
             world.transfer("d0", made, CONTENT)
             world.run()

@@ -1,0 +1,248 @@
+"""Connections that break, sources that were stopped, and sinks that come again: nothing is lost, repeated or kept for ever."""
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvproto.errors import RemoteError
+from kvproto.session.limits import MAX_SESSIONS, PATIENCE, PING_SILENCE, RESEND
+from kvproto.session.table import SessionState
+from kvproto.wire import decode
+from kvproto.wire.enums import ErrorCode, Proof, Role
+from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Refused, Transfer, Welcome
+from tests.session.driver import geometry, ticket
+from tests.session.test_delivery import CONTENT, Heard
+
+
+class Reconnected(Heard):
+    """The sink's frames come by a connection whose name tells how often it has broken."""
+
+    broken = 0
+
+    def run(self) -> None:
+        source = self.sources["s0"]
+        receive, to_send = source.receive, source.to_send
+        conn = f"d0{'+' * self.broken}"
+        source.receive = lambda _, frame, now: receive(conn, frame, now)  # type: ignore[method-assign]
+        source.to_send = lambda now: [("d0", f) for to, f in to_send(now) if to == conn]  # type: ignore[method-assign]
+        try:
+            super().run()
+        finally:
+            source.receive, source.to_send = receive, to_send  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lost", [Transfer, Done, DoneAck, Abort, Drained, None])
+def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
+    """KVP-SES-RESUME, KVP-SES-UNKNOWN: whatever was lost with the old connection, each transfer arrives once."""
+    world = Reconnected()
+    before = world.sinks["d0"].sessions["s0"].session
+    world.keep = lambda to, frame: world.hear(to, frame) and not (lost and isinstance(decode(frame), lost))
+    world.asked()
+    aborted = world.transfer("d0", ticket(), CONTENT)
+    world.run()
+    world.serve()
+    world.sinks["d0"].abort(aborted, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.run()
+    world.broken, world.keep = 1, world.hear
+    for _ in range(4):
+        world.pass_time(RESEND)
+        world.serve()
+    world.pass_time(PING_SILENCE)
+    assert [len(world.events("d0", kind)) for kind in ("Arrived", "Lost", "SessionClosed")] == [1, 1, 0]
+    assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
+    (session,) = world.sources["s0"].sessions.values()
+    assert (session.session, session.conn, session.state) == (before, "d0+", SessionState.READY)
+    assert {h.resume for h in world.of(Hello)} == {None, before}
+    world.serves()
+
+
+def test_only_the_run_that_opened_a_session_resumes_it() -> None:
+    """KVP-SES-RESUME: another rank, engine, run or role gets another session or none; the old one is not touched."""
+    world = Heard()
+    (number,) = world.sources["s0"].sessions
+    (hello,) = world.of(Hello)
+    other = {"engine": "e"}, {"rank": 1}, {"replica": 3}, {"role": Role.SOURCE}, {"offered": ()}
+    for request, change in enumerate(other, 500):
+        made = attrs.evolve(hello, **{"needed": (), **change}, request=request, resume=number)
+        (answer,) = world.say(made, f"thief{request}")
+        assert isinstance(answer, Refused) or answer.session != number
+        assert world.sources["s0"].sessions[number].conn == "d0"
+    world.serves()
+
+
+def test_a_source_that_has_forgotten_a_session_ends_it() -> None:
+    """KVP-SES-RESUMED."""
+    world = Heard()
+    world.sources["s0"].sessions.clear()
+    world.pass_time(PING_SILENCE)
+    (_, other) = world.of(Welcome)
+    assert [g.session for g in world.of(Goodbye, "s0")] == [other.session]
+    assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+
+
+def test_a_drained_source_resumes_what_it_has() -> None:
+    """KVP-SES-DRAINING: it refuses new sessions alone."""
+    world = Reconnected()
+    world.asked(finished=False)
+    world.sources["s0"].drain()
+    world.broken = 1
+    world.pass_time(PING_SILENCE)
+    assert world.sinks["d0"].ready
+    assert not world.of(Refused)
+
+
+def test_an_error_about_a_message_of_the_other_direction_ends_nothing() -> None:
+    """KVP-ERR-ALONE: both sides count their request ids for themselves."""
+    world = Heard()
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Transfer)
+    world.asked()
+    (transfer,) = world.of(Transfer)
+    error = Error(
+        session=transfer.session, request=transfer.request, about=DoneAck.TYPE, code=ErrorCode.BAD_GRANT, path="",
+        mine="", yours="",
+    )  # fmt: skip
+    deliver(world, error)
+    world.keep = world.hear
+    world.pass_time(RESEND)
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def deliver(world: Heard, message: Any) -> None:
+    from kvproto.wire import encode
+
+    world.sinks["d0"].receive("s0", encode(message), world.now)
+    world.run()
+
+
+# silence that ends
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_source_that_was_stopped_for_longer_than_anybody_is_patient_gives_the_pages_back(finished: bool) -> None:
+    """KVP-END-LATE, KVP-END-REUSE: by its late Done, or by Drained when it is asked again."""
+    world = Heard()
+    made = world.asked(finished=False)
+    world.keep = lambda to, frame: 0
+    for _ in range(40):  # the sink alone has a clock: the source is stopped
+        world.now += 1.0
+        world.sinks["d0"].on_time(world.now)
+        world.run()
+    assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
+    assert not world.events("d0", "Proven")
+    world.keep = world.hear if not finished else lambda to, f: world.hear(to, f) and not isinstance(decode(f), Abort)
+    if finished:
+        world.sources["s0"].finish(bytes(made.key))
+        world.run()
+        world.serve()
+    for _ in range(int(PING_SILENCE)):
+        world.now += 1.0
+        world.sinks["d0"].on_time(world.now)
+        world.run()
+    assert len(world.events("d0", "Proven")) == 1
+    assert bool(world.of(Drained)) != finished
+    assert world.sinks["d0"].next_deadline() is None  # nothing more is asked
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_source_that_gave_a_session_up_says_how_its_writes_ended(forgotten: bool) -> None:
+    """KVP-END-AFTER, KVP-SES-UNKNOWN: the sink was busy for longer than the source is patient."""
+    world = Heard()
+    made = world.asked(finished=forgotten)
+    (transfer,) = world.of(Transfer)
+    for event in world.events("s0", "TransferRequested"):
+        world.sources["s0"].failed(event, RemoteError(ErrorCode.INTERNAL, "", "", ""), world.now)
+    world.keep = lambda to, frame: 0
+    for _ in range(60):
+        world.now += 1.0
+        world.sources["s0"].on_time(world.now)
+        world.run()
+    assert bool(world.sources["s0"].sessions) != forgotten
+    (answer,) = world.say(Abort(session=transfer.session, request=70, sequence=1, attempt=1, reason=""))
+    assert (type(answer), answer.proof, answer.request) == (Drained, Proof.PROVEN, 70)
+    (answer,) = world.say(attrs.evolve(transfer, request=71, sequence=2, ticket=ticket().key))
+    assert answer.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNEXPECTED_MESSAGE)
+    assert made
+
+
+def test_a_sink_that_was_busy_while_done_waited_loses_no_page() -> None:
+    """KVP-SES-LOST, KVP-END-LATE: the source has given the session up; what is asked next is lost with proof."""
+    world = Heard()
+    world.asked()
+    world.keep = lambda to, frame: 0
+    world.serve()
+    while world.sources["s0"].sessions:  # the source alone has a clock: the sink is busy
+        world.now += 1.0
+        world.sources["s0"].on_time(world.now)
+        world.run()
+    assert world.now <= PATIENCE + 2 * PING_SILENCE
+    world.keep = world.hear
+    second = world.transfer("d0", ticket(), CONTENT)
+    for _ in range(3):
+        world.pass_time(PING_SILENCE)
+    lost = {e.transfer for e in world.events("d0", "Lost")}
+    proven = {e.transfer for e in world.events("d0", "Lost") if e.proof == Proof.PROVEN}
+    assert lost == {1, second}
+    assert proven | {e.transfer for e in world.events("d0", "Proven")} == lost
+    world.sink("again", geometry(1))
+    world.run()
+    world.serves("again")
+
+
+# bounds
+
+
+def test_hellos_without_more_cost_nobody_a_session() -> None:
+    """KVP-SES-BARE: the oldest that has not described itself makes room, and those that are served stay."""
+    world = Heard()
+    (hello,) = world.of(Hello)
+    for n in range(MAX_SESSIONS + 50):
+        (answer,) = world.say(attrs.evolve(hello, engine=f"e{n}", request=n + 1), f"c{n}")
+        assert isinstance(answer, Welcome)
+    assert len(world.sources["s0"].sessions) == MAX_SESSIONS
+    world.serves()
+    world.sink("good", geometry(1), engine="good")
+    world.run()
+    world.serves("good")
+
+
+def test_runs_of_one_rank_leave_one_session() -> None:
+    """KVP-SES-SUPERSEDE: 50 runs one after the other, none of which says Goodbye."""
+    world = Heard()
+    for n in range(50):
+        world.sink(f"run{n}", geometry(1))
+        world.run()
+    assert len(world.sources["s0"].sessions) == 1
+    world.serves("run49")
+
+
+def test_attempts_of_one_sequence_leave_one_record() -> None:
+    """KVP-TRN-ATTEMPT, KVP-END-UNSEEN: 500 Transfers and Aborts of one ticket, and 500 Aborts of what never came."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,), ids = world.of(Transfer), iter(range(1000, 9000))
+    (session,) = world.sources["s0"].sessions.values()
+
+    def abort(sequence: int, attempt: int) -> None:
+        said = Abort(session=transfer.session, request=next(ids), sequence=sequence, attempt=attempt, reason="")
+        (drained,) = world.say(said)
+        assert drained.proof == Proof.PROVEN
+
+    again = attrs.evolve(transfer, sequence=2, ticket=ticket().key)
+    for attempt in range(1, 500):
+        world.say(attrs.evolve(again, request=next(ids), attempt=attempt))
+        abort(2, attempt)
+        abort(3, attempt)
+    assert sorted(session.attempts) == [1, 2, 3]
+    claims = world.sources["s0"]._claims.values()
+    assert [(len(claim.users), len(claim.waiting)) for claim in claims] == [(1, 1), (1, 1)]
+
+
+def test_session_ids_cannot_be_guessed_from_one_another() -> None:
+    """KVP-SES-GUESS."""
+    from kvproto.node.source import session_id
+
+    drawn = [session_id() for _ in range(64)]
+    assert len({b - a for a, b in zip(drawn, drawn[1:], strict=False)}) == 63
+    assert sum(n.bit_count() for n in drawn) > 64 * 24
