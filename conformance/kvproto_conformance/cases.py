@@ -15,9 +15,9 @@ Json = dict[str, Any]
 _REPOSITORY = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
 VECTORS = _REPOSITORY if _REPOSITORY.is_dir() else Path(__file__).parent / "vectors"
 
-LEVELS = ("codec", "deal", "merge", "plan", "lowering", "verify", "late")
-"""Bytes and fields; which rank stores which token, and where; attention over shares made one; who sends what to whom;
-which bytes go where; checksums of them; windows that begin late."""
+LEVELS = ("codec", "negotiation", "deal", "merge", "plan", "lowering", "verify", "late")
+"""Bytes and fields; version and features of a session; which rank stores which token, and where; attention over shares
+made one; who sends what to whom; which bytes go where; checksums of them; windows that begin late."""
 
 
 @attrs.frozen
@@ -66,6 +66,12 @@ def _codec(suite: Json, row: Json) -> Asked:
     yield "codec", _read_and_written(row)
 
 
+def _negotiated(suite: Json, row: Json) -> Asked:
+    question = {"op": "negotiate", "sink": row["sink"], "source": row["source"]}
+    answer: Json = {key: row[key] for key in ("version", "features") if key in row}
+    yield "negotiation", (Ask(question, answer or _refused(row)),)
+
+
 def _dealt(suite: Json, row: Json) -> Asked:
     yield row["level"], (Ask(row["question"], row["expected"], float(row.get("tolerance", 0))),)
 
@@ -91,7 +97,8 @@ def _late(suite: Json, row: Json) -> Asked:
 
 
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
-    "codec/*.json": _codec, "dcp.json": _dealt, "plan/*.json": _planned, "lowering.json": _lowered, "late.json": _late,
+    "codec/*.json": _codec, "negotiation.json": _negotiated, "dcp.json": _dealt, "plan/*.json": _planned,
+    "lowering.json": _lowered, "late.json": _late,
 }  # fmt: skip
 
 

@@ -5,6 +5,10 @@ Level `codec`: `{"op": "decode", "frame": HEX}` is answered by `{"message": NAME
 "decode_struct", "struct": NAME, "bytes": HEX}` by `{"fields": {...}}` or the error, `{"op": "encode_struct", "struct":
 NAME, "fields": {...}}` by `{"bytes": HEX}`.
 
+Level `negotiation`: `{"op": "negotiate", "sink": TERMS, "source": TERMS}` by `{"version": "1.0", "features": [...]}`,
+or the error of the source's Refused. TERMS are `versions` as "1.0-7" (major, lowest and highest minor), and the numbers
+of features that are `offered` and `needed`.
+
 Level `deal`: a question has a `group`, a Group in JSON form, and `tokens`; numbers are decimal strings, as everywhere.
 
     owner     {"cp_rank": [...], "row": [...]}    of each token; null where nobody owns it

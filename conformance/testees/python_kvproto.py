@@ -15,9 +15,10 @@ from kvproto.copying.program import CopyProgram, RankLayout, windows
 from kvproto.planning.geometry import owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.claims import check_held
+from kvproto.session.negotiation import Terms, negotiate
 from kvproto.wire import decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature
-from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank
+from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank, VersionRange
 
 Json = dict[str, Any]
 
@@ -36,6 +37,19 @@ def codec(question: Json) -> Json:
         case "encode_struct":
             return {"bytes": encode_struct(from_json(kind, question["fields"])).hex()}
     return {"unsupported": question["op"]}
+
+
+def negotiated(question: Json) -> Json:
+    """What Welcome chooses."""
+    chosen = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
+    return {"version": f"{chosen.major}.{chosen.minor}", "features": [str(feature) for feature in chosen.features]}
+
+
+def terms(versions: list[str], offered: list[str], needed: list[str]) -> Terms:
+    """What one side says of itself."""
+    spoken = [map(int, version.replace("-", ".").split(".")) for version in versions]
+    ranges = [VersionRange(major=major, min_minor=low, max_minor=high) for major, low, high in spoken]
+    return Terms(tuple(map(int, offered)), tuple(map(int, needed)), tuple(ranges))
 
 
 def deal(question: Json) -> Json:
@@ -168,6 +182,7 @@ def late(question: Json) -> Json:
 
 
 OPS = {
+    "negotiate": negotiated,
     "owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge,
     "plan": planned, "lower": copies, "checksums": sums, "late": late,
 }  # fmt: skip

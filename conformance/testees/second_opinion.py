@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvproto_conformance import dcp, late, lowering, planner
+from kvproto_conformance import dcp, late, lowering, negotiation, planner
 from kvproto_conformance.codec import Refusal, read_frame, read_struct, write_frame, write_struct
 
 Json = dict[str, Any]
@@ -21,6 +21,7 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "decode_struct": lambda q: {"fields": read_struct(q["struct"], bytes.fromhex(q["bytes"]))},
     "encode": lambda q: {"frame": write_frame(q["message"], q["fields"]).hex()},
     "encode_struct": lambda q: {"bytes": write_struct(q["struct"], q["fields"]).hex()},
+    "negotiate": lambda q: negotiation.negotiated(q["sink"], q["source"]),
     "plan": lambda q: planner.plan(q["source"], q["sink"], q["features"]),
     "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])},
     "checksums": lambda q: {"checksums": lowering.sums(q["source"], q["sink"])},

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto_conformance import late, lowering, planner, testee
+from kvproto_conformance import late, lowering, negotiation, planner, testee
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import LEVELS, load
 from kvproto_conformance.codec import Refusal
@@ -112,6 +112,7 @@ class Mistaken(testee.Testee):
 
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "negotiate": lambda q: negotiation.negotiated(q["source"], q["sink"]),
     "plan": lambda q: planner.plan(q["source"], q["sink"], ()),
     "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])[:-1]},
     "checksums": lambda q: {"checksums": dict.fromkeys(lowering.sums(q["source"], q["sink"]), "0")},
@@ -122,6 +123,10 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("level", "wrong"),
     [
+        (
+            "negotiation",
+            {"negotiation/first-of-sink", "negotiation/sink-needs-missing", "negotiation/source-needs-missing"},
+        ),
         ("plan", {"plan/mla-gqa-8-4-few", "plan/mla-gqa-8-4-one", "plan/draft-cold"}),
         ("lowering", {"lowering/ring-to-pages", "lowering/zigzag-alike"}),
         ("verify", {"verify/ring-to-pages", "verify/zigzag-alike"}),

@@ -15,6 +15,7 @@ from kvproto.copying.columns import check_columns
 from kvproto.copying.grants import check_grants
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, Rank, gqa, mla, owns
+from kvproto.planning.limits import MAX_ITEMS, MAX_SPANS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 from tests.plan.programs import regions
@@ -260,14 +261,14 @@ def test_columns_that_lie_together_are_compared_as_one() -> None:
 
 
 def test_more_spans_than_may_be_compared_are_refused() -> None:
-    error = told(*in_turn(layers=1, items=(1 << 16) + 1))
+    error = told(*in_turn(layers=1, items=MAX_SPANS // 2 + 1))
     assert error is not None
-    assert (error.code, error.yours) == (ErrorCode.ITEM_ALIAS, "more than 131072 spans to compare")
+    assert (error.code, error.yours) == (ErrorCode.ITEM_ALIAS, f"more than {MAX_SPANS} spans to compare")
 
 
 def test_a_transfer_of_more_items_than_may_be_is_refused() -> None:
     """KVP-GRANT-SIZE: over all groups, before the items are looked at."""
-    group, items = mla(0, "kv", 0, 8, 1), 1 << 20
+    group, items = mla(0, "kv", 0, 8, 1), MAX_ITEMS
     geometry = engine((group, 1))
     one = column(0, items + 1, offset=[0], item_stride=[8], row_stride=[8], lane_stride=[8])
     assert told(geometry, (one,), (granted(group, list(range(items))),)) is None

@@ -260,7 +260,7 @@ def test_a_description_of_more_bytes_than_any_fleet_has() -> None:
     assert (caught.value.code, caught.value.path, caught.value.mine) == (
         ErrorCode.BAD_GEOMETRY,
         "geometry",
-        "at most 1048576 bytes",
+        f"at most {limits.MAX_GEOMETRY} bytes",
     )
 
 
