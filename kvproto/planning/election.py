@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
 from kvproto.planning.deals import shared_classes
-from kvproto.planning.geometry import Geometry, Group, LaneSpan, Part, lane_bytes
+from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_LAYER_PIECES, MAX_PIECES
-from kvproto.planning.spreading import Layers, Piece, Ranks, joined
+from kvproto.planning.spreading import Layers, Pieces, Ranks, Shares, elect, joined, stretches
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "whole"]
@@ -24,8 +25,7 @@ _SHOWN = 8
 """Intervals, or lists of them, that an error shows."""
 
 
-@attrs.frozen
-class Claim:
+class Claim(NamedTuple):
     """One lane interval that a rank owns of a part, in bytes [lo, hi), with its layers and its share of the tokens."""
 
     rank: int
@@ -50,27 +50,25 @@ def claims_of(geometry: Geometry) -> Claims:
             layers = _intervals(share.layers)
             for span in share.lanes:
                 part = group.parts[span.part]
-                found = claims[group.model, part.name]
-                for lo, hi in _bytes_of(part, span):
-                    found.append(Claim(rank.rank, group, lo, hi, share.cp_rank, layers))
+                found, size = claims[group.model, part.name], lane_bytes(part)
+                if size == part.lane_bytes:
+                    bounds = [(span.lo * size, span.hi * size)]
+                else:  # bytes of a section lie apart, in each lane
+                    first = part.at or 0
+                    bounds = [
+                        (x, x + part.lane_bytes) for x in range(span.lo * size + first, span.hi * size + first, size)
+                    ]
+                found += [Claim(rank.rank, group, lo, hi, share.cp_rank, layers) for lo, hi in bounds]
     return claims
-
-
-def _bytes_of(part: Part, span: LaneSpan) -> Iterator[tuple[int, int]]:
-    """Bytes [lo, hi) of the lane axis of the whole part; those of a section lie apart, in each lane."""
-    size = lane_bytes(part)
-    if size == part.lane_bytes:
-        yield span.lo * size, span.hi * size
-        return
-    for lane in range(span.lo, span.hi):
-        begin = lane * size + (part.at or 0)
-        yield begin, begin + part.lane_bytes
 
 
 def _intervals(numbers: npt.NDArray[Any]) -> Layers:
     """Ascending numbers [n] as intervals [lo, hi)."""
     lo, hi = int(numbers[0]), int(numbers[-1]) + 1
-    return ((lo, hi),) if hi - lo == numbers.size else tuple(joined((n, n + 1) for n in numbers.tolist()))
+    if hi - lo == numbers.size:
+        return ((lo, hi),)
+    first, last = stretches(numbers[1:] - numbers[:-1] == 1)
+    return tuple(zip(numbers[first].tolist(), (numbers[last].astype(np.int64) + 1).tolist(), strict=True))
 
 
 Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
@@ -78,22 +76,28 @@ Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
 
 def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
     """Sets of the sink's layers that the same claims own on both sides, with these claims, by the sink's group."""
-    cuts = sorted({x for claim in (*sources, *sinks) for interval in claim.layers for x in interval})
+    by_layers: tuple[dict[Layers, list[int]], ...] = (defaultdict(list), defaultdict(list))
+    for claims, some in zip((sources, sinks), by_layers, strict=True):
+        for n, claim in enumerate(claims):
+            some[claim.layers].append(n)
+    cuts = sorted({x for some in by_layers for layers in some for interval in layers for x in interval})
     at = {x: i for i, x in enumerate(cuts)}
     owners: tuple[list[list[int]], ...] = ([[] for _ in cuts], [[] for _ in cuts])
-    for side, claims in enumerate((sources, sinks)):
-        for n, claim in enumerate(claims):
-            for lo, hi in claim.layers:
+    for held, some in zip(owners, by_layers, strict=True):
+        for k, layers in enumerate(some):
+            for lo, hi in layers:
                 for i in range(at[lo], at[hi]):
-                    owners[side][i].append(n)
+                    held[i].append(k)
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
     for i, (a, b) in enumerate(zip(*owners, strict=True)):
         if b:
             alike[tuple(a), tuple(b)].append((cuts[i], cuts[i + 1]))
+    of_source, of_sink = (list(some.values()) for some in by_layers)
     found: dict[int, list[Alike]] = defaultdict(list)
-    for (a, b), layers in alike.items():
-        some = tuple(sources[n] for n in a), tuple(sinks[n] for n in b), tuple(joined(layers))
-        found[sinks[b[0]].group.id].append(some)
+    for (a, b), intervals in alike.items():
+        have = tuple(sources[n] for n in sorted(n for k in a for n in of_source[k]))
+        want = tuple(sinks[n] for n in sorted(n for k in b for n in of_sink[k]))
+        found[want[0].group.id].append((have, want, tuple(joined(intervals))))
     return found
 
 
@@ -124,9 +128,18 @@ def whole(
 class Cutter:
     """Cuts what both sides claim into pieces that the same ranks own throughout, and counts them."""
 
-    pieces: list[Piece] = attrs.field(factory=list)
+    _rows: list[tuple[int, ...]] = attrs.field(factory=list)
+    """The columns of `Pieces`, one after the other."""
+    _layers: list[Layers] = attrs.field(factory=list)
+    _sets: dict[Ranks, int] = attrs.field(factory=dict)
     _number: int = 0
     _in_layers: int = 0
+
+    def elect(self, ordinal: int, features: Collection[int]) -> tuple[Pieces, Shares]:
+        """All pieces, and who reads them from whom; `ordinal` is the sink's replica."""
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(_COLUMNS)
+        pieces = Pieces(*(np.array(column, kind) for column, kind in zip(columns, _COLUMNS, strict=True)))
+        return pieces, elect(pieces, self._layers, list(self._sets), ordinal, features)
 
     def cut(
         self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int,
@@ -147,16 +160,34 @@ class Cutter:
             if came > most:
                 mine, advice = f"at most {most} pieces{of}", "cut lanes at fewer places"
                 raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(came), advice)
-        have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)
+        have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)
+        some = len(self._layers)
+        self._layers.append(layers)
         for i, (lo, hi) in enumerate(pairwise(cuts)):
             for c, d in pairs:
-                needy, candidates = want[i].get(d, ()), have[i].get(c, ())
-                if needy and not candidates:
+                needy, candidates = want[i].get(d), have[i].get(c)
+                if needy is not None and candidates is None:
                     mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
-                    yours, advice = f"rank {needy[0]} needs them", "state every rank in the Description"
+                    yours, advice = (
+                        f"rank {list(self._sets)[needy][0]} needs them",
+                        "state every rank in the Description",
+                    )
                     raise incompatible(ErrorCode.COVERAGE, where, mine, yours, advice)
-                if needy:
-                    self.pieces.append(Piece(dst.id, part, lo, hi, c, d, layers, candidates, needy))
+                if needy is not None and candidates is not None:
+                    self._rows.append((dst.id, part, lo, hi, c, d, some, candidates, needy))
+
+    def _by_cut(self, claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, int]]:
+        """For each interval between two cuts: the number of the set of ranks that own it, by cp rank."""
+        at = {x: i for i, x in enumerate(cuts)}
+        found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
+        for claim in claims:
+            for i in range(at[claim.lo], at[claim.hi]):
+                found[i][claim.cp_rank].add(claim.rank)
+        return [{k: self._sets.setdefault(tuple(sorted(v)), len(self._sets)) for k, v in row.items()} for row in found]
+
+
+_COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")
+"""Types of the columns of `Pieces`: bytes of a lane axis may be beyond 63 bits."""
 
 
 def _text(layers: Layers) -> str:
@@ -164,16 +195,6 @@ def _text(layers: Layers) -> str:
     one = len(layers) == 1 and layers[0][1] - layers[0][0] == 1
     spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in layers)
     return f"layer{'s' * (not one)} {spans}"
-
-
-def _by_cut(claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, Ranks]]:
-    """For each interval between two cuts: the ranks that own it, ascending, by cp rank."""
-    at = {x: i for i, x in enumerate(cuts)}
-    found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
-    for claim in claims:
-        for i in range(at[claim.lo], at[claim.hi]):
-            found[i][claim.cp_rank].add(claim.rank)
-    return [{k: tuple(sorted(v)) for k, v in row.items()} for row in found]
 
 
 def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:

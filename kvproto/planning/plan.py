@@ -7,11 +7,10 @@ two sides may cut lanes differently. Nothing here knows a parallel size, an atte
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from itertools import groupby
+from itertools import starmap
 from typing import NamedTuple
 
 import attrs
@@ -20,7 +19,8 @@ import numpy as np
 from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
 from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, class_pairs, whole
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.spreading import Layers, Piece, elect, joined
+from kvproto.planning.joining import LAYER_BITS, Rows, rows_of
+from kvproto.planning.spreading import IntArray, distinct, each, stretches
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -110,40 +110,55 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
             validate(geometry)  # names what contradicts itself; else too slow to do each time
         raise
     cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
-    cells: dict[tuple[int, ...], list[tuple[int, int, Layers]]] = defaultdict(list)
-    for piece, shares in elect(_pieces(sink, have, want, cold), sink.replica, features):
-        for a, b, layers in shares:
-            cell = a, b, piece.group, piece.part, piece.source_class, piece.sink_class
-            cells[cell].append((piece.lo, piece.hi, layers))
-    models = {g.id: g.model for g in sink.groups}
-    rows = sorted(
-        (a, b, group, models[group], from_, to, part, lo, hi, c, d, sink.replica)
-        for (a, b, group, part, c, d), spans in cells.items()
-        for from_, to, lo, hi in _merge(spans)
+    rows = rows_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
+    models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], rows.group)]
+    columns = (
+        rows.source, rows.sink, rows.group, models, rows.layer_lo, rows.layer_hi, rows.part, rows.lo, rows.hi,
+        rows.source_class, rows.sink_class, np.full(rows.group.size, sink.replica),
+    )  # fmt: skip
+    data = np.stack([column.astype("<u8") for column in columns], axis=1).tobytes()
+    return Plan(tuple(_routes(sink, have, rows, models, data)), hashlib.sha256(data).digest(), cold)
+
+
+def _routes(sink: Geometry, have: Claims, rows: Rows, models: IntArray, data: bytes) -> Iterator[Route]:
+    """The routes of all boxes, whose rows of the digest are `data`; the source's group cuts a box where it changes."""
+    if not data:
+        return
+    names = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
+    parts, part = distinct(rows.group, rows.part)
+    keys = [names[key] for key in zip(rows.group[parts].tolist(), rows.part[parts].tolist(), strict=True)]
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    part = np.array([number[key] for key in keys])[part]
+    homes = [_homes(have[key]) for key in number]
+    row, x, y, id = _within(homes, part, rows.layer_lo, rows.layer_hi)
+    begin, _ = stretches(
+        (rows.source[1:] == rows.source[:-1]) & (rows.sink[1:] == rows.sink[:-1]) & (rows.group[1:] == rows.group[:-1])
     )
-    parts = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
-    homes = {key: _homes(have[key]) for key in {parts[group, part] for _, _, group, part, _, _ in cells}}
-    data, routes, end = np.array(rows, "<u8").tobytes(), [], 0
-    for (a, b, group), some in groupby(rows, key=lambda row: row[:3]):
-        found = list(some)
-        # the digest does not know the source's groups; lowering does
-        boxes = [
-            Box(model, x, y, part, lo, hi, c, d, id)
-            for _, _, _, model, from_, to, part, lo, hi, c, d, _ in found
-            for x, y, id in _within(homes[parts[group, part]], from_, to)
-        ]
-        if len(boxes) > len(found):
-            boxes.sort()
-        start, end = end, end + len(found) * _ROW
-        routes.append(Route(a, b, group, tuple(boxes), hashlib.sha256(data[start:end]).digest()))
-    return Plan(tuple(routes), hashlib.sha256(data).digest(), cold)
+    if row.size > part.size:
+        route = np.searchsorted(begin, row, "right")
+        order = np.lexsort(
+            (rows.sink_class[row], rows.source_class[row], rows.hi[row], rows.lo[row], rows.part[row], y, x, route)
+        )
+        row, x, y, id = row[order], x[order], y[order], id[order]
+    columns = (
+        models[row], x, y, rows.part[row], rows.lo[row], rows.hi[row], rows.source_class[row], rows.sink_class[row], id
+    )  # fmt: skip
+    boxes = list(starmap(Box, zip(*(column.tolist() for column in columns), strict=True)))
+    ends = [*begin[1:].tolist(), part.size]
+    cuts = np.searchsorted(row, ends).tolist()
+    ranks = (column[begin].tolist() for column in (rows.source, rows.sink, rows.group))
+    start = first = 0
+    for a, b, group, end, last in zip(*ranks, ends, cuts, strict=True):
+        digest = hashlib.sha256(data[start * _ROW : end * _ROW]).digest()
+        yield Route(a, b, group, tuple(boxes[first:last]), digest)
+        start, first = end, last
 
 
 _ROW = 12 * 8
 """Bytes of a box in the digest."""
 
 
-def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> list[Piece]:
+def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> Cutter:
     """All that the sink's ranks need, cut by owners; raises what does not fit, in the order of the sink's groups."""
     shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
     names: dict[int, list[str]] = defaultdict(list)
@@ -167,7 +182,7 @@ def _pieces(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
                 cutter.cut(some, needy, layers, index, pairs)
     _check_scales(sink, have, want)
-    return cutter.pieces
+    return cutter
 
 
 def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
@@ -208,48 +223,19 @@ def _homes(claims: Iterable[Claim]) -> Homes:
     return made
 
 
-def _within(homes: Homes, lo: int, hi: int) -> Homes:
-    """Layers [lo, hi), cut where the source's group changes."""
-    if len(homes) == 1:
-        return [(lo, hi, homes[0][2])]
-    made: Homes = []
-    i = bisect(homes, lo, key=lambda home: home[0]) - 1
-    while lo < hi:
-        _, end, group = homes[i]
-        made.append((lo, min(end, hi), group))
-        lo, i = end, i + 1
-    return made
+def _within(
+    homes: list[Homes], part: IntArray, lo: IntArray, hi: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Layers [lo, hi) of rows of a part, cut where the source's group changes: row, first, after the last, group."""
+    starts, ends, ids = np.array([home for some in homes for home in some]).reshape(-1, 3).T
+    key = np.repeat(np.arange(len(homes)), [len(some) for some in homes]) << LAYER_BITS
+    first = np.searchsorted(key + starts, (part << LAYER_BITS) + lo, "right") - 1
+    last = np.searchsorted(key + starts, (part << LAYER_BITS) + hi)
+    row, nth = each(last - first)
+    home = first[row] + nth
+    return row, np.maximum(starts[home], lo[row]), np.minimum(ends[home], hi[row]), ids[home]
 
 
 def _cold(have: Claims, want: Claims) -> tuple[int, ...]:
     """Draft models of the sink of which no source rank owns anything."""
     return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))
-
-
-def _merge(spans: list[tuple[int, int, Layers]]) -> Iterator[tuple[int, int, int, int]]:
-    """Join cells into (first layer, layer after the last, first byte, byte after the last); the result is unique.
-
-    Within a layer lane intervals become as long as they can; then equal intervals of consecutive layers become boxes.
-    """
-    if len(spans) == 1:
-        for a, b in spans[0][2]:
-            yield a, b, *spans[0][:2]
-        return
-    if len({layers for _, _, layers in spans}) == 1:
-        pieces = [(interval, [(lo, hi) for lo, hi, _ in spans]) for interval in spans[0][2]]
-    else:
-        cuts = sorted({x for _, _, layers in spans for interval in layers for x in interval})
-        at = {x: i for i, x in enumerate(cuts)}
-        lanes: list[list[tuple[int, int]]] = [[] for _ in cuts]
-        for lo, hi, layers in spans:
-            for a, b in layers:
-                for i in range(at[a], at[b]):
-                    lanes[i].append((lo, hi))
-        pieces = [((a, b), lanes[i]) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)) if lanes[i]]
-    runs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for interval, found in pieces:
-        for span in joined(sorted(found)):
-            runs[span].append(interval)
-    for (lo, hi), of_layers in sorted(runs.items()):
-        for a, b in joined(of_layers):
-            yield a, b, lo, hi

@@ -1,74 +1,85 @@
 """Which candidate each needy rank reads from (spec/v1/planning.md, step 4).
 
 The rules look at all pieces of a plan at once, because what they promise of a source's load holds over all layers and
-groups that the same candidates own.
+groups that the same candidates own. Pieces, layers and ranks are columns of tables here, so that a plan of many costs
+little more than one of few.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from functools import cache
-from heapq import heappop, heappush
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.wire.enums import Feature
 
-__all__ = ["Layers", "Piece", "Ranks", "elect", "joined"]
+__all__ = ["IntArray", "Layers", "Pieces", "Ranks", "Shares", "distinct", "each", "elect", "joined", "stretches"]
 
 Layers = tuple[tuple[int, int], ...]
 """Ascending intervals [lo, hi) of layers."""
 Ranks = tuple[int, ...]
 """Ascending ranks."""
 IntArray = npt.NDArray[np.int64]
-Entry = tuple[Ranks, int, Ranks]
-"""Candidates, the sink's group, and the needy ranks."""
-Places = dict[Entry, tuple[IntArray, IntArray]]
-"""By entry: its layers [n], ascending, and where each needy rank reads each, as places among the candidates [m, n]."""
 FACTOR = 2
 """By FEW_SOURCES a candidate serves at most so many times what the busiest one serves by dealing."""
 
 
-class Piece(NamedTuple):
-    """Bytes [lo, hi) of a part and rows of one token class, in layers in which the same ranks own them."""
+@attrs.frozen(eq=False)
+class Pieces:
+    """Bytes [lo, hi) of parts and rows of one token class, in layers in which the same ranks own them: columns [n]."""
 
-    group: int
+    group: IntArray
     """The sink's group id."""
-    part: int
+    part: IntArray
     """Index into the parts of that group."""
-    lo: int
-    hi: int
-    source_class: int
-    sink_class: int
-    layers: Layers
-    candidates: Ranks
-    needy: Ranks
+    lo: npt.NDArray[np.uint64]
+    hi: npt.NDArray[np.uint64]
+    source_class: IntArray
+    sink_class: IntArray
+    layers: IntArray
+    """Number of a tuple of intervals of layers."""
+    candidates: IntArray
+    """Number of a set of ranks."""
+    needy: IntArray
+    """Number of a set of ranks."""
+
+
+@attrs.frozen(eq=False)
+class Shares:
+    """What one source rank sends to one sink rank of a piece, in layers [layer_lo, layer_hi): columns [n]."""
+
+    piece: IntArray
+    source: IntArray
+    sink: IntArray
+    layer_lo: IntArray
+    layer_hi: IntArray
 
 
 def elect(
-    pieces: list[Piece], ordinal: int, features: Collection[int]
-) -> Iterator[tuple[Piece, list[tuple[int, int, Layers]]]]:
+    pieces: Pieces, layers: Sequence[Layers], sets: Sequence[Ranks], ordinal: int, features: Collection[int]
+) -> Shares:
     """For each piece: (source rank, sink rank, layers) for all of its needy ranks; `ordinal` is the sink's replica."""
-    places = {} if Feature.SPREAD_ONE in features else _spread(pieces, ordinal, Feature.FEW_SOURCES in features)
-
-    @cache
-    def shares(candidates: Ranks, group: int, needy: Ranks, layers: Layers) -> list[tuple[int, int, Layers]]:
-        spread = places.get((candidates, group, needy))
-        if spread is None:
-            return [(source, rank, layers) for source, rank in _in_order(candidates, needy)]
-        held, chosen = spread
-        numbers = np.concatenate([np.arange(lo, hi) for lo, hi in layers])
-        key = chosen[:, np.searchsorted(held, numbers)] + np.arange(len(needy))[:, None] * len(candidates)
-        found = _intervals(key.ravel(), np.tile(numbers, len(needy)))
-        return [(candidates[k % len(candidates)], needy[k // len(candidates)], some) for k, some in found]
-
-    for piece in pieces:
-        yield piece, shares(piece.candidates, piece.group, piece.needy, piece.layers)
+    ranks = _Rows.of(sets)
+    c, m = (ranks.size[some] for some in (pieces.candidates, pieces.needy))
+    dealt = np.zeros(c.size, np.bool_) if Feature.SPREAD_ONE in features else m < c
+    runs = _Rows.of([[x for interval in some for x in interval] for some in layers])
+    piece, nth = each(np.where(dealt, 0, m))
+    source = ranks.at(pieces.candidates[piece], nth * c[piece] // m[piece])
+    sink = ranks.at(pieces.needy[piece], nth)
+    share, nth = each(runs.size[pieces.layers[piece]] // 2)
+    piece, source, sink = piece[share], source[share], sink[share]
+    lo, hi = (runs.at(pieces.layers[piece], 2 * nth + end) for end in (0, 1))
+    found = Shares(piece, source, sink, lo, hi)
+    if not dealt.any():
+        return found
+    few = Feature.FEW_SOURCES in features
+    awaited = set(zip(sink.tolist(), source.tolist(), strict=True)) if few else None
+    more = _deal(pieces, np.flatnonzero(dealt), runs, ranks, sets, ordinal, awaited)
+    return Shares(*(np.concatenate(both) for both in zip(_columns(found), _columns(more), strict=True)))
 
 
 def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -82,98 +93,153 @@ def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return made
 
 
-def _in_order(candidates: Ranks, needy: Ranks) -> Iterator[tuple[int, int]]:
-    """(source rank, sink rank): needy ranks in order over candidates in order."""
-    for j, rank in enumerate(needy):
-        yield candidates[j * len(candidates) // len(needy)], rank
+def each(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """The index of each count, so many times, and the numbers from 0 to below the count."""
+    which = np.repeat(np.arange(counts.size), counts)
+    return which, np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _spread(pieces: list[Piece], ordinal: int, few: bool) -> Places:
-    """Places for all entries with fewer needy ranks than candidates, chosen for one set of candidates after another."""
-    shared: dict[Ranks, dict[tuple[int, Ranks], set[tuple[int, int]]]] = defaultdict(dict)
-    awaited: dict[int, set[int]] = defaultdict(set)
-    for piece in pieces:
-        if len(piece.needy) < len(piece.candidates):
-            shared[piece.candidates].setdefault((piece.group, piece.needy), set()).update(piece.layers)
-        elif few:
-            for source, rank in _in_order(piece.candidates, piece.needy):
-                awaited[rank].add(source)
-    places: Places = {}
-    for candidates in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
-        keys = sorted(shared[candidates])
-        layers = [np.unique(np.concatenate([np.arange(*i) for i in shared[candidates][key]])) for key in keys]
-        units = _units(keys, layers)
-        ranks = np.empty(sum(some.size for some in units), np.int64)
-        for (_, needy), some in zip(keys, units, strict=True):
-            ranks[some] = np.array(needy)[:, None]
-        chosen = (
-            _few(candidates, ranks, ordinal, awaited) if few else (np.arange(ranks.size) + ordinal) % len(candidates)
-        )
-        for (group, needy), held, some in zip(keys, layers, units, strict=True):
-            places[candidates, group, needy] = held, chosen[some]
-    return places
+def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
+    """Where each distinct row of a table is first, in ascending order of rows, and the number of each row therein."""
+    order = np.lexsort(columns[::-1])
+    new = np.ones(order.size, np.bool_)
+    new[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
+    number = np.empty(order.size, np.int64)
+    number[order] = np.cumsum(new) - 1
+    return order[new], number
 
 
-def _units(keys: list[tuple[int, Ranks]], layers: list[IntArray]) -> list[IntArray]:
-    """Numbers [m, n] of the units of each (group, m needy ranks) with its n layers.
-
-    Units are counted by ascending group, layer, needy ranks, and place among these. The keys are ascending.
-    """
-    key = np.repeat(np.arange(len(keys)), [some.size for some in layers])
-    group = np.array([group for group, _ in keys])[key]
-    sizes = np.array([len(needy) for _, needy in keys])[key]
-    order = np.lexsort((key, np.concatenate(layers), group))
-    first = np.empty(key.size, np.int64)
-    first[order] = np.cumsum(sizes[order]) - sizes[order]
-    ends = np.cumsum([some.size for some in layers])[:-1]
-    return [some + np.arange(len(needy))[:, None] for (_, needy), some in zip(keys, np.split(first, ends), strict=True)]
+def stretches(goes_on: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """The first and the last of each stretch of rows of which each but the first goes on from the one before."""
+    breaks = np.flatnonzero(~goes_on)
+    return np.append(0, breaks + 1), np.append(breaks, goes_on.size)
 
 
-def _few(candidates: Ranks, ranks: IntArray, ordinal: int, awaited: dict[int, set[int]]) -> IntArray:
-    """Places [n] of units of the needy `ranks` [n], as few for each rank as FACTOR allows; adds to `awaited`."""
+def _columns(shares: Shares) -> tuple[IntArray, ...]:
+    return shares.piece, shares.source, shares.sink, shares.layer_lo, shares.layer_hi
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """Rows of unequal length."""
+
+    values: IntArray
+    begin: IntArray
+    size: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> _Rows:
+        size = np.fromiter(map(len, rows), np.int64, len(rows))
+        return cls(np.fromiter(chain.from_iterable(rows), np.int64), np.cumsum(size) - size, size)
+
+    def at(self, row: IntArray, nth: IntArray) -> IntArray:
+        found: IntArray = self.values[self.begin[row] + nth]
+        return found
+
+
+def _deal(
+    pieces: Pieces, dealt: IntArray, runs: _Rows, ranks: _Rows, sets: Sequence[Ranks], ordinal: int,
+    awaited: set[tuple[int, int]] | None,
+) -> Shares:  # fmt: skip
+    """Shares of pieces with fewer needy ranks than candidates; with FEW_SOURCES `awaited` has (sink, source) ranks."""
+    kinds, kind = distinct(*(some[dealt] for some in (pieces.candidates, pieces.group, pieces.needy, pieces.layers)))
+    kinds = dealt[kinds]
+    # all layers of each kind
+    of, nth = each(runs.size[pieces.layers[kinds]] // 2)
+    lo, hi = (runs.at(pieces.layers[kinds][of], 2 * nth + end) for end in (0, 1))
+    at, nth = each(hi - lo)
+    of, layer = of[at], lo[at] + nth
+    candidates, needy = pieces.candidates[kinds][of], pieces.needy[kinds][of]
+    # entries: the same layer, group and needy ranks of the same candidates, counted in the order of the specification
+    by_list = np.empty(len(sets), np.int64)
+    by_list[sorted(range(len(sets)), key=sets.__getitem__)] = np.arange(len(sets))
+    first, entry = distinct(ranks.size[candidates], by_list[candidates], pieces.group[kinds][of], layer, by_list[needy])
+    m, c, owners = ranks.size[needy[first]], ranks.size[candidates[first]], candidates[first]
+    unit = np.cumsum(m) - m
+    new = np.flatnonzero(np.diff(owners, prepend=-1))
+    base = np.repeat(unit[new], np.diff(new, append=owners.size))
+    at, nth = each(m)
+    if awaited is None:
+        place = (unit[at] - base[at] + nth + ordinal) % c[at]
+    else:
+        place = _few(owners[at], ranks.at(needy[first][at], nth), sets, ordinal, awaited)
+    at, nth = each(ranks.size[needy])
+    source = ranks.at(candidates[at], place[unit[entry[at]] + nth])
+    found = Shares(of[at], source, ranks.at(needy[at], nth), layer[at], layer[at] + 1)
+    order = np.lexsort((found.layer_lo, found.sink, found.source, found.piece))
+    of, source, sink, lo, hi = (column[order] for column in _columns(found))
+    same = (of[1:] == of[:-1]) & (source[1:] == source[:-1]) & (sink[1:] == sink[:-1])
+    begin, end = stretches(same & (lo[1:] == hi[:-1]))
+    of, source, sink, lo, hi = of[begin], source[begin], sink[begin], lo[begin], hi[end]
+    counts = np.bincount(of, minlength=kinds.size)
+    at, nth = each(counts[kind])
+    row = (np.cumsum(counts) - counts)[kind[at]] + nth
+    return Shares(dealt[at], source[row], sink[row], lo[row], hi[row])
+
+
+def _few(
+    owners: IntArray, ranks: IntArray, sets: Sequence[Ranks], ordinal: int, awaited: set[tuple[int, int]]
+) -> IntArray:
+    """Places [n] of units of the needy `ranks` [n] among their candidates, as few for each rank as FACTOR allows."""
+    known: dict[int, int] = defaultdict(int)
+    """By needy rank: the sources that it awaits, as bits."""
+    bit = {rank: i for i, rank in enumerate(sorted({rank for some in set(owners.tolist()) for rank in sets[some]}))}
+    for rank, source in awaited:
+        if source in bit:
+            known[rank] |= 1 << bit[source]
+    new = np.flatnonzero(np.diff(owners, prepend=-1))
+    turn = np.repeat(np.arange(new.size), np.diff(new, append=owners.size))
+    first, whose = distinct(turn, ranks)
+    x = np.bincount(whose)
+    order = np.argsort(whose, kind="stable")
+    nth = np.empty(ranks.size, np.int64)
+    nth[order] = each(x)[1]
+    chosen: list[int] = []
+    number: list[int] = []
+    needs = np.split(np.stack([ranks[first], x], axis=1), np.flatnonzero(np.diff(turn[first])) + 1)
+    for some, need in zip(owners[new].tolist(), needs, strict=True):
+        for places in _runs(sets[some], need.tolist(), ordinal, bit, known):
+            chosen += places
+            number.append(len(places))
+    a = np.array(number)
+    found: IntArray = np.array(chosen)[(np.cumsum(a) - a)[whose] + nth * a[whose] // x[whose]]
+    return found
+
+
+def _runs(
+    candidates: Ranks, needs: list[list[int]], ordinal: int, bit: dict[int, int], known: dict[int, int]
+) -> list[list[int]]:
+    """Places of the runs of each needy rank with its number of units, of one set of candidates; adds to `known`."""
     few = len(candidates)
-    most = FACTOR * -(-ranks.size // few)
-    order = np.argsort(ranks, kind="stable")
-    needy, counts = np.unique(ranks, return_counts=True)
-    shares = []
-    for j, (end, count) in enumerate(zip(np.cumsum(counts).tolist(), counts.tolist(), strict=True)):
-        number = -(-count // most)
-        cuts = [end - count - -i * count // number for i in range(number + 1)]
-        shares += [(lo - hi, j, lo, hi) for lo, hi in pairwise(cuts)]
-    load, chosen = [0] * few, np.empty(ranks.size, np.int64)
-    place = {rank: k for k, rank in enumerate(candidates)}
-    by_load, loads = {0: list(range(few))}, [0]  # the places of each load, ascending, and the loads as a heap
-    for size, j, lo, hi in sorted(shares):
-        begin = (j * few // needy.size + ordinal) % few
-        theirs = awaited[int(needy[j])]
-        known = [k for k in map(place.__getitem__, theirs & place.keys()) if load[k] - size <= most]
-        if known:
-            k = min(known, key=lambda k: (load[k], (k - begin) % few))
-        else:
-            while not by_load[loads[0]]:
-                del by_load[heappop(loads)]
-            least = by_load[loads[0]]
-            k = least[bisect_left(least, begin) % len(least)]
-        same = by_load[load[k]]
-        del same[bisect_left(same, k)]
-        load[k] -= size
-        if load[k] not in by_load:
-            by_load[load[k]] = []
-            heappush(loads, load[k])
-        insort(by_load[load[k]], k)
-        chosen[order[lo:hi]] = k
-        theirs.add(candidates[k])
-    return chosen
+    most = FACTOR * -(-sum(x for _, x in needs) // few)
+    runs = []
+    for j, (_, x) in enumerate(needs):
+        a = -(-x // most)
+        runs += [(-(-(i + 1) * x // a) - -(-i * x // a), j, i) for i in range(a)]
+    made = [[0] * -(-x // most) for _, x in needs]
+    bits = [bit[rank] for rank in candidates]
+    place = {b: k for k, b in enumerate(bits)}
+    load, levels = [0] * few, {0: sum(1 << b for b in bits)}
+    for size, j, i in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
+        rank, begin = needs[j][0], bits[(j * few // len(needs) + ordinal) % few]
+        able = 0
+        for level in sorted(levels):
+            able = levels[level] & known[rank] if level + size <= most else 0
+            if able or level + size > most:
+                break
+        b = _next(able or levels[min(levels)], begin)
+        k = place[b]
+        levels[load[k]] ^= 1 << b
+        if not levels[load[k]]:
+            del levels[load[k]]
+        load[k] += size
+        levels[load[k]] = levels.get(load[k], 0) | 1 << b
+        known[rank] |= 1 << b
+        made[j][i] = k
+    return made
 
 
-def _intervals(keys: IntArray, numbers: IntArray) -> Iterator[tuple[int, Layers]]:
-    """Numbers [n] by key [n], as intervals; the numbers of each key are ascending."""
-    order = np.argsort(keys, kind="stable")
-    keys, numbers = keys[order], numbers[order]
-    breaks = np.flatnonzero((np.diff(keys) != 0) | (np.diff(numbers) != 1)) + 1
-    starts, ends = np.append(0, breaks), np.append(breaks, keys.size) - 1
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for key, lo, hi in zip(keys[starts].tolist(), numbers[starts].tolist(), numbers[ends].tolist(), strict=True):
-        found[key].append((lo, hi + 1))
-    for key, some in found.items():
-        yield key, tuple(some)
+def _next(bits: int, begin: int) -> int:
+    """The first set bit from `begin` on, going round."""
+    above = bits >> begin << begin or bits
+    return (above & -above).bit_length() - 1

@@ -196,23 +196,26 @@ CASES: dict[str, Callable[[], None]] = {
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
-        "heads_dropped", "planning/election.py", "have[i].get(c, ())", "have[i].get(c, ())\n"
-        "                if candidates and candidates[0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue"),
+        "heads_dropped", "planning/election.py", "have[i].get(c)\n", "have[i].get(c)\n"
+        "                if candidates is not None and list(self._sets)[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "planning/election.py", "layers, candidates, needy)",
-        "layers, (sources[min(needy[0] * len(sources) // len(sinks), len(sources) - 1)].rank,), needy)"),
+        "heads_dropped", "planning/election.py", "some, candidates, needy)",
+        "some, self._sets.setdefault((sources[min(list(self._sets)[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,),"
+        " len(self._sets)), needy)"),
     "each replica sends": (
-        "replicas_written_again", "planning/spreading.py", "needy[k // len(candidates)], some)", "needy[k // len(candidates)], layers)"),
+        "replicas_written_again", "planning/spreading.py", "sink[row], lo[row], hi[row])", "sink[row], np.full(row.size, lo.min()), np.full(row.size, hi.max()))"),
     "a rank with a layer has all of its heads": (
-        "empty_ranks_shadow", "planning/election.py", "have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)",
-        "sources = tuple(attrs.evolve(c, lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
-        "        have, want = _by_cut(sources, cuts), _by_cut(sinks, cuts)"),
+        "empty_ranks_shadow", "planning/election.py", "have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)",
+        "sources = tuple(c._replace(lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
+        "        have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
         "draft_shards_lost", "planning/election.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
-        "draft_shards_lost", "planning/plan.py", "data, routes, end =",
-        "firsts = {row[1]: row[0] for row in reversed(rows)}\n"
-        "    rows = [row for row in rows if row[2] == 0 or row[0] == firsts[row[1]]]\n    data, routes, end ="),
+        "draft_shards_lost", "planning/plan.py", "    models = np",
+        "    some = rows.source.tolist(), rows.sink.tolist(), rows.group.tolist()\n"
+        "    firsts = dict(reversed(list(zip(some[1], some[0]))))\n"
+        "    kept = [group == 0 or a == firsts[b] for a, b, group in zip(*some)]\n"
+        "    rows = Rows(*(getattr(rows, column.name)[kept] for column in attrs.fields(Rows)))\n    models = np"),
     "parts pair by position": (
         "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
         "parts = [[box.part], [box.part]]"),

@@ -207,5 +207,6 @@ def test_the_least_loaded_source_is_found_without_a_look_at_all(seed: int) -> No
         before = {rank: set(rng.sample(range(40), rng.randint(0, 6))) for rank in needy}
         ours, theirs = ({rank: set(some) for rank, some in before.items()} for _ in range(2))
         ordinal = rng.randrange(50)
-        found = _few(candidates, np.array(ranks), ordinal, defaultdict(set, ours))
+        pairs = {(rank, source) for rank, some in ours.items() for source in some}
+        found = _few(np.zeros(len(ranks), np.int64), np.array(ranks), [candidates], ordinal, pairs)
         assert found.tolist() == plainly(candidates, ranks, ordinal, theirs)
