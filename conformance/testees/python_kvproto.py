@@ -11,7 +11,7 @@ from kvproto import KvprotoError, local_row, owned_before, owner
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import CopyProgram, RankLayout, windows
+from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.planning.geometry import owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.claims import check_held
@@ -116,36 +116,33 @@ def planned(question: Json) -> Json:
 
 def lowered(question: Json) -> CopyProgram:
     """The copies of one rank pair and request."""
-    sides = [question[name] for name in ("source", "sink")]
-    here, there = (
-        RankLayout(from_json(Geometry, side["geometry"]), int(side["rank"]), {c.group: c for c in columns})
-        for side in sides
-        for columns in [[from_json(Columns, c) for c in side["columns"]]]
-    )
-    asked = [windows([from_json(Grants, grant) for grant in side["windows"]]) for side in sides]
+    (here, from_), (there, to) = (side(question[name]) for name in ("source", "sink"))
     routes = plan(here.geometry, there.geometry).between(here.rank, there.rank)
-    return lower(routes, here, there, *asked)
+    return lower(routes, here, there, from_, to)
+
+
+def side(given: Json) -> tuple[RankLayout, dict[int, Window]]:
+    """A rank's layout and windows."""
+    columns = [from_json(Columns, columns) for columns in given["columns"]]
+    grants = [from_json(Grants, grant) for grant in given["windows"]]
+    layout = RankLayout(from_json(Geometry, given["geometry"]), int(given["rank"]), {c.group: c for c in columns})
+    return layout, windows(grants)
 
 
 def copies(question: Json) -> Json:
-    """What the program does to memory in which each byte says where it is: low and high byte of its offset, region."""
+    """What the program does to memory in which each byte says where it is."""
     program = lowered(question)
-    sources, sinks = ({int(op[f"{side}_region"]) for op in program.ops} for side in ("source", "sink"))
-    marks = [
-        (lambda at, r: at % 256),
-        (lambda at, r: at // 256),
-        (lambda at, r: r + 0 * at),
-        (lambda at, r: 1 + 0 * at),
-    ]
-    found = {r: np.zeros((len(marks), _MEMORY), np.uint8) for r in sinks}
-    for i, mark in enumerate(marks):
-        memory = {r: memoryview(mark(np.arange(_MEMORY), r).astype(np.uint8)) for r in sources}
-        execute(program, memory, {r: memoryview(planes[i]) for r, planes in found.items()})
+    sources, sinks = ({int(op[f"{name}_region"]) for op in program.ops} for name in ("source", "sink"))
+    marked = {region: marks(region) for region in sources}
+    found = {region: np.zeros((4, _MEMORY), np.uint8) for region in sinks}
+    for i in range(4):
+        from_, to = ({r: memoryview(planes[i]) for r, planes in memory.items()} for memory in (marked, found))
+        execute(program, from_, to)
     runs: list[list[int]] = []
     for sink in sorted(found):
         low, high, region, written = found[sink].astype(int)
-        for to in np.flatnonzero(written).tolist():
-            at = [int(region[to]), int(low[to] + 256 * high[to]), sink, to]
+        for to_ in np.flatnonzero(written).tolist():
+            at = [int(region[to_]), int(low[to_] + 256 * high[to_]), sink, to_]
             if runs and at == [runs[-1][0], runs[-1][1] + runs[-1][4], runs[-1][2], runs[-1][3] + runs[-1][4]]:
                 runs[-1][4] += 1
             else:
@@ -155,6 +152,12 @@ def copies(question: Json) -> Json:
 
 _MEMORY = 1 << 16
 """Bytes of each region; those of the cases are smaller."""
+
+
+def marks(region: int) -> Any:
+    """Four fillings [4, bytes] of a region: low and high byte of the offset, the region's id, and 1."""
+    at = np.arange(_MEMORY)
+    return np.stack([at % 256, at // 256, np.full_like(at, region), np.ones_like(at)]).astype(np.uint8)
 
 
 def sums(question: Json) -> Json:
