@@ -27,6 +27,7 @@ _CATALOGUE = {
     "RemoteError": "errors",
     "Fetch": "sink",
     "Request": "source",
+    "Seed": "net.addresses",
     "Sink": "sink",
     "Source": "source",
     "Ticket": "prompt",
@@ -38,12 +39,14 @@ _CATALOGUE = {
     "owned_before": "planning.deals",
     "owner": "planning.deals",
     "plan": "planning.plan",
+    "read_sources": "net.addresses",
     "read_ticket": "prompt",
     "write_ticket": "prompt",
 }
 
 if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
+    from kvproto.net.addresses import Seed, read_sources
     from kvproto.options import Options
     from kvproto.planning.cache import Block, Cache
     from kvproto.planning.deals import local_row, most_before, owned_before, owner
@@ -74,6 +77,7 @@ __all__ = [
     "Prompt",
     "RemoteError",
     "Request",
+    "Seed",
     "Sink",
     "Source",
     "Ticket",
@@ -86,6 +90,7 @@ __all__ = [
     "owned_before",
     "owner",
     "plan",
+    "read_sources",
     "read_ticket",
     "write_ticket",
 ]

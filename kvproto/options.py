@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -49,7 +50,10 @@ class Options:
             deals layers over all of them; "few" awaits as few as send at most twice what the busiest sends by "even"
             (feature FEW_SOURCES); "one" awaits the fewest, whatever they send (feature SPREAD_ONE).
         pull: Whether the sink reads instead of the source writing, if both sides say so (feature PULL).
-        insecure: Whether loopback TCP may be used without encryption.
+        keys: The folder with this engine's CURVE keys, as `kvproto keygen` makes it: what every TCP address needs.
+        allow: Source, with keys: the file that lists the clients that may connect; None: allow.toml in `keys`. It is
+            read again when it changes.
+        insecure: Whether TCP may be used without keys, so that anybody who reaches the address may connect and listen.
         thread: Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`.
         callbacks: Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O
             thread or `step`.
@@ -77,7 +81,15 @@ class Options:
 
     measured: Sequence[Measured] = ()
     pull: bool = False
-    insecure: bool = False
+    keys: str | Path | None = None
+    allow: str | Path | None = None
+    insecure: bool = attrs.field(default=False)
+
+    @insecure.validator
+    def _check_insecure(self, field: attrs.Attribute[Any], value: Any) -> None:
+        if value and self.keys is not None:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.insecure", "keys, or insecure", "both", "leave one out")
+
     thread: bool = True
     callbacks: Callable[[Callable[[], object]], object] | None = None
     part_bytes: int = attrs.field(

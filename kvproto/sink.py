@@ -9,7 +9,7 @@ from typing import Any
 from kvproto.door import Door, Handle, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole
 from kvproto.events import Arrived, Event, Lost, PagesFree
-from kvproto.net import Dialer, check_address
+from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.node.pages import PageTables, grants_of
 from kvproto.node.sink import SinkNode
 from kvproto.node.told import Received, TransferLost, TransferProven, shared_event
@@ -52,13 +52,15 @@ class Sink(Door):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
-        self, name: str, pool: Pool, sources: Mapping[str, str] | Mapping[tuple[str, int], str] | None = None,
+        self, name: str, pool: Pool,
+        sources: Mapping[str, str | Seed] | Mapping[tuple[str, int], str | Seed] | None = None,
         options: Options | None = None,
     ) -> None:  # fmt: skip
         """Connect to sources.
 
         `sources` is where each of them listens: engine name (replica 0), or (name, replica), to the address of any of
-        its ranks; the others follow from its Welcome. `connect` adds more. Raises LocalError for a pool or options that
+        its ranks, or to a Seed, which has its public key too; the other ranks follow from its Welcome. `read_sources`
+        reads such a mapping from a file; `connect` adds more. Raises LocalError for a pool or options that
         cannot be used.
         """
         self._fetches: dict[int, Fetch] = {}
@@ -67,28 +69,29 @@ class Sink(Door):
         chosen, party = options_of(options), party_of(name, pool)
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}'
         check_type("sources", sources, (Mapping, NoneType), "a mapping of engine name to address", advice)
-        named = [(_replica(key), key, address) for key, address in (sources or {}).items()]
-        for _, key, address in named:
-            _check_address(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", address, chosen)
+        given = {key: seed if isinstance(seed, Seed) else Seed(seed) for key, seed in (sources or {}).items()}
+        named = [(_replica(key), key, seed) for key, seed in given.items()]
+        for _, key, seed in named:
+            _check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
         self._node = SinkNode(
-            party, pool, Dialer(chosen.insecure), verify=chosen.verify,
+            party, pool, _dialer(chosen), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
             spread=chosen.spread,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
-        for (engine, replica), _, address in named:
-            self.connect(engine, replica, address=address)
+        for (engine, replica), _, seed in named:
+            self.connect(engine, replica, address=seed.address, key=seed.key)
 
-    def connect(self, engine: str, replica: int = 0, *, address: str) -> None:
+    def connect(self, engine: str, replica: int = 0, *, address: str, key: str | None = None) -> None:
         """Add a source replica, or say where it listens now; whoever routes requests knows.
 
-        Connected tells when it is ready; `fetch` may be called before. Raises LocalError for an address that may not be
-        used.
+        `key` is its public key, which a TCP address needs (KVP-NET-KEY). Connected tells when it is ready; `fetch` may
+        be called before. Raises LocalError for an address or a key that may not be used.
         """
         source = _replica((engine, replica))
-        _check_address("address", address, self.options)
+        server = _check_seed("address", Seed(address, key), self.options)
         self._sources.add(source)
-        self._driver.post(lambda: self._node.connect(source, address))
+        self._driver.post(lambda: self._node.connect(source, address, server))
 
     def disconnect(self, engine: str, replica: int = 0) -> None:
         """Say Goodbye to a source replica; fetches under way from it are lost."""
@@ -205,13 +208,24 @@ def _replica(given: Any) -> tuple[str, int]:
     return engine, check_whole("replica", replica, 0)
 
 
-def _check_address(path: str, address: Any, options: Options) -> None:
-    """Raise LocalError, with the argument's own path, for an address that may not be used."""
+def _dialer(options: Options) -> Dialer:
+    return Dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
+
+
+def _check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
+    """The source's key; raises LocalError, with the argument's own path, for a seed that may not be used."""
+    address = seed.address
     check_type(path, address, str, "an address, a str")
     if "{rank}" in address:
         advice = "name one rank of the source, such as rank 0; the others follow from its Welcome"
         raise LocalError(ErrorCode.OUT_OF_RANGE, path, "the address of one rank", repr(address), advice)
     try:
-        check_address(address, options.insecure)
+        check_address(address, options.keys is not None, options.insecure)
     except LocalError as error:
         raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error
+    if seed.key is not None:
+        return check_public("key", seed.key)
+    if encrypted(address) and options.keys is not None:
+        advice = "the line of its public.key, as `key`, or in a Seed"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "key", f"the public key of the source at {address}", "none", advice)
+    return None

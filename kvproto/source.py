@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvproto.copying.late import items_before
 from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
-from kvproto.net import Listener
+from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
 from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
@@ -186,10 +187,14 @@ class Source(Door):
         party = party_of(name, pool)
         for address in endpoints.values():
             check_type("listen", address, str, "addresses, each a str")
+            if len(ranks) > 1 and is_wildcard(address):
+                advice = "sinks dial what Welcome says: name the host, or the address of an interface"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", "addresses that can be dialled", address, advice)
         try:
-            listener = Listener(endpoints[pool.rank], chosen.insecure)
+            listener = _listener(endpoints[pool.rank], chosen)
         except LocalError as error:
-            raise LocalError(error.code, "listen", error.mine, error.yours, error.advice) from error
+            path = "listen" if error.path == "address" else error.path
+            raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error
         endpoints[pool.rank] = listener.address
         try:
             self._node = SourceNode(
@@ -270,6 +275,14 @@ class Source(Door):
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()
+
+
+def _listener(address: str, options: Options) -> Listener:
+    """With the keys and the allow-list of the options, where the address needs them."""
+    if options.keys is None or not encrypted(address):
+        return Listener(address, options.insecure)
+    keys, allow = read_keys(options.keys), options.allow or Path(options.keys) / "allow.toml"
+    return Listener(address, keys=keys, allow=AllowList(allow))
 
 
 def _is_span(given: Any) -> bool:

@@ -1,5 +1,29 @@
 """ZeroMQ: the only importer of zmq."""
 
-from kvproto.net.sockets import Dialer, Listener, check_address, private_address
+from kvproto.net.addresses import (
+    Seed,
+    check_address,
+    encrypted,
+    is_wildcard,
+    private_address,
+    read_sources,
+)
+from kvproto.net.allowed import AllowList
+from kvproto.net.keys import KeyPair, check_public, make_keys, read_keys
+from kvproto.net.sockets import Dialer, Listener
 
-__all__ = ["Dialer", "Listener", "check_address", "private_address"]
+__all__ = [
+    "AllowList",
+    "Dialer",
+    "KeyPair",
+    "Listener",
+    "Seed",
+    "check_address",
+    "check_public",
+    "encrypted",
+    "is_wildcard",
+    "make_keys",
+    "private_address",
+    "read_keys",
+    "read_sources",
+]

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-__all__ = ["readable", "receive", "send"]
+__all__ = ["Inbox", "receive", "send"]
 
 
 class _Message(ctypes.Structure):
@@ -35,6 +35,7 @@ def _library() -> Any:
             ("zmq_msg_data", pointer, (pointer,)),
             ("zmq_msg_size", ctypes.c_size_t, (pointer,)),
             ("zmq_msg_more", number, (pointer,)),
+            ("zmq_msg_gets", ctypes.c_char_p, (pointer, ctypes.c_char_p)),
             ("zmq_msg_close", number, (pointer,)),
             ("zmq_getsockopt", number, (pointer, number, pointer, pointer)),
         ):
@@ -68,15 +69,44 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
     )
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+class Inbox:
+    """A socket, and whether its descriptor tells of all that comes: it is edge-triggered, as ZeroMQ's are."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket, self.fd = socket, int(socket.getsockopt(zmq.FD))
+        self.look = False
+        """Whether anything was done since `take` found no more; else the descriptor tells of all that comes."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to take of which the descriptor does not tell: left behind by `take`, or come
+        while a frame was sent. Ask before sleeping.
+        """
+        return self.look and _readable(self.socket)
+
+    def take(self, who: bool = False) -> list[bytes] | None:
+        """As `receive`."""
+        frames = receive(self.socket, who)
+        self.look = frames is not None
+        return frames
+
+    def send(self, frames: list[bytes]) -> bool:
+        """As `send`."""
+        self.look = True
+        return send(self.socket, frames)
+
+
+def receive(socket: zmq.Socket[bytes], who: bool = False) -> list[bytes] | None:
     """The frames of one message, three at most; None where none has come.
+
+    `who`: ahead of them, the key that its connection proved to have, empty where it proved none.
 
     Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
     too. Only the thread that owns the socket may call.
     """
     frames: list[bytes] = []
     read = _read if _zmq is None or socket.closed else _read_directly
-    more = read(socket, frames)
+    more = read(socket, frames, who)
     if more is None:
         return None
     rest = socket in _unread
@@ -87,21 +117,30 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     return [] if more or rest else frames
 
 
-def _read(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
+def _read(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
     """Whether a message goes on after what one call reads of it; None where none has come."""
     for n in range(_MOST_READ):
         try:
-            frame = socket.recv(zmq.DONTWAIT)
+            frame = socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
+        if who and not n:
+            frames.append(_proven(frame))
         if n < _MOST_FRAMES:
-            frames.append(frame)
+            frames.append(frame.bytes)
         if not socket.rcvmore:
             return False
     return True
 
 
-def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
+def _proven(frame: zmq.Frame) -> bytes:
+    try:
+        return str(frame.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return b""
+
+
+def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
     message = _Message()
     at = ctypes.addressof(message)
     _zmq.zmq_msg_init(at)
@@ -109,6 +148,8 @@ def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | Non
         for n in range(_MOST_READ):
             if _zmq.zmq_msg_recv(at, socket.underlying, _NOWAIT) < 0:
                 return None
+            if who and not n:
+                frames.append(_zmq.zmq_msg_gets(at, b"User-Id") or b"")
             if n < _MOST_FRAMES:
                 frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), _zmq.zmq_msg_size(at)))
             if not _zmq.zmq_msg_more(at):
@@ -118,7 +159,7 @@ def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | Non
     return True
 
 
-def readable(socket: zmq.Socket[bytes]) -> bool:
+def _readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
     if _zmq is None or socket.closed:
         return bool(int(socket.getsockopt(zmq.EVENTS)) & _IN)

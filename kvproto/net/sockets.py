@@ -1,223 +1,309 @@
 """ROUTER at the source, one DEALER for each address at the sink; one message is one frame.
 
-Without CURVE only ipc in a private directory is allowed, or loopback TCP with `insecure`. Clause KVP-NET-INSECURE.
+What an address needs, CURVE or a private directory, is in `kvproto.net.addresses`. Clause KVP-NET-CURVE.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import os
+import errno
 import socket
-import stat
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+import attrs
 import zmq
 
 from kvproto.errors import LocalError
-from kvproto.net import direct
+from kvproto.net import limits
+from kvproto.net.addresses import check_address, encrypted
+from kvproto.net.allowed import AllowList
+from kvproto.net.direct import Inbox
+from kvproto.net.gate import Connections, Handshakes, Socket, event_of, events_of
+from kvproto.net.keys import KeyPair
+from kvproto.session import Party
+from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Dialer", "Listener", "check_address", "private_address"]
+__all__ = ["Dialer", "Listener"]
 
-_MAX_FRAME = (1 << 24) + 16
+_MAX_FRAME = tables.HEADER_BYTES + tables.MAX_BODY
 _LINGER = 500
 """Milliseconds for frames that are still to go when a socket closes."""
-
-
-def private_address(directory: str | Path, name: str) -> str:
-    """An ipc address in a directory that only this user may enter."""
-    return f"ipc://{Path(directory) / name}"
-
-
-def check_address(address: str, insecure: bool) -> None:
-    """Raise LocalError for an address that may not be used: see the module (KVP-NET-INSECURE)."""
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        _check_path(rest)
-    elif scheme == "tcp":
-        _check_loopback(rest, insecure)
-    else:
-        raise _bad("ipc:// or tcp://", address, "give a ZeroMQ address")
-
-
-_LONGEST_PATH = 107
-"""Bytes of a Unix socket's path."""
-
-
-def _check_path(path: str) -> None:
-    folder = Path(path).parent
-    if not path or path.startswith("@") or len(os.fsencode(path)) > _LONGEST_PATH:
-        advice = "abstract sockets are open to every user"
-        raise _bad(f"ipc:// and a path in the file system of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
-    if not folder.is_dir():
-        raise _bad("an existing directory", str(folder), "make it with mode 0700")
-    mode = folder.stat()
-    if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
-        raise _bad("a directory of this user with mode 0700", str(folder), f"chmod 700 {folder}")
-
-
-def _check_loopback(rest: str, insecure: bool) -> None:
-    host, _, port = rest.rpartition(":")
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not (insecure and loopback):
-        advice = "KV addresses would travel in the clear"
-        raise _bad("ipc, or loopback TCP with Options(insecure=True), --insecure", f"tcp://{rest}", advice)
-    if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise _bad("a port, 0 to 65535 or *", f"tcp://{rest}", "give a number")
-
-
-def _bad(mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice)
-
-
-_PER_TURN = 256
-"""Frames that one turn takes, so that no peer holds a turn up."""
+_OPTIONS = {
+    zmq.MAXMSGSIZE: _MAX_FRAME,
+    zmq.RCVHWM: limits.RECEIVE_QUEUE,
+    zmq.SNDHWM: limits.SEND_QUEUE,
+    zmq.HANDSHAKE_IVL: int(1000 * limits.HANDSHAKE),
+    zmq.RECONNECT_IVL_MAX: 2000,
+    zmq.LINGER: _LINGER,
+    zmq.SNDTIMEO: 0,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 20,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""Of both ends. The kernel's keepalive tells a host that is gone from a process that is stopped, which answers it."""
+_BREAKS = 3
+"""Handshakes in a row that end without a word, after which the server is taken for one with another key."""
 
 
 class Listener:
-    """A ROUTER where sinks dial; connections are ZeroMQ's routing ids."""
+    """A ROUTER where sinks dial; a connection is a routing id and the key that its client proved (KVP-NET-OWNER)."""
 
-    def __init__(self, address: str, insecure: bool = False) -> None:
-        """Bind; raises LocalError for an address that may not be used, or is in use."""
-        check_address(address, insecure)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        self._socket.setsockopt(zmq.LINGER, _LINGER)
-        self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        self._end = weakref.finalize(self, _close, self._context, [self._socket])
+    def __init__(
+        self, address: str, insecure: bool = False, keys: KeyPair | None = None, allow: AllowList | None = None
+    ) -> None:
+        """Bind, with CURVE unless the address is private or keys are missing.
+
+        Raises LocalError for an address that may not be used, or is in use, and for keys without an allow-list.
+        """
+        check_address(address, keys is not None, insecure)
+        self._allow = allow if keys is not None and encrypted(address) else None
+        if keys is not None and encrypted(address) and allow is None:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "allow", "an allow-list beside keys", "none", "list the clients")
+        self._context: zmq.Context[Socket] = zmq.Context()
+        opened: list[Socket] = []
+        self._end = weakref.finalize(self, _close, self._context, opened)
         try:
+            made = _open(self._context, zmq.ROUTER, address, opened)
+            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._handshakes = None
+            if keys is not None and self._allow is not None:
+                self._handshakes = Handshakes(self._context, self._allow)
+                opened.insert(0, self._handshakes.socket)
+                made.setsockopt(zmq.CURVE_SERVER, 1)
+                made.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                made.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
             # ZeroMQ itself would take over an ipc path that someone listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
-            self._socket.bind(address)
+            self._connections = Connections(self._context, made)
+            opened.append(self._connections.inbox.socket)
+            made.bind(address)
+            self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self.close()
             raise LocalError(
                 ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner"
             ) from e
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._look = False
-        """Whether anything was done since `receive` found no more; else the descriptor tells of all that comes."""
+        self._inbox = Inbox(made)
+        self._inboxes = [self._inbox, self._connections.inbox]
+        self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to take of which the descriptor does not tell: left behind by `receive`, or come
+        """Whether there is something to take of which the descriptors do not tell: left behind by `receive`, or come
         while a frame was sent. Ask before sleeping.
         """
-        return self._look and direct.readable(self._socket)
+        return any(inbox.pending for inbox in self._inboxes)
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
-        return self._fd
+    def filenos(self) -> list[int]:
+        """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
+        return [inbox.fd for inbox in self._inboxes]
 
     def receive(self) -> Iterator[tuple[Hashable, bytes]]:
         """What has come, connection and frame, at most 256 of them, each taken when it is asked for; a message of
-        several parts is ignored (KVP-NET-ONE).
+        several parts is ignored (KVP-NET-ONE), and so is a key that is not allowed any more (KVP-NET-REVOKE).
         """
-        self._look = True
-        for _ in range(_PER_TURN):
-            frames = direct.receive(self._socket)
+        self._connections.turn()
+        if self._handshakes is not None:
+            self._handshakes.turn()
+        for _ in range(limits.TURN_FRAMES):
+            frames = self._inbox.take(who=True)
             if not frames:
-                self._look = frames is not None
                 return
-            if len(frames) == 2:
-                yield frames[0], frames[1]
+            if len(frames) == 3 and (self._allow is None or self._allow.knows(frames[0])):
+                yield (frames[1], frames[0]), frames[2]
+
+    def renew(self, now: float) -> bool:
+        """Read the allow-list again if it has changed; whether it says something else now."""
+        return self._allow is not None and self._allow.renew(now)
+
+    def admit(self, conn: Hashable, party: Party, role: int) -> None:
+        """Raise RemoteError(NOT_ALLOWED) where the key of a connection may not be this (KVP-NET-ALLOW)."""
+        assert isinstance(conn, tuple)
+        if self._allow is not None:
+            self._allow.check(conn[1], party, role)
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
         """Send; False where the peer is gone or takes nothing."""
-        assert isinstance(conn, bytes)
-        self._look = True
-        return direct.send(self._socket, [conn, frame])
+        assert isinstance(conn, tuple)
+        return self._inbox.send([conn[0], frame])
 
     def close(self) -> None:
         """Close, giving queued frames half a second."""
         self._end()
 
 
+@attrs.define(eq=False)
+class _Line:
+    """One DEALER, and what ZeroMQ tells of its handshakes until one succeeds."""
+
+    inbox: Inbox
+    events: Inbox | None
+    breaks: int = 0
+
+    @property
+    def inboxes(self) -> list[Inbox]:
+        return [self.inbox] if self.events is None else [self.inbox, self.events]
+
+
 class Dialer:
     """The DEALERs of a sink: one for each key, whose last element is the address that it connects to."""
 
-    def __init__(self, insecure: bool = False) -> None:
-        self._insecure = insecure
-        self._context = zmq.Context()
-        self._sockets: dict[tuple[Any, ...], zmq.Socket[bytes]] = {}
+    def __init__(self, insecure: bool = False, keys: KeyPair | None = None) -> None:
+        self._insecure, self._keys = insecure, keys
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._lines: dict[tuple[Any, ...], _Line] = {}
+        self._opened: list[Socket] = []
         self._fds: list[int] = []
-        self._look = set[tuple[Any, ...]]()
-        """As `Listener`'s, by key."""
-        self._end = weakref.finalize(self, _close, self._context, self._sockets.values())
+        self._turns = 0
+        self._end = weakref.finalize(self, _close, self._context, self._opened)
 
     @property
     def pending(self) -> bool:
         """As `Listener.pending`, of any connection."""
-        return any(direct.readable(self._sockets[key]) for key in self._look)
+        return any(inbox.pending for line in self._lines.values() for inbox in line.inboxes)
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
         return self._fds
 
-    def receive(self) -> list[tuple[tuple[Any, ...], bytes]]:
-        """What has come, key and frame, at most 256 a key; a message of several parts is ignored (KVP-NET-ONE)."""
-        found: list[tuple[tuple[Any, ...], bytes]] = []
-        for key, each in self._sockets.items():
-            self._look.add(key)
-            for _ in range(_PER_TURN):
-                frames = direct.receive(each)
+    def receive(self) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+        """What has come, key and frame: one of each connection in turn, at most 256, each taken when it is asked for
+        (KVP-NET-TURN); a message of several parts is ignored (KVP-NET-ONE).
+        """
+        lines, left = list(self._lines.items()), limits.TURN_FRAMES
+        self._turns += 1
+        first = self._turns % len(lines) if lines else 0
+        lines = lines[first:] + lines[:first]
+        while lines:
+            more = []
+            for each in lines:
+                key, line = each
+                frames = line.inbox.take()
                 if frames is None:
-                    self._look.discard(key)
-                if not frames:
-                    break
+                    continue
+                left -= 1
                 if len(frames) == 1:
-                    found.append((key, frames[0]))
+                    yield key, frames[0]
+                if left == 0:
+                    return
+                more.append(each)
+            lines = more
+
+    def holds(self, link: Hashable) -> bool:
+        """Whether frames of connections whose keys begin with this are still to be taken."""
+        return any(line.inbox.pending for key, line in self._lines.items() if key[0] == link)
+
+    def refusals(self) -> list[tuple[tuple[Any, ...], LocalError]]:
+        """Connections whose handshake can never succeed, and why."""
+        found = []
+        for key, line in self._lines.items():
+            if line.events is None:
+                continue
+            while line.events is not None and (frames := line.events.take()) is not None:
+                event, _ = event_of(frames)
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._unwatch(line)
+                elif event:
+                    line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
+                    if line.breaks >= _BREAKS:
+                        self._unwatch(line)
+                        found.append((key, _refusal(event, str(key[-1]))))
         return found
 
-    def send(self, key: tuple[Any, ...], frame: bytes) -> bool:
-        """Send, connecting at first use; raises LocalError for an address that may not be used."""
-        if key not in self._sockets:
-            address = str(key[-1])
-            check_address(address, self._insecure)
-            made = self._context.socket(zmq.DEALER)
-            made.setsockopt(zmq.LINGER, _LINGER)
-            made.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-            try:
-                made.connect(address)
-            except zmq.ZMQError as e:
-                made.close()
-                raise LocalError(
-                    ErrorCode.INTERNAL,
-                    "address",
-                    "an address that ZeroMQ connects to",
-                    f"{address}: {e}",
-                    "mend the address",
-                ) from e
-            self._sockets[key] = made
-            self._fds = [*self._fds, int(made.getsockopt(zmq.FD))]
-        self._look.add(key)
-        return direct.send(self._sockets[key], [frame])
+    def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
+        """Send, connecting at first use to a server with this public key; raises LocalError for an address that may not
+        be used.
+        """
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._connect(str(key[-1]), server)
+            self._count()
+        return line.inbox.send([frame])
+
+    def _connect(self, address: str, server: bytes | None) -> _Line:
+        check_address(address, self._keys is not None and server is not None, self._insecure)
+        opened: list[Socket] = []
+        events = None
+        try:
+            made = _open(self._context, zmq.DEALER, address, opened)
+            if encrypted(address):
+                if self._keys is not None and server is not None:
+                    made.setsockopt(zmq.CURVE_SERVERKEY, server)
+                    made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                    made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+                events = events_of(self._context, made, _HANDSHAKES)
+                opened.append(events.socket)
+            made.connect(address)
+            line = _Line(Inbox(made), events)
+        except zmq.ZMQError as e:
+            for each in opened:
+                each.close(0)
+            mine, yours = "an address that ZeroMQ connects to", f"{address}: {e}"
+            advice = "raise the limit of open files (ulimit -n)" if e.errno == errno.EMFILE else "correct the address"
+            raise LocalError(ErrorCode.INTERNAL, "address", mine, yours, advice) from e
+        self._opened += opened
+        return line
+
+    def _unwatch(self, line: _Line) -> None:
+        if line.events is not None:
+            line.inbox.socket.disable_monitor()
+            self._shut(line.events)
+            line.events = None
+            self._count()
+
+    def _shut(self, inbox: Inbox) -> None:
+        self._opened.remove(inbox.socket)
+        inbox.socket.close()
+
+    def _count(self) -> None:
+        self._fds = [inbox.fd for line in self._lines.values() for inbox in line.inboxes]
 
     def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
         """Close the connections whose keys are not wanted any more."""
-        for key in [k for k in self._sockets if not wanted(k)]:
-            former = self._sockets.pop(key)
-            self._look.discard(key)
-            gone = int(former.getsockopt(zmq.FD))
-            self._fds = [fd for fd in self._fds if fd != gone]
-            former.close()
+        for key in [k for k in self._lines if not wanted(k)]:
+            line = self._lines.pop(key)
+            self._unwatch(line)
+            self._shut(line.inbox)
+        self._count()
 
     def close(self) -> None:
         """Close all, giving queued frames half a second."""
         self._end()
 
 
-def _close(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[bytes]]) -> None:
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+def _refusal(event: int, address: str) -> LocalError:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        advice = "its operator adds our public key to its allow-list"
+        return LocalError(ErrorCode.NOT_ALLOWED, "keys", f"to be let in at {address}", "our key is unknown", advice)
+    mine, yours = f"the source's key at {address}", "another key, or none"
+    advice = "ask its operator for its public.key; a source without keys needs Options(insecure=True), --insecure"
+    return LocalError(ErrorCode.WRONG_PEER, "key", mine, yours, advice)
+
+
+def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[Socket]) -> Socket:
+    made = context.socket(kind)
+    opened.append(made)
+    for option, value in _OPTIONS.items():
+        made.setsockopt(option, value)
+    if "[" in address:
+        made.setsockopt(zmq.IPV6, 1)
+    return made
+
+
+def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
     """Sockets first: a context waits for them, for ever where it is collected as garbage with them, or at exit."""
     for each in sockets:
         each.close()

@@ -55,9 +55,14 @@ class _Wanted:
 class SourceLink:
     """One source replica as a sink rank sees it; transfers carry the sink's own numbers."""
 
-    def __init__(self, here: Here, key: int, seed: str, replica: tuple[str, int] | None = None) -> None:
-        """Greets the rank that listens at `seed`, where `replica` must answer; `key` tells links apart."""
-        self._here, self.key, self.seed = here, key, seed
+    def __init__(
+        self, here: Here, key: int, seed: str, replica: tuple[str, int] | None = None, server: bytes | None = None
+    ) -> None:
+        """Greets the rank that listens at `seed`, where `replica` must answer; `key` tells links apart.
+
+        `server` is the public key that every rank of the source must have, where addresses need one (KVP-NET-KEY).
+        """
+        self._here, self.key, self.seed, self.server = here, key, seed, server
         columns = tuple(here.pool.layout.columns.values())
         regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(

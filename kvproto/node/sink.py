@@ -27,6 +27,8 @@ __all__ = ["QUARANTINE", "Replica", "SinkNode"]
 QUARANTINE = 0.5
 """Share of a group's pages that may wait for proof."""
 
+_TURN = 0.02
+"""Seconds after which a turn hears no further frame; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
 """A source engine and one of its replicas."""
 
@@ -47,8 +49,8 @@ class SinkNode:
             party, pool, self.transports, readers if pull else (), features_of(self.transports, verify, pull, spread),
             Quarantine(pool.layout, quarantine),
         )  # fmt: skip
-        self.sources: dict[Replica, str] = {}
-        """Where each source replica listens."""
+        self.sources: dict[Replica, tuple[str, bytes | None]] = {}
+        """Where each source replica listens, and its public key."""
         self._links: dict[Replica, SourceLink] = {}
         self._former: list[SourceLink] = []
         """Links that are over while something of them waits for proof."""
@@ -60,17 +62,19 @@ class SinkNode:
         """Watches that a turn closes at its end, so that their descriptors are not given to its new ones: a driver
         would not notice.
         """
+        self._dying: list[tuple[SourceLink, int]] = []
+        """Sessions whose writer has ended, and whose last frames are still to be heard."""
         self._told: list[Any] = []
 
     # what the engine says
 
-    def connect(self, replica: Replica, address: str) -> None:
-        """Greet a source replica, or greet it where it listens now."""
-        self.sources[replica] = address
+    def connect(self, replica: Replica, address: str, server: bytes | None = None) -> None:
+        """Greet a source replica, or greet it where it listens now; `server`: its public key."""
+        self.sources[replica] = address, server
         known = self._links.get(replica)
-        if known is None or known.over or known.seed != address:
+        if known is None or known.over or (known.seed, known.server) != (address, server):
             self._retire(replica, "connected elsewhere")
-            self._links[replica] = SourceLink(self._here, next(self._keys), address, replica)
+            self._links[replica] = SourceLink(self._here, next(self._keys), address, replica, server)
 
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Goodbye to a source replica."""
@@ -89,7 +93,7 @@ class SinkNode:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))
             return
-        self.connect(replica, self.sources[replica])
+        self.connect(replica, *self.sources[replica])
         self._transfers[number] = self._links[replica]
         self._links[replica].fetch(number, ticket, content, grants, seconds, axes)
 
@@ -117,13 +121,22 @@ class SinkNode:
                 transport.acknowledge()
         now = time.monotonic()
         self._flush()
-        dead = self._dead(ready)
+        self._dying += self._dead(ready)
         by_key = {link.key: link for link in self._all()}
         for conn, frame in self._dialer.receive():  # what they said last is heard before they are given up
             if conn[0] in by_key:
                 by_key[conn[0]].endpoint.receive(conn[1], frame, now)
-        for link, session in dead:
-            link.endpoint.died(session, now)
+            if time.monotonic() - now > _TURN:
+                break
+        for conn, error in self._dialer.refusals():
+            if conn[0] in by_key:
+                self._refuse(by_key[conn[0]], conn[1], error)
+        dying, self._dying = self._dying, []
+        for link, session in dying:
+            if self._dialer.holds(link.key):
+                self._dying.append((link, session))
+            else:
+                link.endpoint.died(session, now)
         for link in self._all():
             link.endpoint.on_time(now)
             for session, process in link.endpoint.writers().items():
@@ -196,11 +209,14 @@ class SinkNode:
         for link in self._all():
             for address, frame in link.endpoint.to_send(now):
                 try:
-                    self._dialer.send((link.key, address), frame)
+                    self._dialer.send((link.key, address), frame, link.server)
                 except KvprotoError as error:  # an address of Welcome that may not be used
-                    if not link.over:
-                        link.refuse(error)
-                        self._told.append(SessionRefused(str(address), error, by_us=True))
+                    self._refuse(link, str(address), error)
+
+    def _refuse(self, link: SourceLink, address: str, error: KvprotoError) -> None:
+        if not link.over:
+            link.refuse(error)
+            self._told.append(SessionRefused(address, error, by_us=True))
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then let go of everything."""

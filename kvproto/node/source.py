@@ -62,7 +62,7 @@ class SourceNode:
         self.transports = tuple(transports) or (default(pool.memories),)
         self.endpoint = SourceEndpoint(
             party, pool.layout.geometry, dict(endpoints), features_of(self.transports, verify, pull, spread),
-            session_id, this_process(),
+            session_id, this_process(), listener.admit,
         )  # fmt: skip
         self._scheduler = Scheduler(part_bytes, first_part_ratio)
         self._dispatcher = Dispatcher(pool.memories, self._unwanted, self._arrived)
@@ -147,6 +147,8 @@ class SourceNode:
         if self._dispatcher.busy:  # a sink may be waiting for it
             self._complete(told, False)
         now, heard, self._refused = time.monotonic(), self._refused, False
+        if self._listener.renew(now):
+            self.endpoint.readmit()
         for conn, frame in self._listener.receive():
             self.endpoint.receive(conn, frame, now)
             heard = True
@@ -170,7 +172,7 @@ class SourceNode:
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
         found = [transport.fileno() for transport in self.transports]
-        return [self._listener.fileno(), *(fd for fd in found if fd is not None)]
+        return [*self._listener.filenos(), *(fd for fd in found if fd is not None)]
 
     def timeout(self) -> float | None:
         """Seconds until a turn has something to do whatever the descriptors say."""

@@ -27,6 +27,8 @@ from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
 
 __all__ = ["SourceEndpoint"]
 
+Admit = Callable[[Hashable, Party, int], None]
+
 _MAX_REMEMBERED = 1 << 16
 """Incarnations, and sessions of incarnations that were replaced."""
 
@@ -36,13 +38,14 @@ class SourceEndpoint(Claims):
 
     def __init__(
         self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...],
-        mint: Callable[[], int], process: m.Process | None = None,
+        mint: Callable[[], int], process: m.Process | None = None, admit: Admit | None = None,
     ) -> None:  # fmt: skip
         """`endpoints`: where every rank of the replica listens; `mint`: random session ids, of 64 bits and not 0, that
-        nobody can guess (KVP-SES-FRESH); `process`: the one that will write.
+        nobody can guess (KVP-SES-FRESH); `process`: the one that will write; `admit`: raises NOT_ALLOWED for who may
+        not be at the other end of a connection.
         """
         super().__init__(me, geometry)
-        self.process = process
+        self.process, self._admit = process, admit or (lambda conn, peer, role: None)
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         self._features, self._mint = features, mint
         self.sessions: dict[int, SourceSession] = {}
@@ -100,6 +103,7 @@ class SourceEndpoint(Claims):
         terms = Terms(tuple(hello.offered), tuple(hello.needed), tuple(hello.versions))
         try:
             chosen = negotiate(terms, Terms(self._features))
+            self._admit(conn, peer, hello.role)
             session = self.sessions.get(hello.resume or 0)
             if session is None or not session.resumes(hello, peer, chosen.features):
                 session = None
@@ -164,6 +168,14 @@ class SourceEndpoint(Claims):
         for bounded in (self._incarnations, self._superseded, self._drained):
             while len(bounded) > _MAX_REMEMBERED:
                 bounded.popitem(last=False)
+
+    def readmit(self) -> None:
+        """End the sessions of those who are not allowed any more; nothing is proven by that (KVP-NET-REVOKE)."""
+        for session in [s for s in self.sessions.values() if s.open]:
+            try:
+                self._admit(session.conn, session.peer, Role.SINK)
+            except RemoteError as error:
+                session.lose(str(error))
 
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""

@@ -274,6 +274,8 @@ class ErrorCode(IntEnum):
     """Another transfer uses the ticket, or has used it."""
     NOT_HELD = 0x0410
     """The source does not hold the items of the first tokens any more."""
+    NOT_ALLOWED = 0x0411
+    """The peer's key may not connect, or may not say this engine, replica, rank or role."""
     TOO_LARGE = 0x0501
     """A body, list, array or string is longer than the limit."""
     TOO_DEEP = 0x0502
@@ -347,6 +349,7 @@ ERROR_CLASS: dict[ErrorCode, str] = {
     ErrorCode.CREDIT: "state",
     ErrorCode.TICKET_USED: "state",
     ErrorCode.NOT_HELD: "state",
+    ErrorCode.NOT_ALLOWED: "state",
     ErrorCode.TOO_LARGE: "limit",
     ErrorCode.TOO_DEEP: "limit",
     ErrorCode.BUSY: "limit",
@@ -413,6 +416,7 @@ ERROR_RECOVERY: dict[ErrorCode, str] = {
     ErrorCode.CREDIT: "reconnect",
     ErrorCode.TICKET_USED: "give-up",
     ErrorCode.NOT_HELD: "give-up",
+    ErrorCode.NOT_ALLOWED: "give-up",
     ErrorCode.TOO_LARGE: "fix",
     ErrorCode.TOO_DEEP: "fix",
     ErrorCode.BUSY: "retry-later",
@@ -479,6 +483,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.CREDIT: "More slots or bytes came than credit allows.",
     ErrorCode.TICKET_USED: "Another transfer uses the ticket, or has used it.",
     ErrorCode.NOT_HELD: "The source does not hold the items of the first tokens any more.",
+    ErrorCode.NOT_ALLOWED: "The peer's key may not connect, or may not say this engine, replica, rank or role.",
     ErrorCode.TOO_LARGE: "A body, list, array or string is longer than the limit.",
     ErrorCode.TOO_DEEP: "Values are nested deeper than the limit.",
     ErrorCode.BUSY: "The engine has no room at present.",

@@ -155,7 +155,7 @@ def test_pages_that_another_fetch_writes(both: Two) -> None:
     again = new_ticket("prefill")
     said = ("page 0", "another fetch")
     refused(lambda: both.sink.fetch(again, PROMPT, {"kv": [1, 2, 0]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][2]', *said)
-    with Sink("decode beside", both.sink.pool, {"prefill": both.sink._node.sources["prefill", 0]}) as other:
+    with Sink("decode beside", both.sink.pool, {"prefill": both.sink._node.sources["prefill", 0][0]}) as other:
         refused(lambda: other.fetch(again, PROMPT, {"kv": [1, 0, 2]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][1]', *said)
     both.sink.fetch(again, PROMPT, {"kv": [1, 2, 3]}).abort()
     first.abort()

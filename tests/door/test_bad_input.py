@@ -360,7 +360,7 @@ def test_addresses(tmp_path: Path) -> None:
     open_ = tmp_path / "open"
     open_.mkdir(mode=0o755)
     for address, word in [
-        ("carrier pigeon", "ipc:// or tcp://"), ("ipc://@abstract", "abstract"), ("tcp://999.1.1.1:5", "loopback"), ("tcp://10.0.0.1:5", "loopback"), (f"ipc://{open_}/x", "0700"),
+        ("carrier pigeon", "ipc:// or tcp://"), ("ipc://@abstract", "abstract"), ("tcp://999.1.1.1:5", "CURVE keys"), ("tcp://10.0.0.1:5", "CURVE keys"), (f"ipc://{open_}/x", "0700"),
         (f"ipc://{tmp_path}/none/x", "existing"), (f"ipc://{tmp_path}/{'x' * 120}", "107 bytes"),
     ]:  # fmt: skip
         with pytest.raises(LocalError, match=word):

@@ -154,7 +154,7 @@ def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
     assert decode.node.quarantined == {}
     for _ in range(50):
         assert bytes(contents(pool)) == before
-    again, former = ticket(), decode.node.sources[PREFILL]
+    again, former = ticket(), decode.node.sources[PREFILL][0]
     address, _ = world.prefill(again, endless=False, address=former if same else "")
     if not same:
         decode.find(address)

@@ -37,7 +37,7 @@ def lint(facts: Facts) -> None:
     for name, limit in facts["limit"].items():
         _keys(limit, {"value", "unit", "scope", "doc"}, set(), f"limit {name}")
         _need(limit["value"] > 0 and limit["unit"] in _UNITS, f"limit {name}")
-        _need(limit["scope"] in ("body", "session", "plan"), f"limit {name}: scope")
+        _need(limit["scope"] in ("body", "session", "plan", "net"), f"limit {name}: scope")
     for name, fact in facts["fact"].items():
         _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
         _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")

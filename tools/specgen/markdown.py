@@ -114,6 +114,11 @@ def session_limits(facts: Facts) -> str:
     return limits(facts, "session")
 
 
+def net_limits(facts: Facts) -> str:
+    """Times and numbers of connections."""
+    return limits(facts, "net")
+
+
 def plan_limits(facts: Facts) -> str:
     """What a Description, a plan and a Transfer may come to."""
     return limits(facts, "plan")
@@ -227,6 +232,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "model.md": {"facts": fact_names},
     "planning.md": {"plan-limits": plan_limits},
     "parts.md": {"parts": parts, "groups": part_groups},
+    "zeromq.md": {"net-limits": net_limits},
     "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},
 }
 

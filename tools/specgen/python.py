@@ -148,13 +148,14 @@ def tables_module(facts: Facts) -> str:
 
 _LIMITS = {
     "session": "Times and numbers that a session keeps.",
+    "net": "Times and numbers of connections.",
     "plan": "What plans and Transfers may come to.",
 }
 """Scope to what its module holds."""
 
 
 def limits_module(facts: Facts, scope: str) -> str:
-    """kvproto/session/limits.py and kvproto/planning/limits.py: times in seconds."""
+    """limits.py of kvproto/session, kvproto/planning and kvproto/net: times in seconds."""
     out = [f'"""{_LIMITS[scope]} {HEAD}"""', ""]
     for name, row in facts["limit"].items():
         if row["scope"] == scope:

@@ -25,6 +25,7 @@ from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
+from .network import tcp
 from .options import (
     DEAL,
     FRAMEWORKS,
@@ -80,6 +81,7 @@ class DemoOptions:
     part: int | None = None
     costs: Path | None = None
     pages: int = 160
+    tcp: bool = False
     attach: Path | None = None
 
 
@@ -121,6 +123,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
+    add("--tcp", action="store_true", help="sessions over loopback TCP, encrypted by CURVE, instead of ipc")
     add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
     return DemoOptions(**vars(parser.parse_args(argv)))
 
@@ -193,6 +196,11 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []
     there += ["--captured"] if options.captured else []
+    if options.tcp:
+        address, prefill_keys, decode_keys = tcp(folder, options.prefill_dp, options.prefill_tp * options.prefill_cp)
+        shared += ["--prefill", address]
+        here += ["--keys", str(prefill_keys)]
+        there += ["--keys", str(decode_keys), "--source-key", str(prefill_keys / "public.key")]
     for role, main, own, replicas in (
         ("prefill", prefill.main, here, options.prefill_dp),
         ("decode", decode.main, there, options.decode_dp),

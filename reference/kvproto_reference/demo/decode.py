@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
+from kvproto import Fetch, Plan, Prompt, Seed, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Refused
 
@@ -52,7 +52,8 @@ class DecodeProcess(EngineProcess):
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
         sources = {
-            (options.source, replica): rank_address(options.address, replica, 0) for replica in range(options.sources)
+            (options.source, replica): Seed(rank_address(options.address, replica, 0), options.source_key)
+            for replica in range(options.sources)
         }
         self.doors = self.sinks = {
             rank: Sink(options.name, pool, sources, options.kvproto()) for rank, pool in self.pools.items()

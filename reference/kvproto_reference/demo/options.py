@@ -63,6 +63,10 @@ class EngineOptions:
     speculate: int
     verify: bool
     insecure: bool
+    keys: Path | None
+    """The folder of this engine's CURVE keys."""
+    source_key: str | None
+    """The public key of the prefill engine, where its address needs one."""
     seed: int
     transport: str
     devices: tuple[int, ...]
@@ -103,7 +107,7 @@ class EngineOptions:
         """kvproto's options for the Source or Sink of a rank."""
         options = Options(
             transports=(self.transport,), measured=self.costs.measured if self.costs else (), verify=self.verify,
-            pull=self.pull, insecure=self.insecure,
+            pull=self.pull, insecure=self.insecure, keys=self.keys,
         )  # fmt: skip
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
 
@@ -136,7 +140,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         metavar="ADDRESS",
         help="where rank 0 of the prefill engine listens (default: ipc in DIR)",
     )
-    add("--insecure", action="store_true", help="allow loopback TCP without encryption")
+    add("--keys", type=Path, metavar="DIR", help="folder of this engine's keys, made by `kvproto keygen`: for TCP")
+    add("--insecure", action="store_true", help="allow TCP without keys")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
@@ -155,6 +160,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
+        add("--source-key", type=Path, metavar="FILE", help="the public.key of the prefill engine: for TCP")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
         add_captured(parser)
     args = parser.parse_args(argv)
@@ -179,8 +185,17 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs),
-        verify=not args.no_verify, insecure=args.insecure, seed={"prefill": 1, "decode": 2}[role],
+        verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
+        source_key=_key(vars(args).get("source_key")), seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def _key(path: Path | None) -> str | None:
+    """The line of a file with a public key."""
+    try:
+        return path.read_text().strip() if path is not None else None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"--source-key {path} holds no public key: {error}") from None
 
 
 def _deal(text: str) -> str | tuple[int, ...]:

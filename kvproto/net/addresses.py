@@ -1,0 +1,124 @@
+"""Where frames may travel, and whether CURVE encrypts them there. Clauses KVP-NET-CURVE, KVP-NET-INSECURE."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+
+import attrs
+
+from kvproto.errors import LocalError, check_type, check_whole
+from kvproto.net.keys import check_public
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
+
+_LONGEST_PATH = 107
+"""Bytes of a Unix socket's path."""
+_HOST = re.compile(r"[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.%\w]+\]")
+
+
+@attrs.frozen
+class Seed:
+    """Where one rank of a source replica listens, and the public key that all its ranks must have.
+
+    Fields:
+        address: Of any rank; the others follow from its Welcome.
+        key: 40 characters, the line of the source's public.key; None where the address needs none.
+    """
+
+    address: str
+    key: str | None = None
+
+
+def read_sources(path: str | Path) -> dict[tuple[str, int], Seed]:
+    """Seeds by engine and replica, from a TOML file with a [[source]] for each: engine, replica, address, key.
+
+    Raises LocalError naming the file and the entry that is wrong.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise _file(str(path), "a file of sources", str(error.strerror), "list them, each as [[source]]") from error
+    except ValueError as error:
+        raise _file(str(path), "TOML", str(error), "correct it") from error
+    sources, found = table.get("source", []), dict[tuple[str, int], Seed]()
+    if table.keys() - {"source"} or not isinstance(sources, list):
+        raise _file(str(path), "tables [[source]]", ", ".join(table), "correct it")
+    for i, source in enumerate(sources):
+        at = f"{path}: source[{i}]"
+        check_type(at, source, dict, "a table [[source]]")
+        if unknown := source.keys() - {"engine", "replica", "address", "key"}:
+            raise _file(at, "engine, replica, address, key", repr(min(unknown)), "correct it")
+        for name in ("engine", "address"):
+            check_type(f"{at}.{name}", source.get(name), str, "text")
+        place = source["engine"], check_whole(f"{at}.replica", source.get("replica", 0), 0)
+        if place in found:
+            raise _file(at, "each engine and replica once", f"{place[0]} replica {place[1]} again", "remove one")
+        if "key" in source:
+            check_public(f"{at}.key", source["key"])
+        found[place] = Seed(source["address"], source.get("key"))
+    return found
+
+
+def private_address(directory: str | Path, name: str) -> str:
+    """An ipc address in a directory that only this user may enter."""
+    return f"ipc://{Path(directory) / name}"
+
+
+def encrypted(address: str) -> bool:
+    """Whether an address is one that keys are needed for: all but ipc."""
+    return not address.startswith("ipc://")
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether an address stands for all interfaces, so that nobody can dial it."""
+    return address.partition("://")[2].rpartition(":")[0] in ("*", "0.0.0.0", "[::]")
+
+
+def check_address(address: str, keyed: bool, insecure: bool) -> None:
+    """Raise LocalError for an address that may not be used; `keyed`: CURVE keys are at hand for it."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        _check_path(rest)
+    elif scheme == "tcp":
+        _check_host(address, rest)
+        if not (keyed or insecure):
+            advice = (
+                "`kvproto keygen` makes keys for Options(keys=...); Options(insecure=True), --insecure, goes without"
+            )
+            raise _bad("ipc, or TCP with CURVE keys", address, advice)
+    else:
+        raise _bad("ipc:// or tcp://", address, "give a ZeroMQ address")
+
+
+def _check_path(path: str) -> None:
+    folder = Path(path).parent
+    if not path or path.startswith("@") or len(os.fsencode(path)) > _LONGEST_PATH:
+        advice = "abstract sockets are open to every user"
+        raise _bad(f"ipc:// and a path in the file system of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
+    if not folder.is_dir():
+        raise _bad("an existing directory", str(folder), "make it with mode 0700")
+    mode = folder.stat()
+    if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
+        raise _bad("a directory of this user with mode 0700", str(folder), f"chmod 700 {folder}")
+
+
+def _check_host(address: str, rest: str) -> None:
+    host, _, port = rest.rpartition(":")
+    if not _HOST.fullmatch(host):
+        raise _bad("a host name, an IPv4 address, or an IPv6 address in brackets", address, "correct it")
+    if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise _bad("a port, 0 to 65535 or *", address, "give a number")
+
+
+def _bad(mine: str, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice)
+
+
+def _file(path: str, mine: str, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, advice)

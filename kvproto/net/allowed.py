@@ -1,0 +1,147 @@
+"""The allow-list of a source: which client key may say that it is which engine, replica, rank and role.
+
+A TOML file that is read again when it changes; while it cannot be read, what it said last holds. Clauses
+KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError, RemoteError
+from kvproto.net.keys import check_public
+from kvproto.net.limits import LIST_CHECK
+from kvproto.session import Party
+from kvproto.wire.enums import ErrorCode, Role
+
+__all__ = ["AllowList", "Allowed"]
+
+_log = logging.getLogger("kvproto")
+
+
+@attrs.frozen
+class Allowed:
+    """One `[[client]]` of the list; None stands for all."""
+
+    engine: str
+    replicas: frozenset[int] | None
+    ranks: frozenset[int] | None
+    roles: frozenset[Role]
+
+    def covers(self, party: Party, role: int) -> bool:
+        """Whether a client may say that it is this."""
+        return (
+            self.engine == party.engine
+            and (self.replicas is None or party.replica in self.replicas)
+            and (self.ranks is None or party.rank in self.ranks)
+            and role in self.roles
+        )
+
+    def __str__(self) -> str:
+        numbers = {"replicas": self.replicas, "ranks": self.ranks}
+        words = [f"{name} {sorted(only)}" for name, only in numbers.items() if only is not None]
+        return " ".join([self.engine, *words, "as", ", ".join(sorted(role.name for role in self.roles))])
+
+
+class AllowList:
+    """The list in a file."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read it; raises LocalError naming the file and the entry that is wrong."""
+        self.path = Path(path)
+        self._clients: Mapping[bytes, tuple[Allowed, ...]] = {}
+        self._seen: object = None
+        self._next_look = 0.0
+        self._clients, self._seen = self._read(), self._state()
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a client with this key may connect at all."""
+        return key in self._clients
+
+    def check(self, key: bytes, party: Party, role: int) -> None:
+        """Raise RemoteError(NOT_ALLOWED) where a client with this key may not say that it is this (KVP-NET-ALLOW)."""
+        mine = self._clients.get(key, ())
+        if not any(each.covers(party, role) for each in mine):
+            said = f"{party.engine} replica {party.replica} rank {party.rank} as {Role(role).name}"
+            advice = "the operator of the source adds it to the allow-list"
+            known = "; ".join(map(str, mine)) or "nothing for this key"
+            raise RemoteError(ErrorCode.NOT_ALLOWED, "engine", known, said, advice)
+
+    def renew(self, now: float) -> bool:
+        """Read the file again if it has changed, looking once in a while; whether it says something else now."""
+        if now < self._next_look:
+            return False
+        self._next_look = now + LIST_CHECK
+        state = self._state()
+        if state == self._seen:
+            return False
+        self._seen, before = state, self._clients
+        try:
+            self._clients = self._read()
+        except LocalError as error:
+            _log.error("the allow-list is not read again, and what it said before holds: %s", error)
+        return self._clients != before
+
+    def _state(self) -> object:
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            return error.errno
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
+        try:
+            with self.path.open("rb") as file:
+                table = tomllib.load(file)
+        except OSError as error:
+            advice = "list the clients that may connect, each as [[client]]"
+            raise _bad(str(self.path), "an allow-list", str(error.strerror), advice) from error
+        except ValueError as error:
+            raise _bad(str(self.path), "TOML", str(error), "correct it") from error
+        if unknown := table.keys() - {"client"}:
+            raise _bad(str(self.path), "tables [[client]]", repr(min(unknown)), "correct it")
+        found: dict[bytes, tuple[Allowed, ...]] = {}
+        clients = table.get("client", [])
+        for i, client in enumerate(clients if isinstance(clients, list) else [clients]):
+            path = f"{self.path}: client[{i}]"
+            if not isinstance(client, dict) or not isinstance(clients, list):
+                raise _bad(path, "a table [[client]]", type(client).__name__, "correct it")
+            key = check_public(f"{path}.key", client.get("key"))
+            found[key] = (*found.get(key, ()), _allowed(path, client))
+        return found
+
+
+def _allowed(path: str, client: Mapping[str, Any]) -> Allowed:
+    if unknown := client.keys() - {"key", "engine", "replicas", "ranks", "roles"}:
+        raise _bad(path, "key, engine, replicas, ranks, roles", repr(min(unknown)), "correct it")
+    engine = client.get("engine")
+    if not isinstance(engine, str) or not engine:
+        raise _bad(f"{path}.engine", "the engine's name", repr(engine), "name the engine that owns the key")
+    roles = client.get("roles", ["sink"])
+    known = {role.name.lower(): role for role in Role}
+    if not isinstance(roles, list) or not roles or not all(isinstance(r, str) and r in known for r in roles):
+        raise _bad(f"{path}.roles", f"a list of {', '.join(known)}", repr(roles), "correct it")
+    return Allowed(
+        engine, _numbers(path, client, "replicas"), _numbers(path, client, "ranks"),
+        frozenset(known[role] for role in roles),
+    )  # fmt: skip
+
+
+def _numbers(path: str, client: Mapping[str, Any], name: str) -> frozenset[int] | None:
+    given = client.get(name)
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(each) is int and each >= 0 for each in given):
+        raise _bad(f"{path}.{name}", "a list of whole numbers", repr(given), f"leave {name} out to allow all")
+    return frozenset(given)
+
+
+def _bad(path: str, mine: str, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, advice)

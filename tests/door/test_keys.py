@@ -1,0 +1,170 @@
+"""Engines with CURVE keys over loopback TCP: who is let in, who is not, and what becomes of the others meanwhile."""
+
+from pathlib import Path
+
+import pytest
+
+from kvproto import KvprotoError, Options, Pool, Seed, Sink, Source
+from kvproto import events as told
+from kvproto.errors import LocalError
+from kvproto.wire.enums import ErrorCode
+
+from .doors import GEOMETRY, PAGES, Two, filled
+from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
+
+
+def refused(both: Two, code: ErrorCode) -> KvprotoError:
+    """A fetch that fails with this code."""
+    found = ask(both, [1, 2, 4])
+    both.until(lambda: found.done)
+    with pytest.raises(KvprotoError) as caught:
+        found.wait(0)
+    assert caught.value.code == code
+    return caught.value
+
+
+def test_two_that_know_each_other(tmp_path: Path) -> None:
+    """KVP-NET-CURVE, KVP-NET-KEY."""
+    with keyed(tmp_path) as (both, _, _):
+        served(both)
+
+
+def test_a_client_that_is_not_on_the_list(tmp_path: Path) -> None:
+    """KVP-NET-UNKNOWN: its Hello is not heard, it is told why, and it gets in once it is listed."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        stranger = host(tmp_path, "stranger")
+        with dialling(stranger, both.source, prefill.public, "canary") as sink:
+            other = Two(both.source, sink)
+            refused(other, ErrorCode.NOT_ALLOWED)
+            assert "canary" not in {s.peer.engine for s in both.source._node.endpoint.sessions.values()}
+            allow(prefill, [entry(decode), entry(stranger, "canary")])
+            _until_listed(both, stranger)
+            served(other)
+        served(both)
+
+
+def _until_listed(both: Two, client: Host, listed: bool = True) -> None:
+    allowed = both.source._node._listener._allow
+    assert allowed is not None
+    both.until(lambda: allowed.knows(client.public.encode()) == listed)
+
+
+def test_a_server_with_another_key(tmp_path: Path) -> None:
+    """KVP-NET-KEY: a sink sends nothing to a source that has not the key it was told."""
+    with keyed(tmp_path) as (both, _, decode):
+        other = host(tmp_path, "other")
+        with dialling(decode, both.source, other.public) as sink:
+            error = refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
+            assert "public.key" in error.advice
+        served(both)
+
+
+def test_a_client_without_keys(tmp_path: Path) -> None:
+    """KVP-NET-CURVE."""
+    with keyed(tmp_path) as (both, _, _):
+        address = both.source._node._listener.address
+        insecure = Options(insecure=True, thread=False)
+        with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, insecure) as sink:
+            refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
+        served(both)
+
+
+def test_a_source_without_keys(tmp_path: Path) -> None:
+    """KVP-NET-CURVE: a sink that was told a key does not fall back to none."""
+    prefill, decode = host(tmp_path, "prefill"), host(tmp_path, "decode")
+    with (
+        Source("prefill", filled(), "tcp://127.0.0.1:*", Options(insecure=True, thread=False)) as source,
+        dialling(decode, source, prefill.public) as sink,
+    ):
+        refused(Two(source, sink), ErrorCode.WRONG_PEER)
+
+
+@pytest.mark.parametrize("more", ["ranks = [1]", "replicas = [3]", 'roles = ["source"]'])
+def test_a_key_that_may_not_be_this_rank(tmp_path: Path, more: str) -> None:
+    """KVP-NET-ALLOW: a Hello outside of the list is refused, others are served."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        second = host(tmp_path, "second")
+        allow(prefill, [entry(decode), entry(second, "canary", more)])
+        _until_listed(both, second)
+        with dialling(second, both.source, prefill.public, "canary") as sink:
+            refused(Two(both.source, sink), ErrorCode.NOT_ALLOWED)
+        served(both)
+
+
+def test_an_engine_that_the_key_does_not_own(tmp_path: Path) -> None:
+    """KVP-NET-ALLOW: nobody takes another's place by its name."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        served(both)
+        second = host(tmp_path, "second")
+        allow(prefill, [entry(decode), entry(second, "canary")])
+        _until_listed(both, second)
+        with dialling(second, both.source, prefill.public, "decode") as sink:
+            refused(Two(both.source, sink), ErrorCode.NOT_ALLOWED)
+        with dialling(second, both.source, prefill.public, "canary") as sink:
+            served(Two(both.source, sink))
+        served(both)
+
+
+def test_a_key_is_revoked(tmp_path: Path) -> None:
+    """KVP-NET-REVOKE: its sessions end, no frame of it is heard, and the others go on."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        second = host(tmp_path, "second")
+        allow(prefill, [entry(decode), entry(second, "canary")])
+        _until_listed(both, second)
+        with dialling(second, both.source, prefill.public, "canary") as sink:
+            other = Two(both.source, sink)
+            served(other)
+            allow(prefill, [entry(decode)])
+            over = both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
+            assert "canary" in over[0].peer
+            assert "NOT_ALLOWED" in over[0].reason
+            found = ask(other)
+            heard = len(both.source._node.endpoint.sessions)
+            served(both)
+            assert not found.done
+            assert len(both.source._node.endpoint.sessions) == heard
+
+
+def test_a_rank_is_revoked(tmp_path: Path) -> None:
+    """KVP-NET-REVOKE: a key that stays on the list keeps only what it may still be."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        served(both)
+        allow(prefill, [entry(decode, more="ranks = [5]")])
+        both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
+        found = ask(both)
+        both.until(lambda: found.done)
+        with pytest.raises(KvprotoError):
+            found.wait(0)
+        refused(both, ErrorCode.NOT_ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        (lambda at: (at / "secret.key").write_text(""), "secret.key", "40 characters"),
+        (lambda at: (at / "secret.key").chmod(0o644), "secret.key", "0600"),
+        (lambda at: (at / "secret.key").unlink(), "secret.key", "keygen"),
+        (lambda at: (at / "allow.toml").unlink(), "allow.toml", "client"),
+    ],
+)
+def test_keys_that_cannot_be_used(tmp_path: Path, change, path: str, words: str) -> None:  # type: ignore[no-untyped-def]
+    """KVP-NET-SECRET: the error names the file, and what is right."""
+    prefill = host(tmp_path, "prefill")
+    allow(prefill, [])
+    change(prefill.folder)
+    with pytest.raises(LocalError, match=words) as caught:
+        Source("prefill", filled(), "tcp://127.0.0.1:*", prefill.options)
+    assert caught.value.path == str(prefill.folder / path)
+
+
+def test_a_seed_without_a_key(tmp_path: Path) -> None:
+    decode = host(tmp_path, "decode")
+    for seed in ("tcp://127.0.0.1:7100", Seed("tcp://127.0.0.1:7100", "short")):
+        with pytest.raises(LocalError) as caught:
+            Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": seed}, decode.options)
+        assert caught.value.path == "key"
+
+
+def test_keys_and_insecure_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="leave one out"):
+        Options(keys=tmp_path, insecure=True)

@@ -1,0 +1,196 @@
+"""Files with keys, allow-lists and sources: what is taken, and how what is not is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvproto import Seed, read_sources
+from kvproto.cli.main import main
+from kvproto.errors import LocalError, RemoteError
+from kvproto.net import AllowList, make_keys, read_keys
+from kvproto.session import Party
+from kvproto.wire.enums import ErrorCode, Role
+
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KVP-NET-SECRET."""
+    folder = tmp_path / "keys"
+    assert main(["keygen", str(folder)]) == 0
+    public = capsys.readouterr().out.strip()
+    assert (folder / "public.key").read_text() == f"{public}\n"
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    assert os.stat(folder / "secret.key").st_mode & 0o777 == 0o600
+    assert public not in (folder / "secret.key").read_text()
+    pair = read_keys(folder)
+    assert pair.public.decode() == public
+    assert zmq.curve_public(pair.secret) == pair.public
+    assert pair.secret.decode() not in repr(pair)
+
+
+def test_keygen_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_keys(tmp_path)
+    assert main(["keygen", str(tmp_path)]) == 1
+    assert "secret.key" in capsys.readouterr().err
+    assert read_keys(tmp_path) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "right"),
+    [
+        (b"", 0o600, "40 characters"),
+        (b"\n", 0o600, "40 characters"),
+        (b"short\n", 0o600, "5 characters"),
+        (b'"' * 40, 0o600, "Z85"),
+        (b"#" * 40, 0o600, "Z85"),
+        (b"0" * 41, 0o600, "Z85"),
+        (b"\xff" * 40, 0o600, "Z85"),
+        (KEY.encode(), 0o644, "0600"),
+        (KEY.encode(), 0o640, "0600"),
+        (None, 0o600, "keygen"),
+    ],
+)
+def test_a_key_file_that_cannot_be(tmp_path: Path, text: bytes | None, mode: int, right: str) -> None:
+    """KVP-NET-SECRET: the error names the file and what is right, and holds nothing of the secret."""
+    path = tmp_path / "secret.key"
+    if text is not None:
+        path.write_bytes(text)
+        path.chmod(mode)
+    with pytest.raises(LocalError, match=right) as caught:
+        read_keys(tmp_path)
+    assert caught.value.path == str(path)
+    assert KEY not in str(caught.value)
+
+
+LIST = f"""
+[[client]]
+key = "{KEY}"
+engine = "decode"
+ranks = [0, 1]
+
+[[client]]
+key = "{KEY}"
+engine = "canary"
+replicas = [2]
+roles = ["source"]
+"""
+
+
+def allowed(path: Path, text: str = LIST) -> AllowList:
+    path.write_text(text)
+    return AllowList(path)
+
+
+@pytest.mark.parametrize(
+    ("party", "role"),
+    [
+        (Party("decode", 0, 0, 1), Role.SINK),
+        (Party("decode", 7, 1, 1), Role.SINK),
+        (Party("canary", 2, 9, 1), Role.SOURCE),
+    ],
+)
+def test_what_a_key_may_be(tmp_path: Path, party: Party, role: Role) -> None:
+    """KVP-NET-ALLOW."""
+    allowed(tmp_path / "allow.toml").check(KEY.encode(), party, role)
+
+
+@pytest.mark.parametrize(
+    ("party", "role"),
+    [
+        (Party("decode", 0, 2, 1), Role.SINK),
+        (Party("decode", 0, 0, 1), Role.SOURCE),
+        (Party("prefill", 0, 0, 1), Role.SINK),
+        (Party("canary", 0, 0, 1), Role.SOURCE),
+        (Party("canary", 2, 0, 1), Role.SINK),
+    ],
+)
+def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None:
+    """KVP-NET-ALLOW."""
+    with pytest.raises(RemoteError) as caught:
+        allowed(tmp_path / "allow.toml").check(KEY.encode(), party, role)
+    assert caught.value.code == ErrorCode.NOT_ALLOWED
+    assert "decode ranks [0, 1] as SINK" in caught.value.mine
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("client", ""),
+        ("[[clients]]", ""),
+        ("[client]", "client[0]"),
+        ("client = 1", "client[0]"),
+        ('[[client]]\nengine = "decode"', "client[0].key"),
+        ('[[client]]\nkey = "short"\nengine = "decode"', "client[0].key"),
+        (f'[[client]]\nkey = "{KEY}"', "client[0].engine"),
+        (f'[[client]]\nkey = "{KEY}"\nengine = "decode"\nrank = [0]', "client[0]"),
+        (f'[[client]]\nkey = "{KEY}"\nengine = "decode"\nranks = 0', "client[0].ranks"),
+        (f'[[client]]\nkey = "{KEY}"\nengine = "decode"\nranks = [-1]', "client[0].ranks"),
+        (f'[[client]]\nkey = "{KEY}"\nengine = "decode"\nroles = ["router"]', "client[0].roles"),
+        (f'[[client]]\nkey = "{KEY}"\nengine = "decode"\nroles = []', "client[0].roles"),
+    ],
+)
+def test_an_allow_list_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
+    path = tmp_path / "allow.toml"
+    with pytest.raises(LocalError) as caught:
+        allowed(path, text)
+    assert caught.value.path == (f"{path}: {at}" if at else str(path))
+
+
+def test_a_list_that_changes_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """KVP-NET-REVOKE: an operator's slip lets nobody in and throws nobody out."""
+    path = tmp_path / "allow.toml"
+    found = allowed(path)
+    assert not found.renew(0)
+    path.write_text("[[client]")
+    assert not found.renew(10)
+    assert found.knows(KEY.encode())
+    path.unlink()
+    assert not found.renew(20)
+    assert found.knows(KEY.encode())
+    path.write_text("")
+    assert not found.renew(20.5), "looked at once a second"
+    assert found.renew(30)
+    assert not found.knows(KEY.encode())
+
+
+def test_sources_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "sources.toml"
+    path.write_text(f"""
+    [[source]]
+    engine = "prefill"
+    address = "tcp://10.0.0.1:7100"
+    key = "{KEY}"
+    [[source]]
+    engine = "prefill"
+    replica = 1
+    address = "ipc:///run/kv/prefill"
+    """)
+    assert read_sources(path) == {
+        ("prefill", 0): Seed("tcp://10.0.0.1:7100", KEY),
+        ("prefill", 1): Seed("ipc:///run/kv/prefill"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("[[", ""),
+        ("[[sources]]", ""),
+        ("source = [1]", "source[0]"),
+        ('[[source]]\naddress = "tcp://a:1"', "source[0].engine"),
+        ('[[source]]\nengine = "prefill"', "source[0].address"),
+        ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nkey = ""', "source[0].key"),
+        ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nreplica = -1', "source[0].replica"),
+        ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nport = 1', "source[0]"),
+        (2 * '[[source]]\nengine = "p"\naddress = "tcp://a:1"\n', "source[1]"),
+    ],
+)
+def test_sources_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
+    path = tmp_path / "sources.toml"
+    path.write_text(text)
+    with pytest.raises(LocalError) as caught:
+        read_sources(path)
+    assert caught.value.path == (f"{path}: {at}" if at else str(path))

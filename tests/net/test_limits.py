@@ -1,0 +1,222 @@
+"""What one peer can take of a listener or a dialer: frames, turns, handshakes, connections, names."""
+
+import contextlib
+import errno
+import resource
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvproto.errors import LocalError
+from kvproto.net import AllowList, Dialer, KeyPair, Listener, limits, make_keys, private_address, sockets
+from kvproto.wire import tables
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+READY = bytes([4, len(_READY)]) + _READY
+
+
+def until(condition: Callable[[], Any], *ends: Listener | Dialer) -> Any:
+    """Wait for something to come until it is true; what it returned."""
+    for _ in range(2000):
+        if found := condition():
+            return found
+        select.select([fd for end in ends for fd in end.filenos()], [], [], 0.005)
+    raise AssertionError("it never came")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener("tcp://127.0.0.1:*", insecure=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dialer() -> Iterator[Dialer]:
+    made = Dialer(insecure=True)
+    yield made
+    made.close()
+
+
+def dial(listener: Listener) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
+    made.settimeout(0)
+    return made
+
+
+def greet(connection: socket.socket, listener: Listener) -> Any:
+    """End the handshake, and have a first frame heard; returns the listener's name of the connection."""
+    connection.sendall(GREETING + READY)
+    came = b""
+
+    def greeted() -> bool:
+        nonlocal came
+        with contextlib.suppress(BlockingIOError):
+            came += connection.recv(1 << 16)
+        return b"READY" in came
+
+    until(greeted, listener)
+    connection.sendall(b"\x00\x05hello")
+    ((conn, _),) = until(lambda: [*listener.receive()], listener)
+    return conn
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed it."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def heard(dialer: Dialer, listener: Listener, frame: bytes = b"hello") -> None:
+    assert dialer.send((0, listener.address), frame)
+    until(lambda: frame in [each for _, each in listener.receive()], listener)
+
+
+def test_a_frame_beyond_the_limit_ends_its_connection_before_it_comes(listener: Listener, dialer: Dialer) -> None:
+    """KVP-NET-FRAME: at its announced length; the greatest that is allowed is heard."""
+    with dial(listener) as stranger:
+        too_long = tables.HEADER_BYTES + tables.MAX_BODY + 1
+        greet(stranger, listener)
+        stranger.sendall(b"\x02" + struct.pack(">Q", too_long))
+        until(lambda: [*listener.receive()] or closed(stranger), listener)
+        assert closed(stranger)
+    heard(dialer, listener, bytes(too_long - 1))
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING[:10], GREETING], ids=["nothing", "half a greeting", "a greeting"])
+def test_a_handshake_that_does_not_end(monkeypatch: pytest.MonkeyPatch, dialer: Dialer, sent: bytes) -> None:
+    """KVP-NET-HANDSHAKE: silent and half-open connections are closed, and cost nobody else anything."""
+    assert sockets._OPTIONS[zmq.HANDSHAKE_IVL] == 1000 * limits.HANDSHAKE
+    monkeypatch.setitem(sockets._OPTIONS, zmq.HANDSHAKE_IVL, 50)
+    listener = Listener("tcp://127.0.0.1:*", insecure=True)
+    with dial(listener) as stranger:
+        stranger.sendall(sent)
+        heard(dialer, listener)
+        until(lambda: [*listener.receive()] or closed(stranger), listener)
+        heard(dialer, listener)
+    listener.close()
+
+
+def test_too_many_connections(listener: Listener, dialer: Dialer) -> None:
+    """KVP-NET-CONNECTIONS: those that are there go on, and others come in once there is room."""
+    heard(dialer, listener)
+    counted = listener._connections
+    counted.most = 8
+    crowd = [dial(listener) for _ in range(8)]
+    until(lambda: [*listener.receive()] or counted.full, listener)
+    later = Dialer(insecure=True)
+    later.send((0, listener.address), b"later")
+    heard(dialer, listener)
+    assert counted.count == 9
+    for each in crowd:
+        each.close()
+    until(lambda: b"later" in [frame for _, frame in listener.receive()], listener)
+    assert not counted.full
+    later.close()
+
+
+def test_a_crowd_that_stays_away_from_the_limit_of_descriptors(listener: Listener) -> None:
+    """KVP-NET-CONNECTIONS: half of the descriptors are left to everything else."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert listener._connections.most == min(limits.MAX_CONNECTIONS, most // 2)
+
+
+def test_two_keys_with_one_routing_id(tmp_path: Path) -> None:
+    """KVP-NET-OWNER: who takes over another's routing id does not take over its sessions."""
+    pairs = [make_keys(tmp_path / name) for name in ("source", "one", "two")]
+    path = tmp_path / "allow.toml"
+    path.write_text("".join(f'[[client]]\nkey = "{p.public.decode()}"\nengine = "e"\n' for p in pairs[1:]))
+    listener = Listener("tcp://127.0.0.1:*", keys=pairs[0], allow=AllowList(path))
+    context = zmq.Context()
+    found = []
+    for pair in pairs[1:]:
+        with stranger(context, pairs[0], pair) as made:
+            made.setsockopt(zmq.ROUTING_ID, b"the same")
+            made.connect(listener.address)
+            made.send(b"hello")
+            ((conn, _),) = until(lambda: [*listener.receive()], listener)
+            found.append(conn)
+        until(lambda: [*listener.receive()] or not listener._connections.count, listener)
+    assert found == [(b"the same", pair.public) for pair in pairs[1:]]
+    context.term()
+    listener.close()
+
+
+def stranger(context: zmq.Context[Any], server: KeyPair, own: KeyPair) -> zmq.Socket[bytes]:
+    """A DEALER that is none of ours."""
+    made: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.CURVE_SERVERKEY, server.public)
+    made.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+    made.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    return made
+
+
+def test_a_listener_hears_its_peers_in_turn(listener: Listener, dialer: Dialer) -> None:
+    """KVP-NET-TURN: one frame beside a thousand of another is among the first two."""
+    one, other = (1, listener.address), (2, listener.address)
+    for key in (one, other):
+        dialer.send(key, b"first")
+    conns: set[Any] = set()
+    until(lambda: conns.update(conn for conn, _ in listener.receive()) or len(conns) == 2, listener)
+    for _ in range(1000):
+        dialer.send(one, b"many")
+    dialer.send(other, b"alone")
+    found: list[bytes] = []
+    until(lambda: found.extend(frame for _, frame in listener.receive()) or b"alone" in found, listener)
+    assert found.index(b"alone") <= limits.TURN_FRAMES
+
+
+def test_a_dialer_hears_its_peers_in_turn(tmp_path: Path) -> None:
+    """KVP-NET-TURN: likewise, and no turn takes more than its number of frames."""
+    tmp_path.chmod(0o700)
+    dialer, listeners = Dialer(), [Listener(private_address(tmp_path, name)) for name in ("one", "other")]
+    conns = []
+    for i, each in enumerate(listeners):
+        dialer.send((i, each.address), b"hello")
+        ((conn, _),) = until(lambda each=each: [*each.receive()], each)
+        conns.append(conn)
+    for _ in range(limits.TURN_FRAMES + 100):
+        assert listeners[0].send(conns[0], b"many")
+    assert listeners[1].send(conns[1], b"alone")
+    until(lambda: all(line.inbox.pending for line in dialer._lines.values()), dialer)
+    turn = [frame for _, frame in dialer.receive()]
+    assert b"alone" in turn[:2]
+    assert len(turn) <= limits.TURN_FRAMES
+    for end in (dialer, *listeners):
+        end.close()
+
+
+def test_a_peer_that_never_reads(listener: Listener) -> None:
+    """Frames beyond `send_queue` are refused, and this process keeps no more of them."""
+    with dial(listener) as stranger:
+        conn = greet(stranger, listener)
+        frame, sent = bytes(1 << 16), 0
+        while listener.send(conn, frame):
+            sent += 1
+            assert sent < 4 * limits.SEND_QUEUE
+        assert sent >= limits.SEND_QUEUE
+
+
+def test_no_descriptor_is_left(dialer: Dialer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that cannot be dialled is an error of its own, and nothing else."""
+
+    def full(*_: object) -> zmq.Socket[bytes]:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(dialer._context, "socket", full)
+    with pytest.raises(LocalError, match="ulimit"):
+        dialer.send((0, "tcp://127.0.0.1:1"), b"hello")
