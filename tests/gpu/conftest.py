@@ -23,3 +23,16 @@ def devices(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     if max(request.param) >= FOUND:
         pytest.skip("needs two GPUs")
     return request.param
+
+
+@pytest.fixture(params=[1, 2], ids=["one GPU", "two GPUs"])
+def jax_gpus(request: pytest.FixtureRequest) -> range:
+    """GPUs of the ranks of a JAX engine."""
+    jax = pytest.importorskip("jax", exc_type=ImportError)
+    try:
+        found = len(jax.devices("cuda"))
+    except RuntimeError as error:
+        pytest.skip(f"needs JAX with CUDA: {error}")
+    if request.param > found:
+        pytest.skip("needs two GPUs")
+    return range(request.param)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from kvproto_reference.attention.batch import batch_of
 from kvproto_reference.jax_engine.attention import Heads, Reads
 from kvproto_reference.jax_engine.context import ContextAttention
-from kvproto_reference.jax_engine.mesh import RANKS, mesh_of
+from kvproto_reference.jax_engine.mesh import RANKS, host_devices, mesh_of
 from kvproto_reference.jax_engine.programs import compiled
-from tests.reference.test_jax_attention import DIM, PAGE, SPANS, Case, N, shards
+from tests.reference.jax_case import DIM, PAGE, SPANS, Case, N, shards
+
+host_devices(8)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("gqa", 2), ("mla", 3), ("gqa", 8)])

@@ -14,14 +14,14 @@ pytest.importorskip("jax", exc_type=ImportError)
 import attrs
 import jax
 
-from kvproto import Geometry, Pool, Prompt, Sink, Source, allocate, new_ticket
+from kvproto import Pool, Prompt, Sink, Source, allocate, new_ticket
 from kvproto_reference import checkpoint
 from kvproto_reference.cache import PageAllocator
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine.build import torch_hosted
-from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, geometry, shards
+from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, shards
 from kvproto_reference.engine.prefill import Prefiller
-from kvproto_reference.engine.runner import Chunk, Runner
+from kvproto_reference.engine.runner import Chunk
 from kvproto_reference.engine.sequence import Sequence as Request
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.engine.undivided import Undivided
@@ -30,44 +30,24 @@ from kvproto_reference.errors import EngineError
 from kvproto_reference.jax_engine.build import jax_hosted, jax_runner
 from kvproto_reference.jax_engine.mesh import host_devices
 from kvproto_reference.jax_engine.programs import quick
-from kvproto_reference.jax_engine.runner import JaxRunner
-from kvproto_reference.models import Decoder, Dense, ModelConfig, MoeConfig
+from kvproto_reference.models import Dense, ModelConfig, MoeConfig
+from tests.reference.jax_engines import (
+    ALONE,
+    CONTEXT,
+    DEALT,
+    IDS,
+    PAGE,
+    PAGES,
+    PAIR,
+    PROMPTS,
+    SIZES,
+    drawn,
+    generate,
+    one,
+    stated,
+)
 
 host_devices(8)
-
-PAGE, PAGES = 16, 24
-PROMPTS = [b"Alice was beginning to get very tired of sitting by her sister", b"So she was considering in her own mind"]
-ALONE, PAIR, DEALT = Layout(), Layout(tp=2, dcp=2, interleave=3), Layout(tp=4, dcp=2, interleave=3)
-CONTEXT = Layout(cp=2, interleave=3)
-
-
-def stated(target: Path, draft: Path, layout: Layout, page: int = PAGE) -> Geometry:
-    configs = checkpoint.load_config(target), checkpoint.load_config(draft)
-    return geometry(target, draft, configs, "bytes", layout, page)
-
-
-def one(folder: Path, layout: Layout = ALONE, page: int = PAGE, **how: bool) -> tuple[JaxRunner, list[Pool]]:
-    """A target's runner, and the pools of its ranks."""
-    made = stated(folder, folder, layout, page)
-    pools = [Pool.allocate(made, PAGES, rank=rank) for rank in range(layout.ranks)]
-    return jax_runner(folder, pools, TARGET, layout, **how), pools
-
-
-def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> list[Request]:
-    """All prompts at once: prefill, then speculative steps."""
-    pages = PageAllocator(PAGES, 1), PageAllocator(PAGES, 2)
-    requests = [Request(prompt=list(prompt), max_new=max_new) for prompt in PROMPTS]
-    prefiller, decoder = Prefiller(target, draft, 128), SpeculativeDecoder(target, draft, k)
-    for request in requests:
-        count = target.shard.pages(len(request.prompt) + max_new)
-        request.target_pages = pages[0].allocate(count)
-        request.draft_pages = pages[1].allocate(draft.shard.pages(len(request.prompt) + max_new))
-        prefiller.add(request)
-    while prefiller.busy:
-        prefiller.step()
-    while not all(request.finished for request in requests):
-        decoder.step(requests)
-    return requests
 
 
 @pytest.mark.parametrize(("target", "draft", "layout"), [
@@ -127,7 +107,6 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
     assert landed.stats == expected.stats
 
 
-SIZES = {"hidden": 32, "layers": 2, "heads": 6, "ffn": 50, "vocab": 40}
 MOE = MoeConfig(layers=(0,), experts=8, top_k=3, ffn=10, shared_ffn=12, scores="sigmoid", groups=4, top_groups=2,
                 group_best=2, normalize=True, scale=1.5, correction=True)  # fmt: skip
 MODELS = {
@@ -135,18 +114,6 @@ MODELS = {
     "experts": ModelConfig(kind="mla", latent=12, rope_dim=4, nope_dim=8, v_dim=6, q_rank=20, rope_pairs=True,
                            rope_gain=1.1, moe=MOE, **SIZES | {"layers": 1}),
 }  # fmt: skip
-IDS = [(7 * i * i + 3 * i) % 40 for i in range(41)]
-
-
-def drawn(config: ModelConfig, folder: Path) -> Decoder:
-    """A model without training, saved; parameters that begin as zeros or ones are drawn too."""
-    torch.manual_seed(5)
-    model = Decoder(config).eval().requires_grad_(False)
-    for name, value in model.state_dict().items():
-        if "norm" in name or "bias" in name or "correction" in name:
-            value.add_(torch.randn_like(value), alpha=0.2)
-    checkpoint.save(folder, model)
-    return model
 
 
 @pytest.mark.parametrize(("name", "layout", "by_token"), [

@@ -213,12 +213,15 @@ def _check(role: str, args: argparse.Namespace) -> None:
     gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
+    ranks, devices = args.tp * args.cp, args.devices or (0,)
     for wrong, says in (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
         (args.pull and args.transport == "nixl", "--pull needs --transport shm or cuda: over nixl prefill writes"),
-        (jax and (gpus or args.dtype != "float32"),
-         "--framework jax computes in float32 on the host: choose torch for GPUs and other types"),
+        (jax and args.dtype != "float32", "--framework jax computes in float32: choose torch for other types"),
+        (jax and gpus and len(set(devices[:ranks])) < ranks,
+         f"--framework jax needs a GPU for each of its {ranks} ranks, --devices names {','.join(map(str, devices))}"),
+        (jax and args.pools != "own", "--pools is torch's: --framework jax computes in memory of kvproto's"),
         (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
         (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
         (args.devices and args.transport == "shm",

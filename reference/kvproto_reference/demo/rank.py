@@ -38,7 +38,8 @@ class EngineProcess:
         self.options, self.ranks = options, options.layout.ranks
         configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
         self.eos = tokenizer.eos
-        self.device = device_of(options.device(world.rank))
+        self.device = device_of(options.device(world.rank) if options.framework == "torch" else None)
+        """Where torch leaves work pending; a step in JAX is over when it returns."""
         folders = options.target, options.draft
         self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
         hosted = self._host(options, world)
@@ -56,7 +57,8 @@ class EngineProcess:
         if options.framework == "jax":
             from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
-            return jax_hosted((options.target, options.draft), self.geometry, options.layout, options.pages)
+            folders, gpus = (options.target, options.draft), options.devices[: self.ranks]
+            return jax_hosted(folders, self.geometry, options.layout, options.pages, gpus)
         return torch_hosted(
             (options.target, options.draft), options.configs, self.geometry, options.layout, world, options.pages,
             self.device, options.memory, options.back_end, options.captured,

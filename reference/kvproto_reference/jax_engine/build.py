@@ -20,16 +20,19 @@ from ..models import ModelConfig, TensorParallel, kv_head_of
 from .attention import Attention, Heads
 from .context import ContextAttention
 from .mesh import by_rank, mesh_of
-from .pool import RankPools
+from .pool import RankPools, gpus_of
 from .programs import Programs
 from .runner import JaxRunner
 
 __all__ = ["jax_hosted", "jax_runner"]
 
 
-def jax_hosted(folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int) -> Hosted:
-    """All ranks of an engine in JAX, on devices that XLA makes of the host's CPU."""
-    pools = [Pool.allocate(geometry, pages, rank=rank) for rank in range(layout.ranks)]
+def jax_hosted(
+    folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int, gpus: Sequence[int] = ()
+) -> Hosted:
+    """All ranks of an engine in JAX, on a GPU each, by CUDA ordinal; without, on devices that XLA makes of the CPU."""
+    devices: Sequence[int | None] = gpus or [None] * layout.ranks
+    pools = [Pool.allocate(geometry, pages, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
     target, draft = (
         jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=True)
     )
@@ -39,15 +42,16 @@ def jax_hosted(folders: tuple[Path, Path], geometry: Geometry, layout: Layout, p
 def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, by_token: bool = False) -> JaxRunner:
     """The model in a checkpoint folder on all ranks, whose pools these are, in rank order; `group` is TARGET or DRAFT.
 
-    `by_token`: see `Attention`; not with context parallelism. Raises EngineError for ranks of unequal KV heads, and for
-    pools that are not float32.
+    It computes where the pools are: on a GPU for each rank, or on the host. `by_token`: see `Attention`; not with
+    context parallelism. Raises EngineError for ranks of unequal KV heads, for pools that are not float32, and for two
+    of one GPU.
     """
     if [pool.rank for pool in pools] != list(range(layout.ranks)):
         raise EngineError(f"JAX hosts all {layout.ranks} ranks: it needs their pools, in rank order")
     config, model = checkpoint.load_config(folder), (TARGET, DRAFT).index(group)
     places = [layout.place(model, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
     dcp, owned = places[0].dcp, [shards(pool.geometry, pool.rank)[group] for pool in pools]
-    mesh = mesh_of(layout.tp, dcp, layout.cp)
+    mesh = mesh_of(layout.tp, dcp, layout.cp, gpus_of(pools))
     attention: Attention | ContextAttention
     if layout.cp > 1 and owned[0].count > 1:
         attention = ContextAttention(config.score_scale, config.value_dim, layout.cp)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import EngineError
 
-__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "host_devices", "mesh_of", "placed"]
+__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is dealt out over ranks."""
@@ -38,9 +38,26 @@ def host_devices(count: int) -> list[jax.Device]:
     return found[:count]
 
 
-def mesh_of(tp: int, dcp: int = 1, cp: int = 1) -> Mesh:
-    """A host device for each rank, in rank order: `tp` for each CP rank, every `dcp` of them a DCP group."""
-    return Mesh(np.array(host_devices(cp * tp)).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
+def gpus(numbers: Sequence[int]) -> list[jax.Device]:
+    """The GPUs of these CUDA ordinals; raises EngineError where one is named twice, or is none that JAX computes on."""
+    if len(set(numbers)) < len(numbers):
+        raise EngineError(f"JAX needs a GPU of its own for each rank, not {list(numbers)}")
+    try:
+        found = {device.local_hardware_id: device for device in jax.devices("cuda")}
+    except RuntimeError as error:
+        raise EngineError("JAX computes on GPUs where it has CUDA: pip install 'jax[cuda13]'") from error
+    if missing := sorted(set(numbers) - found.keys()):
+        raise EngineError(f"JAX sees the GPUs {sorted(found)}, not {missing}")
+    return [found[number] for number in numbers]
+
+
+def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = ()) -> Mesh:
+    """A device for each rank, in rank order: `tp` for each CP rank, every `dcp` of them a DCP group.
+
+    `on`: the GPUs of the ranks, by CUDA ordinal; none: host devices.
+    """
+    devices = gpus(on) if on else host_devices(cp * tp)
+    return Mesh(np.array(devices).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
 def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:

@@ -1,32 +1,32 @@
-"""The engine's registered pools: XLA reads them where they lie, and the host writes the rows that XLA gives back.
+"""The engine's registered pools: XLA reads them where they lie, and torch writes the rows that XLA gives back.
 
 XLA takes its inputs to be constant and its outputs to be its own, while a pool stays at its address and changes under
-transports. So a layer's program takes the pool as a plain input and never writes it. On the CPU the input is an alias
-of the pool, which is made for one layer of one step and dropped: whatever was written between steps is seen.
+transports. So a layer's program takes the pool as a plain input and never writes it. The input is an alias of the
+pool, which is made for one layer of one step and dropped: whatever was written between steps is seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
-import numpy.typing as npt
+import torch
+import torch.utils.dlpack
 from jax.sharding import Mesh, NamedSharding
+from torch import Tensor
 
 from kvproto import DType, Pool
 
+from ..cache.sharding import Ints
 from ..errors import EngineError
 from ..models import ModelConfig
 from .mesh import RANKS
 
-__all__ = ["RankPools"]
+__all__ = ["RankPools", "gpus_of"]
 
 ALIGNED = 64
 """Bytes; XLA would copy an input that starts elsewhere."""
-
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 
 class RankPools:
@@ -35,6 +35,7 @@ class RankPools:
     def __init__(self, pools: Sequence[Pool], group: str, config: ModelConfig, mesh: Mesh) -> None:
         self.pages = min(pool.pages(group) for pool in pools)
         self._sharding, self._devices = NamedSharding(mesh, RANKS), list(mesh.devices.flat)
+        self._gpus = gpus_of(pools)
         self._views = [
             {part: [_view(pool, group, layer, part) for pool in pools] for part in config.parts}
             for layer in range(config.layers)
@@ -57,33 +58,63 @@ class RankPools:
         return {part: self._alias(views) for part, views in self._views[layer].items()}
 
     def write(self, layer: int, rows: Mapping[str, jax.Array], places: Sequence[tuple[Ints, Ints]]) -> None:
-        """Scatter what a layer gave, [ranks, spans, n, KV heads, row_dim]; waits for it.
+        """Scatter what a layer gave, [ranks, spans, n, KV heads, row_dim]; waits for it, and until it is there.
 
         `places` of each rank: tokens of the step, counted along the spans, and the slots of their rows.
         """
+        jax.block_until_ready(rows)  # type: ignore[no-untyped-call]
         for part, found in rows.items():
             for shard in found.addressable_shards:
                 rank = shard.index[0].start or 0
-                tokens, slots = places[rank]
-                view, new = self._views[layer][part][rank], np.asarray(shard.data)
-                view.reshape(-1, *view.shape[2:])[slots] = new.reshape(-1, *view.shape[2:])[tokens]
+                view = self._views[layer][part][rank]
+                with _on(view.device):
+                    tokens, slots = (torch.from_numpy(each).to(view.device) for each in places[rank])
+                    new = torch.utils.dlpack.from_dlpack(shard.data)
+                    view.flatten(0, 1)[slots] = new.flatten(0, 2)[tokens]
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
 
-    def _alias(self, views: Sequence[Floats]) -> jax.Array:
-        made = jax.device_put(list(views), self._devices)
+    def _alias(self, views: Sequence[Tensor]) -> jax.Array:
+        if self._gpus:
+            made = [_exported(view) for view in views]
+        else:
+            made = jax.device_put([view.numpy() for view in views], self._devices)
         for view, array in zip(views, made, strict=True):
-            if array.unsafe_buffer_pointer() != view.ctypes.data:
+            if array.unsafe_buffer_pointer() != view.data_ptr():
                 raise EngineError("XLA would read a copy of the pool, not the memory that transports write")
         shape = (len(views) * len(views[0]), *views[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, made)
 
 
-def _view(pool: Pool, group: str, layer: int, part: str) -> Floats:
-    """float32 [pages, rows, KV heads, row_dim] of one rank."""
+def gpus_of(pools: Sequence[Pool]) -> list[int]:
+    """The GPU of each rank's pool, by CUDA ordinal; none: all pools are on the host. Raises EngineError for others."""
+    found = [{memory.device for memory in pool.memories.values()} for pool in pools]
+    numbers = [number for of_rank in found for number in of_rank if number is not None]
+    if numbers and any(len(of_rank) > 1 or None in of_rank for of_rank in found):
+        raise EngineError(f"JAX needs the pool of each rank on one GPU, or all on the host, not {found}")
+    return numbers
+
+
+def _view(pool: Pool, group: str, layer: int, part: str) -> Tensor:
+    """float32 [pages, rows, KV heads, row_dim] of one rank, in its memory."""
     if pool.group(group).parts[0].dtype != DType.F32:
         raise EngineError(f"the JAX engine computes in float32, and so must its pools be: {group!r} is not")
-    found = pool.array(group, layer, part).view(np.float32)
-    if not found.flags.c_contiguous or found.ctypes.data % ALIGNED:
+    region, offset, shape, strides = pool.place(group, layer, part)
+    memory = torch.utils.dlpack.from_dlpack(pool.memories[region]).view(torch.uint8)
+    found = memory.as_strided(shape, strides, offset)
+    if not found.is_contiguous() or found.data_ptr() % ALIGNED:
         raise EngineError(
             f"pool {group!r}, layer {layer}, {part}: must be contiguous, at a multiple of {ALIGNED} bytes"
         )
-    return found
+    return found.view(torch.float32)
+
+
+def _exported(view: Tensor) -> jax.Array:
+    with _on(view.device):
+        seen: jax.Array = jax.dlpack.from_dlpack(view)
+        return seen
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU torch's current one: it exports tensors of no other."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
