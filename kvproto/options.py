@@ -49,6 +49,9 @@ class Options:
         spread: Which source ranks are read from where several hold the same bytes, if both sides say the same: "even"
             deals layers over all of them; "few" awaits as few as send at most twice what the busiest sends by "even"
             (feature FEW_SOURCES); "one" awaits the fewest, whatever they send (feature SPREAD_ONE).
+        cold_draft: Whether a sink may run a draft model whose cache the source does not have, if both sides say so: the
+            draft starts cold, nothing of it is sent, and `Connected.plan.cold` names it (feature COLD_DRAFT). Else
+            such a source and sink refuse each other.
         pull: Whether the sink reads instead of the source writing, if both sides say so (feature PULL).
         keys: The folder with this engine's CURVE keys, as `kvproto keygen` makes it: what every TCP address needs.
         allow: Source, with keys: the file that lists the clients that may connect; None: allow.toml in `keys`. It is
@@ -80,6 +83,7 @@ class Options:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.spread", '"even", "few" or "one"', repr(value))
 
     measured: Sequence[Measured] = ()
+    cold_draft: bool = False
     pull: bool = False
     keys: str | Path | None = None
     allow: str | Path | None = None

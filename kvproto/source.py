@@ -201,6 +201,7 @@ class Source(Door):
                 party, pool, listener, endpoints, verify=chosen.verify,
                 transports=transports_of(chosen, pool), pull=chosen.pull, part_bytes=chosen.part_bytes,
                 lease=chosen.lease, first_part_ratio=chosen.first_part_ratio, spread=chosen.spread,
+                cold_draft=chosen.cold_draft,
             )  # fmt: skip
             super().__init__(name, pool, self._node, chosen)
         except BaseException:

@@ -25,13 +25,17 @@ Spread = Literal["even", "few", "one"]
 
 
 def features_of(
-    transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool, spread: Spread = "even"
+    transports: Sequence[Transport],
+    verify: bool | Literal["pages"],
+    pull: bool,
+    spread: Spread = "even",
+    cold_draft: bool = False,
 ) -> tuple[Feature, ...]:
     """Features that a side offers: those of its transports, and what its engine chose."""
     found = {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
         Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
-        Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
+        Feature.COLD_DRAFT: cold_draft, Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
     }  # fmt: skip
     return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 

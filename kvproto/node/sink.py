@@ -39,15 +39,15 @@ class SinkNode:
     def __init__(
         self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
-        spread: Spread = "even",
+        spread: Spread = "even", cold_draft: bool = False,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
         self.pool, self._dialer = pool, dialer
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._here = Here(
-            party, pool, self.transports, readers if pull else (), features_of(self.transports, verify, pull, spread),
-            Quarantine(pool.layout, quarantine),
+            party, pool, self.transports, readers if pull else (),
+            features_of(self.transports, verify, pull, spread, cold_draft), Quarantine(pool.layout, quarantine),
         )  # fmt: skip
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """Where each source replica listens, and its public key."""

@@ -100,6 +100,8 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
             )
             return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
     advice = "serve the same models and caches"
+    if group.model and not known:
+        advice += ", or choose feature COLD_DRAFT on both sides, with which a draft starts cold (Options.cold_draft)"
     return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
 
 
