@@ -7,8 +7,20 @@ from typing import Any
 
 import attrs
 
+from kvproto.errors import check_whole
 from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
-from kvproto.planning.families import HYBRID, SAYS_LAYERS, STATE_SIZE, Config, bad, layer_kinds, nested, number, text
+from kvproto.planning.families import (
+    HYBRID,
+    PREDICTING,
+    SAYS_LAYERS,
+    STATE_SIZE,
+    Config,
+    bad,
+    layer_kinds,
+    nested,
+    number,
+    text,
+)  # fmt: skip
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, FactRule
@@ -76,10 +88,10 @@ _OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", 
 def draft_of(config: Config) -> Config | None:
     """The multi-token-prediction layers of a checkpoint, as a draft of attention layers; None where it has none."""
     config = {**text(config), "text_config": {}} if nested(config) else config
-    key = next((key for key in _PREDICTING if config.get(key)), None)
+    key = next((key for key in PREDICTING if config.get(key)), None)
     if key is None:
         return None
-    of_target = (*_PREDICTING, *SAYS_LAYERS, "model_type")
+    of_target = (*PREDICTING, *SAYS_LAYERS, "model_type")
     kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(HYBRID)}
     return {**kept, "num_hidden_layers": number(config, key)}
 
@@ -94,8 +106,7 @@ def specs(
     default.
     """
     config = text(config)
-    if page < 1:
-        raise bad("page", "at least 1", page)
+    check_whole("page", page, 1)
     name = _named(model)
     layers: dict[str, list[int]] = {}
     for i, kinds in enumerate(layer_kinds(config, number(config, "num_hidden_layers"))):
@@ -119,7 +130,7 @@ def _element(kv_dtype: DType | str) -> Mapping[str, Any]:
     """The arguments of a constructor that say what elements are."""
     if isinstance(kv_dtype, DType):
         return {"dtype": kv_dtype}
-    if kv_dtype not in BLOCK_SCALED:
+    if not isinstance(kv_dtype, str) or kv_dtype not in BLOCK_SCALED:
         raise bad("kv_dtype", f"a kvproto.DType, or one of {', '.join(BLOCK_SCALED)}", kv_dtype)
     return BLOCK_SCALED[kv_dtype]
 
@@ -195,7 +206,6 @@ def _short_conv(config: Config, name: str, layers: list[int], model: int, state_
     yield Cache.state(f"{name} conv", layers, parts=parts, rows=number(config, "conv_L_cache") - 1, model=model)
 
 
-_PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _ATTENTION = ("attention", "window", "chunked")
 _RECURRENT = {"mamba": _mamba, "linear": _linear, "kda": _kda, "lightning": _lightning, "conv": _short_conv}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
+from kvproto.errors import check_type
 from kvproto.planning import vllm
 from kvproto.planning.cache import Cache
 from kvproto.planning.describe import with_windows
@@ -54,23 +55,24 @@ def pools(
     facts: Mapping[str, str] | None = None,
 ) -> Pools:  # fmt: skip
     """A model as an engine runs it: its Description, and where the tensors of each rank put it; raises LocalError."""
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
         raise bad("engine", ", ".join(ENGINES), engine)
-    setup, row, configs = setup or Setup(), ENGINES[engine], [target, *drafts]
-    setup.parallel.check()
-    tp = setup.parallel.tp
-    if setup.page is not None and setup.page < 1:
-        raise bad("page", "at least 1", setup.page)
+    setup = Setup() if setup is None else setup
+    check_type("setup", setup, Setup, "a Setup")
+    setup.check()
+    row, configs, tp = ENGINES[engine], [target, *drafts], setup.parallel.tp
     if any(text(config).get("use_cla") for config in configs):
         raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
     if setup.kv_dtype not in row.dtypes:
         raise bad("kv_dtype", ", ".join(row.dtypes), setup.kv_dtype)
-    if setup.dp < 1 or tp % setup.dp or (setup.dp > 1 and not row.dp):
+    if tp % setup.dp or (setup.dp > 1 and not row.dp):
         raise bad("dp", f"a divisor of tp {tp}" if row.dp else f"1: a replica of {engine} is one rank group", setup.dp)
     if setup.layout is not None and setup.layout not in row.layouts:
         raise bad("layout", ", ".join(row.layouts) or "the engine's only one", setup.layout)
     if setup.backend is not None and engine != "vllm":
         raise bad("backend", "vllm's alone: other engines' pools do not depend on it", setup.backend)
+    if setup.state_layout != "SD" and engine != "vllm":
+        raise bad("state_layout", "SD, but for vllm", setup.state_layout)
     setup = attrs.evolve(setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp))
     setup.parallel.check()
     dtype = setup.state_dtype

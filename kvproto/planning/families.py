@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvproto.errors import LocalError
+import attrs
+
+from kvproto.errors import U32, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "HYBRID", "MOST_LAYERS", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds", "nested", "number", "text",
+    "HYBRID", "MOST_LAYERS", "PREDICTING", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds",
+    "nested", "number", "text",
 ]  # fmt: skip
 
 Config = Mapping[str, Any]
@@ -53,9 +56,6 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     """
     if count > MOST_LAYERS:
         raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
-    for name in _LISTS:
-        if not isinstance(config.get(name) or [], list | tuple | str):
-            raise bad(f"config.{name}", "a list", config[name])
     if unread := [name for name in UNREAD if config.get(name)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
     kinds = next(kinds for read in _WAYS if (kinds := read(config, count)) is not None)
@@ -134,8 +134,9 @@ def _by_delta(config: Config, count: int) -> list[str] | None:
     given = config.get("linear_attn_config")
     if not given:
         return None
-    if not isinstance(given, dict) or not isinstance(given.get("kda_layers"), list):
-        raise bad("config.linear_attn_config", "an object with kda_layers", given)
+    layers = given.get("kda_layers")
+    if not isinstance(layers, list) or not all(_is_whole(layer, 1, count) for layer in layers):
+        raise bad("config.linear_attn_config.kda_layers", f"a list of layers, 1 to {count}", repr(layers))
     return ["kda" if i + 1 in given["kda_layers"] else "attention" for i in range(count)]
 
 
@@ -173,7 +174,61 @@ SAYS_LAYERS = (
     "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
 )  # fmt: skip
 """What says which layer of a target has which cache."""
-_LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types", "attn_type_list", "no_rope_layers", *_INDICES)
+PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Layers of a checkpoint that are a draft of it."""
+_WHOLE = (
+    "attention_chunk_size", "attention_head_dim", "attn_layer_offset", "attn_layer_period", "full_attention_interval",
+    "head_dim", "index_head_dim", "kv_lora_rank", "no_rope_layer_interval", "num_attention_heads",
+    "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", *_DELTA, *PREDICTING, *STATE_SIZE,
+)  # fmt: skip
+_WORDS = ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
+
+
+@attrs.frozen
+class _Said:
+    """What a field may say."""
+
+    mine: str
+    types: tuple[type, ...]
+    elements: Callable[[Any], bool] = lambda element: True
+
+
+def _is_whole(value: Any, least: int = 0, most: int = U32) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+_FIELDS: dict[str, _Said] = {
+    **dict.fromkeys(_WHOLE, _Said(f"a whole number, 0 to {U32}", (int,))),
+    **dict.fromkeys(_WORDS, _Said("a name", (str,))),
+    **dict.fromkeys(("use_cla", "use_sliding_window"), _Said("true or false", (bool,))),
+    **dict.fromkeys(_INDICES, _Said("a list of layers", (list, tuple), _is_whole)),
+    **dict.fromkeys(
+        ("attn_type_list", "no_rope_layers"),
+        _Said("a list of 0 and 1", (list, tuple), lambda element: _is_whole(element, 0, 1)),
+    ),
+    **dict.fromkeys(
+        ("layers_block_type", "layer_types"),
+        _Said("a list of names", (list, tuple), lambda element: isinstance(element, str)),
+    ),
+    "hybrid_override_pattern": _Said("letters", (str, list, tuple)),
+    "sliding_window_pattern": _Said("a whole number, or letters", (int, str)),
+    "linear_attn_config": _Said("an object", (dict,)),
+    "text_config": _Said("an object", (dict,)),
+}
+"""Fields whose absence, or 0, or null, says something too: of another type they would say it by mistake."""
+
+
+def _check(config: Config) -> None:
+    """Raise LocalError for a field of another type than its name says."""
+    for name, said in _FIELDS.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        right = type(value) in said.types and (type(value) is not int or _is_whole(value))
+        if not right or (isinstance(value, list | tuple) and not all(map(said.elements, value))):
+            raise bad(f"config.{name}", said.mine, repr(value))
+
+
 _WAYS: tuple[Callable[[Config, int], list[str] | None], ...] = (
     _by_letters, _by_list, _by_indices, _by_period, _by_interval, _by_delta, _by_numbers, _by_rope, _by_window,
     _by_sizes,
@@ -188,9 +243,16 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
 
 
 def text(config: Config) -> Config:
-    """The language model of a checkpoint that also sees or hears, with what its class implies."""
+    """The language model of a checkpoint that also sees or hears, with what its class implies.
+
+    Raises LocalError for a field of another type than its name says.
+    """
+    if not isinstance(config, Mapping):
+        raise bad("config", "an object, as a config.json is", type(config).__name__)
+    _check(config)
     inner = config.get("text_config")
-    merged = {**config, **inner} if isinstance(inner, dict) else config
+    merged = {**config, **inner} if inner else config
+    _check(merged)
     implied = IMPLIED.get(str(merged.get("model_type")), {})
     return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 
 import attrs
 
+from kvproto.errors import check_type, check_whole
 from kvproto.planning.cache import Block, Cache, bytes_of
 from kvproto.planning.describe import element_type, specs
 from kvproto.planning.families import Config, bad, number, text
@@ -36,6 +38,19 @@ class Setup:
     """Attention data parallel over the tensor-parallel ranks (SGLang): a replica has tp / dp ranks."""
     state_dtype: DType | None = None
     """Of recurrent states."""
+
+    def check(self) -> None:
+        """Raise LocalError for what no engine has."""
+        check_type("parallel", self.parallel, Parallel, "a kvproto.Parallel")
+        self.parallel.check()
+        for name in ("page", "dp"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name in ("kv_dtype", "backend", "layout"):
+            check_type(name, getattr(self, name), (str, NoneType), "a name")
+        if self.state_layout not in ("SD", "DS"):
+            raise bad("state_layout", "SD or DS", self.state_layout)
+        check_type("state_dtype", self.state_dtype, (DType, NoneType), "a kvproto.DType")
 
 
 @attrs.frozen

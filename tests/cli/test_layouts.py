@@ -94,11 +94,11 @@ def test_tensors_for_programs_are_a_register_s(capsys: pytest.CaptureFixture[str
         (["--backend", "FLASH_ATTN"], "backend: wanted --engine beside it"),
         (["--tensors"], "tensors: wanted --engine beside it"),
         (["--tp", "1000000000"], "tp: wanted at most 4096 ranks in all"),
-        (["--engine", "vllm", "--page", "0"], "page: wanted at least 1"),
+        (["--engine", "vllm", "--page", "0"], "page: wanted 1 or more"),
         (["--dp", "8"], "dp: wanted --engine beside it"),
         (["--engine", "vllm", "--sharded", "target"], "sharded: wanted no --sharded beside --engine"),
         (["--kv-dtype", "fp8"], "kv_dtype: wanted BF16, F16, F32"),
-        (["--page", "0"], "page: wanted at least 1, found 0"),
+        (["--page", "0"], "page: wanted 1 or more, found 0"),
         (
             ["--engine", "vllm", "--state-dtype", "F32"],
             "state_dtype: wanted a model with recurrent states beside it, found F32",
