@@ -7,10 +7,12 @@ from typing import Any
 
 import attrs
 
-from kvproto.planning.slices import Range, Slice
+from kvproto.planning.slices import Column, Range, Slice
 
 __all__ = ["HEAD", "as_json", "row", "table"]
 
+_RUNS = 16
+"""Of a deal by a table, as many are shown."""
 HEAD = ("local rank", "cache", "remote rank", "global range", "local range", "remote range")
 
 
@@ -33,15 +35,27 @@ def row(one: Slice) -> tuple[str, ...]:
 
 
 def _text(range_: Range) -> str:
-    lanes = [(lo, hi) for lo, hi in range_.lanes]
-    size = range_.lane_bytes
-    unit = "lanes"
-    if all(x % size == 0 for interval in lanes for x in interval):
-        lanes = [(lo // size, hi // size) for lo, hi in lanes]
-    else:
-        unit = "bytes"
-    tokens = f"; token share {range_.cp_rank} of {range_.cp_size}" if range_.cp_size > 1 else ""
-    return f"layers {_numbers(range_.layers)}; {unit} {_numbers(lanes)}{tokens}"
+    one = len(range_.columns) == 1 and "[" not in range_.columns[0].name
+    lanes = ", ".join(("" if one else f"{column.name} ") + _lanes(column) for column in range_.columns)
+    return f"layers {_numbers(range_.layers)}; {lanes}{_tokens(range_)}"
+
+
+def _lanes(column: Column) -> str:
+    size = column.lane_bytes
+    if any(x % size for interval in column.lanes for x in interval):
+        return f"bytes {_numbers(column.lanes)}"
+    return f"lanes {_numbers((lo // size, hi // size) for lo, hi in column.lanes)}"
+
+
+def _tokens(range_: Range) -> str:
+    """Which tokens, where ranks deal them."""
+    if range_.cp_size == 1:
+        return ""
+    begin = f" from token {range_.origin}" if range_.origin else ""
+    deal = ""
+    if range_.order is not None:
+        deal = f", dealt {', '.join(map(str, range_.order[:_RUNS]))}" + ", ..." * (len(range_.order) > _RUNS)
+    return f"; token share {range_.cp_rank} of {range_.cp_size}, runs of {range_.interleave}{begin}{deal}"
 
 
 def _numbers(intervals: Iterable[tuple[int, int]]) -> str:

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 import numpy as np
 
-from kvproto.planning.geometry import Geometry, Owns, lane_bytes
+from kvproto.planning.geometry import Geometry, LaneSpan, Owns, Part, column_names, lane_bytes
 from kvproto.planning.plan import Box, Plan
 from kvproto.planning.spreading import Layers, joined
 
-__all__ = ["Range", "Slice", "slices"]
+__all__ = ["Column", "Range", "Slice", "slices"]
 
 Intervals = tuple[tuple[int, int], ...]
 
 
 @attrs.frozen
-class Range:
-    """Layers and lanes, as intervals [lo, hi)."""
+class Column:
+    """Lanes of a part, or of one of its sections."""
 
-    layers: Layers
+    name: str
+    """That of the part; of a section its bytes too, as `latent[0:1024]`."""
     lanes: Intervals
-    """In bytes of the part's lane axis; on a rank, of its own lanes, one after the other as it states them."""
+    """In bytes of the column's lane axis; on a rank, of its own lanes, one after the other as it states them."""
     lane_bytes: int
     """Of one lane, on the side that the range is of."""
-    cp_rank: int
-    cp_size: int
+
+
+@attrs.frozen
+class Range:
+    """Layers, lanes and tokens; layers and lanes as intervals [lo, hi)."""
+
+    layers: Layers
+    columns: tuple[Column, ...]
+    """One; of a part in sections those that have some of the bytes."""
+    cp_rank: int = 0
+    cp_size: int = 1
     """Which share of the tokens it is, of how many."""
+    interleave: int = 1
+    """Tokens of each run of the deal."""
+    origin: int = 0
+    """First token that is dealt."""
+    order: tuple[int, ...] | None = None
+    """The cp rank of each run until they repeat; None: in turn."""
 
 
 @attrs.frozen
@@ -58,13 +74,13 @@ def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
     for (to, group, part, from_, (lo, hi, c, d, home)), boxes in sorted(found.items()):
         dst = sides[1].groups[group]
         name = dst.parts[part].name
-        theirs = next(i for i, p in enumerate(sides[0].groups[home].parts) if p.name == name)
         layers = tuple(joined(sorted((box.layer_lo, box.layer_hi) for box in boxes)))
-        whole = Range(layers, ((lo, hi),), lane_bytes(dst.parts[part]), 0, 1)
-        local = sides[1].local(to, group, part, layers, lo, hi, d)
-        yield Slice(
-            to, from_, f"{dst.name}.{name}", whole, local, sides[0].local(from_, home, theirs, layers, lo, hi, c)
+        whole = Range(layers, (Column(name, ((lo, hi),), lane_bytes(dst.parts[part])),))
+        local, remote = (
+            sides[1].local(to, group, name, layers, lo, hi, d),
+            sides[0].local(from_, home, name, layers, lo, hi, c),
         )
+        yield Slice(to, from_, f"{dst.name}.{name}", whole, local, remote)
 
 
 class _Side:
@@ -74,17 +90,34 @@ class _Side:
         self.groups = {g.id: g for g in geometry.groups}
         self._shares: dict[tuple[int, int], Owns] = {(r.rank, o.group): o for r in geometry.ranks for o in r.owns}
 
-    def local(self, rank: int, group: int, part: int, layers: Layers, lo: int, hi: int, cp_rank: int) -> Range:
+    def local(self, rank: int, group: int, part: str, layers: Layers, lo: int, hi: int, cp_rank: int) -> Range:
         """Where a rank has bytes [lo, hi) of global layers: by its own layers and lanes, counted from 0."""
         share, stated = self._shares[rank, group], self.groups[group]
-        size, at, lanes = lane_bytes(stated.parts[part]), 0, []
-        for span in share.lanes:
-            if span.part == part:
-                x, y = max(lo, span.lo * size), min(hi, span.hi * size)
-                if x < y:
-                    lanes.append((at + x - span.lo * size, at + y - span.lo * size))
-                at += (span.hi - span.lo) * size
+        names = column_names(stated)
+        found = [
+            Column(names[i], lanes, p.lane_bytes)
+            for i, p in enumerate(stated.parts)
+            if p.name == part and (lanes := _own(p, [s for s in share.lanes if s.part == i], lo, hi))
+        ]
         ends = ((int(np.searchsorted(share.layers, a)), b - a) for a, b in layers)
         return Range(
-            tuple(joined((a, a + n) for a, n in ends)), tuple(joined(sorted(lanes))), size, cp_rank, stated.cp_size
-        )
+            tuple(joined((a, a + n) for a, n in ends)), tuple(found), cp_rank, stated.cp_size, stated.interleave,
+            stated.origin, None if stated.order is None else tuple(stated.order.tolist()),
+        )  # fmt: skip
+
+
+def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
+    """Bytes [lo, hi) of a part's lane axis, as far as a column has them, in bytes of the rank's own lanes of it."""
+    whole, size, at = lane_bytes(part), part.lane_bytes, part.at or 0
+    before, found = 0, []
+    for span in spans:
+        first, last = max(span.lo, lo // whole), min(span.hi, -(-hi // whole))
+        # lanes that lie side by side are one interval; those of a section are not
+        pieces = [(first, last)] if size == whole else [(lane, lane + 1) for lane in range(first, last)]
+        for a, b in pieces:
+            x, y = max(lo, a * whole + at), min(hi, (b - 1) * whole + at + size)
+            if x < y:
+                skip = (before + a - span.lo) * size - a * whole - at
+                found.append((x + skip, y + skip))
+        before += span.hi - span.lo
+    return tuple(joined(sorted(found)))

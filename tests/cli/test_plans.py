@@ -149,7 +149,7 @@ def test_slices_are_a_table_and_data(files: dict[str, str], capsys: pytest.Captu
     assert main(["plan", files["p"], files["d"], "--slices", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)["slices"]
     mine = [s for s in data if (s["sink"], s["cache"]) == (1, "draft.k")]
-    assert [(s["source"], s["whole"]["lanes"], s["local"]["lanes"], s["remote"]["lanes"]) for s in mine] == [
+    assert [(s["source"], *(s[side]["columns"][0]["lanes"] for side in ("whole", "local", "remote"))) for s in mine] == [
         (2, [[512, 768]], [[0, 256]], [[0, 256]]), (3, [[768, 1024]], [[256, 512]], [[0, 256]]),
     ]  # fmt: skip
     assert mine[0]["text"]["global range"] == "layers 0; lanes 2"

@@ -2,11 +2,13 @@
 
 import random
 
+import attrs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto import Cache, Parallel, lay_out
-from kvproto.planning.geometry import Geometry
+from kvproto import Cache, DType, Parallel, lay_out
+from kvproto.cli.slices import as_json, row
+from kvproto.planning.geometry import Geometry, LaneSpan, validate
 from kvproto.planning.plan import plan
 from kvproto.planning.slices import Range, Slice, slices
 from tests.plan import oracle
@@ -21,6 +23,7 @@ def numbers(intervals: tuple[tuple[int, int], ...]) -> list[int]:
 def held(geometry: Geometry, rank: int, name: str, model: int, here: Range) -> set[tuple[int, int]]:
     """(layer, byte) of the lane axis at local layers and lanes of a rank, by the shares as stated."""
     groups = {g.id: g for g in geometry.groups}
+    (column,) = here.columns
     found = set()
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group = groups[share.group]
@@ -33,7 +36,7 @@ def held(geometry: Geometry, rank: int, name: str, model: int, here: Range) -> s
         found |= {
             (int(share.layers[layer]), stored[byte])
             for layer in numbers(here.layers) if layer < share.layers.size
-            for byte in numbers(here.lanes) if byte < len(stored)
+            for byte in numbers(column.lanes) if byte < len(stored)
         }  # fmt: skip
     return found
 
@@ -56,11 +59,14 @@ def test_slices_say_where_their_bytes_are(seed: int) -> None:
     for one in slices(source, sink, made):
         group_name, part_name = one.cache.split(".")
         group = groups[group_name]
-        wanted = {(layer, byte) for layer in numbers(one.whole.layers) for byte in numbers(one.whole.lanes)}
+        wanted = {(layer, byte) for layer in numbers(one.whole.layers) for byte in numbers(one.whole.columns[0].lanes)}
         # the part of a model may be in several groups of a side: what else is at these places is of another layer
         assert wanted <= held(sink, one.sink, part_name, group.model, one.local)
         assert wanted <= held(source, one.source, part_name, group.model, one.remote)
-        assert all(sum(hi - lo for lo, hi in r.lanes) == len(numbers(one.whole.lanes)) for r in (one.local, one.remote))
+        lanes = [
+            sum(hi - lo for column in r.columns for lo, hi in column.lanes) for r in (one.whole, one.local, one.remote)
+        ]
+        assert lanes[0] == lanes[1] == lanes[2]
         part = [p.name for p in group.parts].index(part_name)
         told |= {(one.sink, one.source, group.id, part, one.remote.cp_rank, *at) for at in wanted}
     assert told == cells
@@ -74,7 +80,51 @@ def test_a_rank_counts_its_own_layers_and_lanes() -> None:
     assert [(s.source, s.whole.layers, s.local.layers, s.remote.layers) for s in found] == [
         (1, ((0, 4),), ((0, 4),), ((0, 4),)), (3, ((4, 8),), ((4, 8),), ((0, 4),)),
     ]  # fmt: skip
-    size = found[0].whole.lane_bytes
-    assert {(s.whole.lanes, s.local.lanes, s.remote.lanes) for s in found} == {
+    size = found[0].whole.columns[0].lane_bytes
+    assert {tuple(r.columns[0].lanes for r in (s.whole, s.local, s.remote)) for s in found} == {
         (((3 * size, 4 * size),), ((0, size),), ((size, 2 * size),))
     }
+
+
+def test_each_section_has_lanes_of_its_own() -> None:
+    """A latent whose rotary part is in a buffer apart, on both sides, and four lanes of it by two ranks."""
+    apart, joint = (Cache.paged("kv", 2, parts={"latent": (DType.U8, 4, n)}, page=4) for n in ((8, 4), 12))
+    source, sink = lay_out([apart], Parallel(tp=2)), lay_out([joint], Parallel(tp=4))
+    found = {s.sink: s for s in slices(source, sink, plan(source, sink))}
+    assert row(found[3])[1:] == (
+        "kv.latent", "P1", "layers 0-1; lanes 3", "layers 0-1; lanes 0",
+        "layers 0-1; latent[0:8] lanes 1, latent[8:12] lanes 1",
+    )  # fmt: skip
+    cut = lay_out([Cache.paged("kv", 2, parts={"latent": (DType.U8, 4, (6, 6))}, page=4)])
+    (one, *_) = slices(source, cut, plan(source, cut))
+    assert [c.name for c in one.local.columns] == ["latent[0:6]", "latent[6:12]"]
+
+
+def test_ranks_may_own_other_lanes_of_each_section() -> None:
+    """Rank 0 has the latent of lane 0 and the rotary part of lane 1, and rank 1 the other two."""
+    apart, joint = (
+        lay_out([Cache.paged("kv", 1, parts={"latent": (DType.U8, 2, n)}, page=4)], Parallel(tp=2)) for n in ((4, 2), 6)
+    )
+    spans = [(LaneSpan(part=0, lo=r, hi=r + 1), LaneSpan(part=1, lo=1 - r, hi=2 - r)) for r in range(2)]
+    ranks = [attrs.evolve(r, owns=(attrs.evolve(r.owns[0], lanes=spans[r.rank]),)) for r in apart.ranks]
+    source = attrs.evolve(apart, ranks=tuple(ranks))
+    validate(source)
+    found = [row(s)[2:] for s in slices(source, joint, plan(source, joint)) if s.sink == 0]
+    assert found == [
+        ("P0", "layers 0; bytes 0-3", "layers 0; bytes 0-3", "layers 0; latent[0:4] lanes 0"),
+        ("P1", "layers 0; bytes 4-5", "layers 0; bytes 4-5", "layers 0; latent[4:6] lanes 0"),
+    ]
+
+
+def test_a_share_of_the_tokens_says_how_they_are_dealt() -> None:
+    cache = [Cache.mla("kv", 1, latent=4, rope=2, page=4)]
+    source = lay_out(cache, Parallel(tp=3, dcp=3, interleave=16, origin=32, deal=(0, 1, 1, 2)))
+    sink = lay_out(cache, Parallel(tp=2, dcp=2, interleave=64))
+    one = next(s for s in slices(source, sink, plan(source, sink)) if (s.source, s.sink) == (1, 0))
+    assert row(one)[3:] == (
+        "layers 0; lanes 0",
+        "layers 0; lanes 0; token share 0 of 2, runs of 64",
+        "layers 0; lanes 0; token share 1 of 3, runs of 16 from token 32, dealt 0, 1, 1, 2",
+    )
+    (said, *_) = as_json([one])
+    assert (said["remote"]["interleave"], said["remote"]["origin"], said["remote"]["order"]) == (16, 32, (0, 1, 1, 2))
