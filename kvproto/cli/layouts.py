@@ -31,6 +31,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--state-layout", choices=("SD", "DS"), default="SD", help="order of vLLM's conv states")
     made.add_argument("--state-dtype", choices=_STATE_DTYPES, help="element type of recurrent states")
     made.add_argument("--dp", type=int, default=1, metavar="N", help="attention data parallel over TP ranks (SGLang)")
+    made.add_argument("--sm", type=int, metavar="N", help="compute capability of the GPUs: NVFP4 depends on it")
     made.add_argument("--tensors", action="store_true", help="its tensors and their strides, not a Description")
     made.add_argument("--rank", type=int, default=0, metavar="N", help="whose tensors")
     made.add_argument("--blocks", type=int, default=1024, metavar="N", help="blocks of its pools")
@@ -38,8 +39,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 
 _ALONE = {
-    "backend": None, "layout": None, "state_layout": "SD", "state_dtype": None, "dp": 1, "tensors": False, "rank": 0,
-    "blocks": 1024, "json": False,
+    "backend": None, "layout": None, "state_layout": "SD", "state_dtype": None, "dp": 1, "sm": None, "tensors": False,
+    "rank": 0, "blocks": 1024, "json": False,
 }  # fmt: skip
 """Options that say nothing without an engine, and their defaults."""
 
@@ -55,8 +56,9 @@ def setup_of(args: argparse.Namespace, parallel: Parallel) -> Setup:
     """The options as an engine's setup."""
     state = DType[args.state_dtype] if args.state_dtype else None
     return Setup(
-        parallel, args.page, args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state
-    )
+        parallel, args.page, args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state,
+        args.sm,
+    )  # fmt: skip
 
 
 def described(

@@ -18,7 +18,17 @@ from kvproto.planning.families import Config, bad, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import lay_out
 from kvproto.planning.pools import Memory, Slab, memory
-from kvproto.planning.setups import Arranged, KvDtype, Make, Setup, caches, check_heads, kind_of_cache, model_dtype
+from kvproto.planning.setups import (
+    Arranged,
+    KvDtype,
+    Make,
+    Setup,
+    caches,
+    check_heads,
+    kind_of_cache,
+    kv_dtype,
+    model_dtype,
+)
 from kvproto.wire.enums import DType
 
 __all__ = ["ENGINES", "Engine", "Pools", "Setup", "pools"]
@@ -63,8 +73,6 @@ def pools(
     row, configs, tp = ENGINES[engine], [target, *drafts], setup.parallel.tp
     if any(text(config).get("use_cla") for config in configs):
         raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
-    if setup.kv_dtype not in row.dtypes:
-        raise bad("kv_dtype", ", ".join(row.dtypes), setup.kv_dtype)
     if tp % setup.dp or (setup.dp > 1 and not row.dp):
         raise bad("dp", f"a divisor of tp {tp}" if row.dp else f"1: a replica of {engine} is one rank group", setup.dp)
     if setup.layout is not None and setup.layout not in row.layouts:
@@ -73,12 +81,16 @@ def pools(
         raise bad("backend", "vllm's alone: other engines' pools do not depend on it", setup.backend)
     if setup.state_layout != "SD" and engine != "vllm":
         raise bad("state_layout", "SD, but for vllm", setup.state_layout)
-    setup = attrs.evolve(setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp))
+    kv = kv_dtype(setup.kv_dtype, row.dtypes, setup)
+    setup = attrs.evolve(
+        setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp), page=setup.page or kv.page,
+        backend=setup.backend or next(iter(kv.backends), None), layout=setup.layout or next(iter(kv.layouts), None),
+    )  # fmt: skip
     setup.parallel.check()
     dtype = setup.state_dtype
 
     def make(page: int) -> list[Cache]:
-        return caches(configs, page, row.dtypes[setup.kv_dtype], (lambda _: dtype) if dtype else row.state)
+        return caches(configs, page, kv, (lambda _: dtype) if dtype else row.state)
 
     arranged = row.arrange(make, setup, text(target))
     for cache in arranged.caches:
@@ -92,12 +104,12 @@ def pools(
 _TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}
 _SGLANG = {"NHD": _TOKENS_OUT, "HND": _TOKENS_OUT | {"attention": "L|PBHN"}}
 """A tensor a layer of K then V, tokens of heads or heads of tokens; states of all layers are one tensor."""
-_TRTLLM = {"attention": "BLPHN", "mla": "BLPHN", "conv": "LBHN", "ssm": "LBNH"}
+_TRTLLM = {"attention": "BLPHN", "mla": "BLPHN", "scales": "BLPHN", "conv": "LBHN", "ssm": "LBNH"}
 """One pool [block, layer, K or V, head, token, dim] for layers alike; states of all layers are one tensor."""
 
 
 def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
-    indexed = any(kind_of_cache(c) == "indexer" for c in make(64))
+    indexed = any(kind_of_cache(c) == "indexer" for c in make(setup.page or 64))
     page, dcp = setup.page or (64 if indexed else 1), setup.parallel.dcp
     if indexed and page != 64:
         raise bad("page", "64, with an index", page)
@@ -110,6 +122,9 @@ def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
 
     def order(cache: Cache) -> str:
         kind, sizes = kind_of_cache(cache), {p.lane_bytes for p in cache.group.parts}
+        names = {p.name for p in cache.group.parts}
+        if kind == "scales" or names == {"latent", "latent_scale"}:
+            return "LP|BNH"
         if kind == "attention" and len(sizes) > 1:
             return "LP|BNH" if setup.layout != "HND" else "LP|BHN"
         return "LBNH" if kind == "conv" and target.get("linear_attn_config") else orders[kind]
@@ -121,34 +136,75 @@ def _trtllm(make: Make, setup: Setup, target: Config) -> Arranged:
     made = make(setup.page or 32)
     if unknown := [c for c in made if kind_of_cache(c) not in _TRTLLM]:
         raise bad("config", f"layers with {', '.join(_TRTLLM)}", unknown[0].group.name)
-    return _apart(made, lambda cache: _TRTLLM[kind_of_cache(cache)])
+    return _apart(made, lambda cache: _TRTLLM[kind_of_cache(cache)], joined=True)
 
 
-def _apart(made: list[Cache], order: Callable[[Cache], str]) -> Arranged:
-    """Pools of which each has one cache."""
+def _apart(made: list[Cache], order: Callable[[Cache], str], joined: bool = False) -> Arranged:
+    """Pools of which each has one cache; or, where they are `joined`, all scales of the same values."""
+    pools: dict[str, list[int]] = {}
+    for i, c in enumerate(made):
+        name = c.group.name
+        if joined and kind_of_cache(c) == "scales":
+            name = name.removesuffix(c.group.parts[0].name) + "scales"
+        pools.setdefault(name, []).append(i)
     slabs = [
-        Slab(c.group.name.replace(" ", "_"), order(c), tuple((layer, (i,)) for layer in c.layers))
-        for i, c in enumerate(made)
+        Slab(name.replace(" ", "_"), order(made[ids[0]]), tuple((layer, tuple(ids)) for layer in made[ids[0]].layers))
+        for name, ids in pools.items()
     ]
     return Arranged(made, lambda geometry, rank, blocks: slabs)
 
 
+_NVFP4 = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E4M3), of=("attention",))
+_NVFP4_MIXED = attrs.evolve(_NVFP4, apart={"v_scale": 4})
+"""As the kernels of Blackwell's large GPUs want it: scales of V are mixed among four tokens of a head."""
+_DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+_VLLM_NVFP4 = KvDtype(
+    by_sm={
+        80: (_ANY := attrs.evolve(_NVFP4, backends=("FLASHINFER",), layouts=_DENSE)), 90: _ANY, 120: _ANY,
+        100: attrs.evolve(_NVFP4_MIXED, backends=("FLASHINFER",), layouts=("LBHNC", "BLHNC")),
+    }
+)  # fmt: skip
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
+_BF16 = KvDtype(DType.BF16)
+_FP4_MX = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E8M0), of=("attention", "mla"), layouts=("NHD",))
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         "0.32.0, 0.33.0",
         {
-            "auto": KvDtype(), **_FP8,
+            "auto": KvDtype(), "bfloat16": _BF16, "float16": KvDtype(DType.F16), **_FP8, "fp8_e4m3": _FP8["fp8"],
             "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),
             "int8_per_token_head": KvDtype(DType.I8, scaled=True),
             "fp8_ds_mla": KvDtype(row="always"),
+            "nvfp4": _VLLM_NVFP4,
+            "nvfp4_4over6": KvDtype(by_sm={100: _VLLM_NVFP4.by_sm[100]}),
+            "nvfp4_ds_mla": KvDtype(
+                row="always", of=("mla", "indexer"),
+                packed=(DType.F4E2M1, 16, DType.F8E4M3, DType.F8E4M3, "vllm.nvfp4_ds_mla"),
+            ),
         },
         model_dtype, vllm.arrange, vllm.LAYOUTS,
     ),
     "sglang": Engine(
         "0.5.23",
-        {"auto": KvDtype(), "fp8_e4m3": KvDtype(DType.F8E4M3, row="indexed"), "fp8_e5m2": KvDtype(DType.F8E5M2)},
+        {
+            "auto": KvDtype(), "bf16": _BF16, "bfloat16": _BF16,
+            "fp8_e4m3": KvDtype(DType.F8E4M3, row="indexed"), "fp8_e5m2": KvDtype(DType.F8E5M2),
+            # on SM 100 it does not hand such pages over itself, and keeps scales in two orders at once
+            "nvfp4": KvDtype(by_sm={120: attrs.evolve(_NVFP4, layouts=("NHD",))}),
+            "fp4_mx_block16": _FP4_MX,
+            "mxfp8": KvDtype(
+                DType.F8E4M3, blocks=(32, DType.F8E8M0), apart={"k_scale": 128, "v_scale": 128}, page=128,
+                of=("attention",), layouts=("NHD",),
+            ),
+        },
         lambda config: DType.F32, _sglang, ("NHD", "HND"), dp=True,
     ),
-    "trtllm": Engine("1.0 and later", {"auto": KvDtype(), "fp8": KvDtype(DType.F8E4M3)}, model_dtype, _trtllm),
+    "trtllm": Engine(
+        "1.0 and later",
+        {
+            "auto": KvDtype(), "fp8": KvDtype(DType.F8E4M3),
+            "nvfp4": KvDtype(by_sm={100: attrs.evolve(_NVFP4_MIXED, apart={"k_scale": 1, "v_scale": 4})}),
+        },
+        model_dtype, _trtllm,
+    ),
 }  # fmt: skip

@@ -86,6 +86,16 @@ _BLOCK = 16
 _MLA_BLOCK = 128
 
 
+_BY_PLANES = ("nvfp4", "nvfp4_4over6")
+"""Cache dtypes by which a block is all of K, the scales of K, all of V, and its scales."""
+
+
+def _values(cache: Cache) -> str:
+    """The name of the group whose blocks these are: of scales apart, that of what they scale."""
+    name = cache.group.name
+    return name.removesuffix(f" {cache.group.parts[0].name}") if kind_of_cache(cache) == "scales" else name
+
+
 @attrs.frozen
 class _Layer:
     """A layer as vLLM's cache manager sees it: what decides its block table, its bytes, and the caches that it has."""
@@ -113,13 +123,15 @@ def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
     if states:
         widest = max(one.page for one in layers)
         layers = [attrs.evolve(one, page=widest) if one.table[0] == "state" else one for one in layers]
-    return _divided(caches, _tables(layers, layout), backends, layout, block)
+    return _divided(caches, _tables(layers, layout), backends, layout, block, setup)
 
 
 def _needs(cache: Cache, caches: list[Cache]) -> str:
     """Which kind of backend a cache is for."""
     indexed = {c.group.model for c in caches if kind_of_cache(c) == "indexer"}
     kind = kind_of_cache(cache)
+    if kind == "scales":
+        return "attention"
     return "sparse" if kind in ("mla", "indexer") and cache.group.model in indexed else kind
 
 
@@ -185,10 +197,13 @@ def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setu
         order = outer + inner if is_state or kind == "indexer" else layout.replace("C", "P")
         if kind == "attention" and backends[kind].planes:
             order = layout.translate(str.maketrans("HC", "PH"))
-        last = group.name.split()[-1]
+        if setup.kv_dtype in _BY_PLANES and kind in ("attention", "scales"):
+            order = f"{outer}P{layout[2:4]}"
+        name = _values(cache)
+        last = name.split()[-1]
         table = "state" if is_state else last if last in ("window", "chunked") else "full"
         for layer in cache.layers:
-            key = group.model, is_state, "state" if is_state else group.name, layer
+            key = group.model, is_state, "state" if is_state else name, layer
             before = made.get(key)
             page = _bytes(cache, ranks) + (before.page if before else 0)
             made[key] = _Layer((table, dealt), page, order, layer, (*(before.caches if before else ()), i))
@@ -215,8 +230,9 @@ def _tables(layers: list[_Layer], layout: str) -> list[list[_Layer]]:
 
 
 def _divided(
-    caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int
-) -> Arranged:
+    caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int,
+    setup: Setup,
+) -> Arranged:  # fmt: skip
     """A group for each cache and block table, and the slabs that the tables' layers make up."""
     made: list[Cache] = []
     pieces: dict[int, int] = {}
@@ -229,10 +245,12 @@ def _divided(
             backend = backends.get(_needs(cache, caches))
             if backend is not None and kind_of(group).paged:
                 rows = backend.kernel_block(block)
+                planes = backend.planes or setup.kv_dtype in _BY_PLANES
                 parts = tuple(attrs.evolve(p, encoding=backend.encoding) for p in group.parts)
-                outside = kind_of_cache(cache) == "attention" and (backend.planes or "HN" in layout)
+                outside = kind_of_cache(cache) in ("attention", "scales") and (planes or "HN" in layout)
                 if rows < block and outside:
-                    pieces[len(made)], group = block // rows, attrs.evolve(group, rows=rows)
+                    pieces[len(made)] = block // rows
+                    group = attrs.evolve(group, rows=rows // group.tokens_per_row)
                 if backend.encoding and kind_of_cache(cache) == "attention":
                     group = attrs.evolve(group, parts=parts)
             ids[c, t] = len(made)

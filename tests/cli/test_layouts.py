@@ -89,7 +89,7 @@ def test_tensors_for_programs_are_a_register_s(capsys: pytest.CaptureFixture[str
         (["--engine", "vllm", "--tensors", "--rank", "1"], "rank: wanted 0 to 0, found 1"),
         (["--engine", "vllm", "--tensors", "--blocks", "0"], "blocks: wanted at least 1, found 0"),
         (["--engine", "sglang", "--layout", "LBHNC"], "layout: wanted NHD, HND"),
-        (["--engine", "vllm", "--kv-dtype", "nvfp9"], "kv_dtype: wanted auto, fp8"),
+        (["--engine", "vllm", "--kv-dtype", "nvfp9"], "kv_dtype: wanted auto, bfloat16"),
         (["--engine", "vllm", "--backend", "FLASHMLA"], "backend: wanted FLASH_ATTN"),
         (["--backend", "FLASH_ATTN"], "backend: wanted --engine beside it"),
         (["--tensors"], "tensors: wanted --engine beside it"),

@@ -84,7 +84,7 @@ def made(model: str, engine: str, options: dict[str, Any], sizes: dict[str, int]
         return None
 
 
-def requests(side: Pools, rank: int, rng: random.Random) -> dict[int, oracle.Request]:
+def requests(side: Pools, rank: int, rng: random.Random, tokens: int) -> dict[int, oracle.Request]:
     """Blocks of the table in no order; caches of one block table or slot have the same ones, tables never the same."""
     geometry = side.geometry
     groups = {g.id: g for g in geometry.groups}
@@ -98,12 +98,12 @@ def requests(side: Pools, rank: int, rng: random.Random) -> dict[int, oracle.Req
     found = {}
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group, pieces = groups[share.group], side.arranged.pieces.get(share.group, 1)
-        need = items_needed(group, share.cp_rank, 0, TOKENS)
+        need = items_needed(group, share.cp_rank, 0, tokens)
         blocks = tables.setdefault(together[group.id], [])
         while len(blocks) * pieces < need:
             blocks.append(free.pop())
         items = [block * pieces + i for block in blocks for i in range(pieces)]
-        found[group.id] = oracle.Request(0, TOKENS, items[:need])
+        found[group.id] = oracle.Request(0, tokens, items[:need])
     return found
 
 
@@ -137,20 +137,20 @@ def blank(memory: Memory, seed: int) -> dict[int, Bytes]:
     return {i: dice.integers(0, 256, size, np.uint8) for i, (_, size) in enumerate(memory.regions)}
 
 
-def move(source: Pools, sink: Pools) -> int:
+def move(source: Pools, sink: Pools, tokens: int = TOKENS) -> int:
     """Hand a request over between two engines, compare every byte of every sink rank, and return how many moved."""
     rng = random.Random(repr((source.geometry, sink.geometry)))
     planned = plan(source.geometry, sink.geometry)
     have: dict[int, tuple[Memory, dict[int, oracle.Request], dict[int, Bytes]]] = {}
     for rank in source.geometry.ranks:
         memory = source.memory(rank.rank, BLOCKS)
-        asked, held = requests(source, rank.rank, rng), blank(memory, rank.rank)
+        asked, held = requests(source, rank.rank, rng, tokens), blank(memory, rank.rank)
         stamp(source, rank.rank, memory, asked, held)
         have[rank.rank] = memory, asked, held
     moved = 0
     for rank in sink.geometry.ranks:
         memory = sink.memory(rank.rank, BLOCKS)
-        asked, mine = requests(sink, rank.rank, rng), blank(memory, 99)
+        asked, mine = requests(sink, rank.rank, rng, tokens), blank(memory, 99)
         wanted = {i: bytes_.copy() for i, bytes_ in mine.items()}
         stamp(sink, rank.rank, memory, asked, wanted)
         there = RankLayout(sink.geometry, rank.rank, by_group(memory))
@@ -202,6 +202,58 @@ def test_the_packed_row_of_sparse_attention_is_alike_in_two_engines() -> None:
         assert int(side.memory(0).columns[0].row_stride[0]) == 656
     assert move(a, b) > 0
     assert move(b, a) > 0
+
+
+SMALL = {**HEADS, "num_hidden_layers": 2, "head_dim": 64}
+LATENT = {"num_hidden_layers": 2, **MLA}
+MIXED = [
+    ("vllm", {"kv_dtype": "nvfp4", "sm": 100}, 1),
+    ("trtllm", {"kv_dtype": "nvfp4", "sm": 100}, 2),
+    ("vllm", {"kv_dtype": "nvfp4_4over6", "sm": 100, "layout": "BLHNC", "page": 128}, 4),
+]
+LINEAR = [
+    ("vllm", {"kv_dtype": "nvfp4", "sm": 120}, 1),
+    ("sglang", {"kv_dtype": "nvfp4", "sm": 120, "page": 8}, 4),
+    ("vllm", {"kv_dtype": "nvfp4", "sm": 90, "layout": "LBNHC", "page": 64}, 2),
+]
+BLOCKS_OF: dict[str, tuple[Config, list[tuple[str, dict[str, Any], int]]]] = {
+    "NVFP4, mixed": (SMALL, MIXED),
+    "NVFP4, mixed, windows": ({**SMALL, "sliding_window": 8, "sliding_window_pattern": 2}, MIXED),
+    "NVFP4, in rows": (SMALL, LINEAR),
+    "FP4 of 16": (SMALL, [("sglang", {"kv_dtype": "fp4_mx_block16", "page": n}, n) for n in (1, 4)]),
+    "FP4 of 16, latent": (LATENT, [("sglang", {"kv_dtype": "fp4_mx_block16", "page": n}, n) for n in (1, 4)]),
+    "MXFP8": (SMALL, [("sglang", {"kv_dtype": "mxfp8"}, n) for n in (1, 4)]),
+    "NVFP4 of sparse attention": (
+        LATENT | {"index_head_dim": 128}, [("vllm", {"kv_dtype": "nvfp4_ds_mla"}, n) for n in (1, 4)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS_OF)
+def test_blocks_move_with_their_scales(name: str) -> None:
+    """Between other TP sizes, pages and orders of a pool, as far as scales lie alike."""
+    config, setups = BLOCKS_OF[name]
+    sides = [pools(engine, config, (), Setup(Parallel(tp=tp), **options)) for engine, options, tp in setups]
+    assert all(any("scale" in part.name for group in side.geometry.groups for part in group.parts) for side in sides)
+    tokens = 128 if "sparse" in name else TOKENS  # what strides do not describe moves in whole pages
+    assert all(move(a, b, tokens) > 0 for a, b in pairwise([*sides, sides[0]]))
+
+
+def test_scales_that_lie_otherwise_are_refused() -> None:
+    """The same option on two GPUs: bytes of one would be read as other tokens' scales on the other."""
+    a, b = (pools("vllm", SMALL, (), Setup(kv_dtype="nvfp4", sm=sm)) for sm in (100, 120))
+    with pytest.raises(PlanError) as caught:
+        plan(a.geometry, b.geometry)
+    assert caught.value.path == "groups[target].parts[v_scale].lanes"
+
+
+def test_a_block_is_k_its_scales_v_and_its_scales() -> None:
+    """As vLLM's own split of a block has it: 16 tokens of a head are 512 bytes of either, and 64 of scales."""
+    made = pools("vllm", SMALL, (), Setup(Parallel(tp=4), kv_dtype="nvfp4", sm=100)).memory(0, 3)
+    assert made.columns[0].offset.tolist()[:3] == [0, 512, 576]
+    assert made.columns[1].offset.tolist()[0] == 1088
+    assert [int(c.item_stride[0]) for c in made.columns] == [1152, 1152]
+    assert [int(c.row_stride[-1]) for c in made.columns] == [32, 16]
 
 
 def test_decode_context_parallel_pools_move_too() -> None:
@@ -265,6 +317,17 @@ def test_hybrids_have_block_tables_of_equally_many_layers() -> None:
         ("sglang", "latent and index", {"page": 16}, "page"),
         ("sglang", "latent and index", {"parallel": Parallel(tp=2, dcp=2), "page": 64}, "dcp"),
         ("trtllm", "latent and index", {}, "config"),
+        ("vllm", "heads", {"kv_dtype": "nvfp4"}, "sm"),
+        ("sglang", "heads", {"kv_dtype": "nvfp4", "sm": 100}, "sm"),
+        ("trtllm", "heads", {"kv_dtype": "nvfp4", "sm": 120}, "sm"),
+        ("vllm", "heads", {"kv_dtype": "nvfp4", "sm": 100, "backend": "FLASH_ATTN"}, "backend"),
+        ("vllm", "heads", {"kv_dtype": "nvfp4", "sm": 100, "layout": "LBNHC"}, "layout"),
+        ("vllm", "latent", {"kv_dtype": "nvfp4", "sm": 100}, "kv_dtype"),
+        ("vllm", "delta nets", {"kv_dtype": "nvfp4", "sm": 100}, "kv_dtype"),
+        ("vllm", "heads", {"kv_dtype": "turboquant_k8v4"}, "kv_dtype"),
+        ("sglang", "heads", {"kv_dtype": "mxfp8"}, "kv_dtype"),
+        ("sglang", "heads", {"kv_dtype": "mxfp8", "page": 64}, "page"),
+        ("sglang", "heads", {"kv_dtype": "mxfp8", "layout": "HND"}, "layout"),
         ("vllm", "heads", {"dp": 2, "parallel": Parallel(tp=4)}, "dp"),
         ("sglang", "heads", {"dp": 3, "parallel": Parallel(tp=4)}, "dp"),
         ("vllm", "heads", {"parallel": Parallel(tp=3)}, "tp"),
