@@ -508,6 +508,42 @@ def test_a_row_that_is_covered_in_part_is_not_begun_in_its_middle(first: int, co
     assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[0].first")
 
 
+SCALED = [
+    Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=8), Cache.page_scales("scales", 2, kv_heads=2, page=4),
+    Cache.gqa("draft", 2, kv_heads=2, head_dim=4, page=4, model=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv", "scales", "refused"),
+    [(8, 8, False), (8, 4, True), (9, 8, True), (4, 8, True), (16, 16, False), (16, 8, True), (8, 16, True)],
+)
+def test_scales_of_pages_begin_with_the_rows_that_they_scale(kv: int, scales: int, refused: bool) -> None:
+    """KVP-GRANT-SCALES: 16 tokens are asked for, so a window that begins at 16 is of none; the draft has no scales."""
+    made = lay_out(SCALED)
+    columns = columns_without_gaps(made, 0, {0: 2, 1: 4, 2: 4})[0]
+    asked = tuple(
+        grant(first, 16 - first, list(range(items_needed(g, 0, first, 16 - first))), group=g.id)
+        for g, first in zip(made.groups, (kv, scales, 0), strict=True)
+    )
+    if not refused:
+        check_grants(made, 0, columns, (0, 1, 2), asked)
+        return
+    with pytest.raises(RemoteError) as caught:
+        check_grants(made, 0, columns, (0, 1, 2), asked)
+    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[1].first")
+    assert caught.value.mine.startswith(f"{kv}, as of 'kv'")
+
+
+def test_scales_may_be_dealt_from_another_token_than_the_rows() -> None:
+    """KVP-GRANT-SCALES: tokens before an origin are not there to be asked for."""
+    made = lay_out([SCALED[0], SCALED[1].replicated()], Parallel(tp=2, dcp=2, interleave=8, origin=8))
+    columns = columns_without_gaps(made, 0, {0: 2, 1: 4})[0]
+    for first in (0, 8):
+        asked = grant(8, 8, [0], group=0), grant(first, 16 - first, list(range(4 - first // 4)), group=1)
+        check_grants(made, 0, columns, (0, 1), asked)
+
+
 @pytest.mark.parametrize(
     ("first", "count", "rows"), [(0, 16, [0, 1, 2, 3]), (4, 9, [1, 2, 3]), (8, 1, [2]), (4, 0, [])]
 )
