@@ -6,6 +6,7 @@ intervals of layers. Both must find the same.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
     if "COLD_DRAFT" in features:
         cold = _models(sink) - _models(source) - {"0"}
     pieces: list[Piece] = []
-    spent = [0, 0]
+    spent = _Spent(set(), 0, 0)
     for group in sink["groups"]:
         if group["model"] not in cold:
             names = [p["name"] for p in group["parts"]]
@@ -126,7 +127,7 @@ def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
     return [(lo * size, hi * size)] if lane(part) == size else [place(part, number) for number in range(lo, hi)]
 
 
-def _part(source: Json, sink: Json, group: Json, index: int, spent: list[int]) -> list[Piece]:
+def _part(source: Json, sink: Json, group: Json, index: int, spent: _Spent) -> list[Piece]:
     """The pieces of one part of one group of the sink, each of one layer; `spent` counts what was looked at."""
     part, model = group["parts"][index]["name"], group["model"]
     at = f"groups[{group['name']}]"
@@ -147,10 +148,12 @@ def _part(source: Json, sink: Json, group: Json, index: int, spent: list[int]) -
         if not have:
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
         _compare(have[0][1], group, part, at)
+        _meet(have[0][1], group, f"{at}.parts[{part}]", at, spent)
         for some, needing in _families(have, want, group["parts"][index].get("encoding"), at, part):
-            _count(some, needing, len(some_layers), group, index, at, spent)
-            for layer in some_layers:
-                pieces += _cut(some, needing, layer, group, index, at)
+            _count(some, needing, group, f"{at}.parts[{part}]", at, spent)
+            made = [_cut(some, needing, layer, group, index, at) for layer in some_layers]
+            _share(made, have[0][1], group, part, f"{at}.parts[{part}]", spent)
+            pieces += [piece for of_layer in made for piece in of_layer]
     return pieces
 
 
@@ -191,17 +194,51 @@ def _families(
     return found
 
 
-def _count(
-    have: list[Owner], want: list[Owner], layers: int, group: Json, index: int, at: str, spent: list[int]
-) -> None:
-    """KVP-PLAN-SIZE: pieces of the intervals, and cuts times pairs of classes; and these times the layers."""
+@dataclasses.dataclass
+class _Spent:
+    """What counts for KVP-PLAN-SIZE so far."""
+
+    met: set[tuple[str, str]]
+    """Pairs of groups whose runs are counted."""
+    pieces: int
+    shares: int
+
+    def check(self, at: str) -> None:
+        if self.pieces > LIMITS["max_pieces"] or self.shares > LIMITS["max_shares"]:
+            raise Refusal("TOO_LARGE", at)
+
+
+def _meet(src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
+    """The runs of both deals, once for a pair of groups."""
+    if int(src["cp_size"]) * int(dst["cp_size"]) > LIMITS["max_class_pairs"]:
+        raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
+    if (src["id"], dst["id"]) not in spent.met:
+        spent.met.add((src["id"], dst["id"]))
+        spent.pieces += sum(len(_order(g)) for g in (src, dst) if g["cp_size"] != "1")
+        spent.check(part)
+
+
+def _count(have: list[Owner], want: list[Owner], group: Json, part: str, at: str, spent: _Spent) -> None:
+    """Pieces of the intervals, and cuts times pairs of classes."""
     cuts = sorted({x for o in have + want for x in o[2:4]})
-    number = sum(o[2] <= x < o[3] for o in have + want for x in cuts)
-    number += len(cuts) * len(_classes(have[0][1], group, at))
-    spent[0] += number
-    spent[1] += number * layers
-    if spent[0] > LIMITS["max_pieces"] or spent[1] > LIMITS["max_layer_pieces"]:
-        raise Refusal("TOO_LARGE", f"{at}.parts[{group['parts'][index]['name']}]")
+    spent.pieces += sum(o[2] <= x < o[3] for o in have + want for x in cuts)
+    spent.pieces += len(cuts) * len(_classes(have[0][1], group, at))
+    spent.check(part)
+
+
+def _share(layers: list[list[Piece]], src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
+    """What the needy ranks of pieces take, layer by layer; of one in a run of them where no rank has a choice."""
+    parts = [[p for p in group["parts"] if p["name"] == part] for group in (src, dst)]
+    sizes = [lane(some[0]) for some in parts]
+    unit = (max if len(parts[0]) == len(parts[1]) == 1 else min)(sizes)
+    even, chosen = sizes[0] == sizes[1], any(len(p.needy) < len(p.candidates) for some in layers for p in some)
+    before = None
+    for some in layers:
+        if chosen or not even or (some and some[0].layer - 1 != before):
+            lanes = [1 if even else len(range(p.lo - p.lo % unit, p.hi, unit)) for p in some]
+            spent.shares += sum(len(p.needy) * number for p, number in zip(some, lanes, strict=True))
+        before = some[0].layer if some else None
+    spent.check(at)
 
 
 def _cut(have: list[Owner], want: list[Owner], layer: int, group: Json, index: int, at: str) -> list[Piece]:
@@ -258,8 +295,6 @@ def _classes(src: Json, dst: Json, at: str) -> list[tuple[int, int]]:
     for g in (src, dst):
         dealt = g["cp_size"] != "1"
         deals.append((int(g["cp_size"]), int(g["interleave"]) // step if dealt else 1, int(g["origin"]) // step))
-    if deals[0][0] * deals[1][0] > LIMITS["max_class_pairs"]:
-        raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
     orders = [_order(g) for g in (src, dst)]
     period = lcm(*(len(order) * run for order, (_, run, _) in zip(orders, deals, strict=True)))
     start = max(origin for _, _, origin in deals)

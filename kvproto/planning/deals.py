@@ -18,7 +18,7 @@ from kvproto.wire.messages import Group
 
 __all__ = [
     "IntArray", "deal", "dealt", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
-    "same_deal", "shared_classes",
+    "runs", "same_deal", "shared_classes",
 ]  # fmt: skip
 
 IntArray = npt.NDArray[np.int64]
@@ -73,7 +73,7 @@ def deal(group: Group) -> tuple[int, int]:
     return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
 
 
-def _runs(group: Group) -> int:
+def runs(group: Group) -> int:
     """After how many runs a deal repeats."""
     return group.cp_size if group.order is None or group.cp_size == 1 else group.order.size
 
@@ -82,7 +82,7 @@ def same_deal(a: Group, b: Group) -> bool:
     """Whether two groups state the same deal."""
     if a.cp_size == b.cp_size == 1:
         return True
-    if (a.cp_size, a.interleave, a.origin, _runs(a)) != (b.cp_size, b.interleave, b.origin, _runs(b)):
+    if (a.cp_size, a.interleave, a.origin, runs(a)) != (b.cp_size, b.interleave, b.origin, runs(b)):
         return False
     return (a.order is None and b.order is None) or np.array_equal(_order(a), _order(b))
 
@@ -104,14 +104,14 @@ _SHOWN = 16
 def owner(group: Group, rows: IntArray) -> IntArray:
     """cp rank [rows] that owns each global row [rows]."""
     run, origin = deal(group)
-    nth = ((rows - origin) // run) % _runs(group)
+    nth = ((rows - origin) // run) % runs(group)
     return nth if _in_turn(group) else _turn(group).order[nth]
 
 
 def local_row(group: Group, rows: IntArray) -> IntArray:
     """Row [rows] within its owner's share, of each global row [rows]."""
     run, origin = deal(group)
-    turn, rest = np.divmod(rows - origin, run * _runs(group))
+    turn, rest = np.divmod(rows - origin, run * runs(group))
     if _in_turn(group):
         found: IntArray = turn * run + rest % run
     else:
@@ -125,7 +125,7 @@ def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
     found: Count
     at_least, at_most = (max, min) if isinstance(row, int) else (np.maximum, np.minimum)
     run, origin = deal(group)
-    whole, rest = divmod(at_least(row - origin, 0), run * _runs(group))
+    whole, rest = divmod(at_least(row - origin, 0), run * runs(group))
     if _in_turn(group):
         found = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
         return found
@@ -152,7 +152,7 @@ def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray
     if group.cp_size == 1:
         return np.array([lo]), np.array([hi - lo])
     run, origin = deal(group)
-    turn = run * _runs(group)
+    turn = run * runs(group)
     a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin
     a = a + cp_rank * run if _in_turn(group) else np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()
     b = np.minimum(a + run, hi)
@@ -183,8 +183,8 @@ def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     A deal repeats after its turn, so a run of each side share a row where they meet modulo the greatest common divisor
     of both turns.
     """
-    both = gcd(*(deal(g)[0] * _runs(g) for g in (source, sink)))
-    if source.cp_size * _runs(sink) <= sink.cp_size * _runs(source):
+    both = gcd(*(deal(g)[0] * runs(g) for g in (source, sink)))
+    if source.cp_size * runs(sink) <= sink.cp_size * runs(source):
         found = _meeting(source, sink, both)
     else:
         found = _meeting(sink, source, both).T
@@ -221,4 +221,4 @@ def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
 def _starts(group: Group, both: int) -> IntArray:
     """First row of each run of a turn, on a circle of `both` rows."""
     run, origin = deal(group)
-    return (np.arange(_runs(group), dtype=np.int64) * (run % both) + origin % both) % both
+    return (np.arange(runs(group), dtype=np.int64) * (run % both) + origin % both) % both

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.compare import incompatible
-from kvproto.planning.deals import shared_classes
+from kvproto.planning.deals import runs, shared_classes
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
-from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_LAYER_PIECES, MAX_PIECES
+from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
 from kvproto.planning.spreading import Layers, Pieces, Ranks, Shares, elect, joined, stretches
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "whole"]
+__all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "uneven", "whole"]
 
 
 _SHOWN = 8
@@ -124,6 +124,9 @@ def whole(
         yield tuple(have[spans]), tuple(needy)
 
 
+_MOST = {"pieces": MAX_PIECES, "shares": MAX_SHARES}
+
+
 @attrs.define(eq=False)
 class Cutter:
     """Cuts what both sides claim into pieces that the same ranks own throughout, and counts them."""
@@ -131,50 +134,64 @@ class Cutter:
     _rows: list[tuple[int, ...]] = attrs.field(factory=list)
     """The columns of `Pieces`, one after the other."""
     _layers: list[Layers] = attrs.field(factory=list)
-    _sets: dict[Ranks, int] = attrs.field(factory=dict)
-    _number: int = 0
-    _in_layers: int = 0
+    _sets: list[Ranks] = attrs.field(factory=list)
+    _numbers: dict[Ranks, int] = attrs.field(factory=dict)
+    """Of the sets."""
+    _pairs: dict[tuple[int, int], tuple[tuple[int, int], ...]] = attrs.field(factory=dict)
+    """`class_pairs`, by ids of groups."""
+    _spent: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_MOST, 0))
 
     def elect(self, ordinal: int, features: Collection[int]) -> tuple[Pieces, Shares]:
         """All pieces, and who reads them from whom; `ordinal` is the sink's replica."""
         columns = list(zip(*self._rows, strict=True)) or [()] * len(_COLUMNS)
         pieces = Pieces(*(np.array(column, kind) for column, kind in zip(columns, _COLUMNS, strict=True)))
-        return pieces, elect(pieces, self._layers, list(self._sets), ordinal, features)
+        return pieces, elect(pieces, self._layers, self._sets, ordinal, features)
+
+    def meet(self, src: Group, dst: Group, part: int) -> None:
+        """Find the token classes that share rows; `part` is an index at the sink.
+
+        Raises ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
+        """
+        if (src.id, dst.id) not in self._pairs:
+            if src.cp_size * dst.cp_size <= MAX_CLASS_PAIRS:
+                self._spend("pieces", sum(runs(g) for g in (src, dst) if g.cp_size > 1), dst, part)
+            self._pairs[src.id, dst.id] = class_pairs(src, dst)
 
     def cut(
-        self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int,
-        pairs: tuple[tuple[int, int], ...],
-    ) -> None:  # fmt: skip
-        """Add the pieces of claims of the same layers; `part` is an index at the sink, `pairs` are `class_pairs`.
+        self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int, unit: int | None
+    ) -> None:
+        """Add the pieces of claims of the same layers, whose groups have met; `unit` is that of `uneven`.
 
         Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
         """
         cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
-        dst = sinks[0].group
-        at = {x: i for i, x in enumerate(cuts)}
+        dst, at = sinks[0].group, {x: i for i, x in enumerate(cuts)}
+        pairs = self._pairs[sources[0].group.id, dst.id]
         number = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
-        where = f"groups[{dst.name}].parts[{dst.parts[part].name}]"
-        self._number += number
-        self._in_layers += number * sum(hi - lo for lo, hi in layers)
-        for came, most, of in ((self._number, MAX_PIECES, ""), (self._in_layers, MAX_LAYER_PIECES, " times layers")):
-            if came > most:
-                mine, advice = f"at most {most} pieces{of}", "cut lanes at fewer places"
-                raise incompatible(ErrorCode.TOO_LARGE, where, mine, str(came), advice)
+        self._spend("pieces", number, dst, part)
         have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)
-        some = len(self._layers)
+        some, shares, fewer = len(self._layers), 0, unit is not None
         self._layers.append(layers)
         for i, (lo, hi) in enumerate(pairwise(cuts)):
+            lanes = 1 if unit is None else -(-hi // unit) - lo // unit
             for c, d in pairs:
                 needy, candidates = want[i].get(d), have[i].get(c)
-                if needy is not None and candidates is None:
+                if needy is None:
+                    continue
+                if candidates is None:
                     mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
-                    yours, advice = (
-                        f"rank {list(self._sets)[needy][0]} needs them",
-                        "state every rank in the Description",
-                    )
-                    raise incompatible(ErrorCode.COVERAGE, where, mine, yours, advice)
-                if needy is not None and candidates is not None:
-                    self._rows.append((dst.id, part, lo, hi, c, d, some, candidates, needy))
+                    yours, advice = f"rank {self._sets[needy][0]} needs them", "state every rank in the Description"
+                    raise incompatible(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
+                self._rows.append((dst.id, part, lo, hi, c, d, some, candidates, needy))
+                shares += len(self._sets[needy]) * lanes
+                fewer |= len(self._sets[needy]) < len(self._sets[candidates])
+        self._spend("shares", shares * (sum(hi - lo for lo, hi in layers) if fewer else len(layers)), dst, part)
+
+    def _spend(self, what: str, number: int, dst: Group, part: int) -> None:
+        self._spent[what] += number
+        if self._spent[what] > _MOST[what]:
+            mine, advice = f"at most {_MOST[what]} {what}", "state fewer ranks, runs or intervals, or layers in one run"
+            raise incompatible(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(self._spent[what]), advice)
 
     def _by_cut(self, claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, int]]:
         """For each interval between two cuts: the number of the set of ranks that own it, by cp rank."""
@@ -183,7 +200,26 @@ class Cutter:
         for claim in claims:
             for i in range(at[claim.lo], at[claim.hi]):
                 found[i][claim.cp_rank].add(claim.rank)
-        return [{k: self._sets.setdefault(tuple(sorted(v)), len(self._sets)) for k, v in row.items()} for row in found]
+        return [{k: self._numbered(tuple(sorted(v))) for k, v in row.items()} for row in found]
+
+    def _numbered(self, ranks: Ranks) -> int:
+        number = self._numbers.setdefault(ranks, len(self._sets))
+        if number == len(self._sets):
+            self._sets.append(ranks)
+        return number
+
+
+def uneven(src: Group, dst: Group, part: str) -> int | None:
+    """Bytes of the lanes that count apart, where lanes have other bytes on the other side: of sections the smaller."""
+    parts = [[p for p in group.parts if p.name == part] for group in (src, dst)]
+    sizes = [lane_bytes(some[0]) for some in parts]
+    if sizes[0] == sizes[1]:
+        return None
+    return max(sizes) if len(parts[0]) == len(parts[1]) == 1 else min(sizes)
+
+
+def _where(dst: Group, part: int) -> str:
+    return f"groups[{dst.name}].parts[{dst.parts[part].name}]"
 
 
 _COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")

@@ -84,7 +84,7 @@ def decode_geometry(data: bytes | memoryview) -> Geometry:
     if len(data) > limits.MAX_GEOMETRY:
         raise _bad("geometry", f"at most {limits.MAX_GEOMETRY} bytes", str(len(data)))
     geometry = decode_struct(Geometry, data)
-    validate(geometry)
+    _check(geometry)
     return geometry
 
 
@@ -109,6 +109,11 @@ def column_names(group: Group) -> list[str]:
 def validate(geometry: Geometry) -> None:
     """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
+    _check(geometry)
+
+
+def _check(geometry: Geometry) -> None:
+    """The same of what was decoded, whose fields are as they must be."""
     groups = {g.id: g for g in geometry.groups}
     _check_size(geometry, groups)
     for i, group in enumerate(geometry.groups):

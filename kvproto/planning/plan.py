@@ -17,10 +17,10 @@ import attrs
 import numpy as np
 
 from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
-from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, class_pairs, whole
+from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, uneven, whole
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.joining import LAYER_BITS, Rows, rows_of
-from kvproto.planning.spreading import IntArray, distinct, each, stretches
+from kvproto.planning.spreading import IntArray, Layers, distinct, each, stretches
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -164,8 +164,7 @@ def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> C
     names: dict[int, list[str]] = defaultdict(list)
     for model, name in have:
         names[model].append(name)
-    checked: set[tuple[int, int, int]] = set()
-    meeting: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+    units: dict[tuple[int, int, int], int | None] = {}
     cutter = Cutter()
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
@@ -173,14 +172,12 @@ def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> C
             if not sources:
                 raise missing(dst, part, layers[0][0], names[dst.model])
             src = sources[0].group
-            if (src.id, dst.id, index) not in checked:
+            if (src.id, dst.id, index) not in units:
                 check_pair(src, dst, part)
-                checked.add((src.id, dst.id, index))
-            if (src.id, dst.id) not in meeting:
-                meeting[src.id, dst.id] = class_pairs(src, dst)
-            pairs = meeting[src.id, dst.id]
+                units[src.id, dst.id, index] = uneven(src, dst, part)
+            cutter.meet(src, dst, index)
             for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                cutter.cut(some, needy, layers, index, pairs)
+                cutter.cut(some, needy, layers, index, units[src.id, dst.id, index])
     _check_scales(sink, have, want)
     return cutter
 
@@ -188,11 +185,17 @@ def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> C
 def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
     """Raise PART_MISSING where the source has scales of what the sink takes without any (KVP-PLAN-SCALES)."""
     given, taken = _scaled(have), _scaled(want)
-    for dst in sink.groups if given else ():
+    if not given:
+        return
+    owned: dict[tuple[int, str], set[Layers]] = defaultdict(set)
+    for (_, name), claims in want.items():
+        for claim in claims:
+            owned[claim.group.id, name].add(claim.layers)
+    for dst in sink.groups:
         for part in dst.parts:
             scaled = dst.model, name_of(part.name)
-            claims = (c for c in want.get((dst.model, part.name), ()) if c.group.id == dst.id)
-            if lost := _layers(claims) & given.get(scaled, set()) - taken.get(scaled, set()):
+            layers = _numbers(owned[dst.id, part.name])
+            if lost := layers & given.get(scaled, set()) - taken.get(scaled, set()):
                 raise unscaled(dst, part.name, min(lost))
 
 
@@ -201,12 +204,12 @@ def _scaled(claims: Claims) -> dict[tuple[int, str], set[int]]:
     found: dict[tuple[int, str], set[int]] = defaultdict(set)
     for (model, name), some in claims.items():
         if scaled := scaled_by(name):
-            found[model, scaled] |= _layers(some)
+            found[model, scaled] |= _numbers({claim.layers for claim in some})
     return found
 
 
-def _layers(claims: Iterable[Claim]) -> set[int]:
-    return {n for layers in {c.layers for c in claims} for lo, hi in layers for n in range(lo, hi)}
+def _numbers(layers: Iterable[Layers]) -> set[int]:
+    return {n for some in layers for lo, hi in some for n in range(lo, hi)}
 
 
 Homes = list[tuple[int, int, int]]

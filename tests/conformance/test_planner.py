@@ -1,15 +1,17 @@
 """The suite's own planner and kvproto's find the same routes, digests and refusals in random worlds."""
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Rank, gqa, owns, validate
+from kvproto.planning.geometry import Group, Owns, Part, Rank, gqa, mla, owns, validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, Feature, ItemKind
@@ -20,6 +22,7 @@ from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
 
+Made = Callable[[int], tuple[Geometry, Geometry]]
 FEATURES = [
     (),
     (Feature.SPREAD_ONE,),
@@ -131,13 +134,65 @@ def spoilt(rng: random.Random, geometry: Geometry) -> Geometry:
     return attrs.evolve(geometry, groups=tuple(groups))
 
 
-def test_two_planners_know_when_it_is_too_much() -> None:
-    """KVP-PLAN-SIZE: many pieces in one layer, and few in many layers; a little less is planned."""
+def stated(groups: Sequence[Group], *ranks: Sequence[Owns]) -> Geometry:
+    made = tuple(Rank(rank=r, owns=tuple(some)) for r, some in enumerate(ranks))
+    return Geometry(replica=0, facts=(), groups=tuple(groups), ranks=made)
+
+
+def many_pieces(replicas: int) -> tuple[Geometry, Geometry]:
     group = gqa(0, "target", 0, 128, 8, 4)
-    for ranks, layers, code in ((180, 1, "TOO_LARGE"), (30, 24, "TOO_LARGE"), (2, 2, None)):
-        whole = [Rank(rank=r, owns=(owns(group, range(layers)),)) for r in range(ranks)]
-        cut = Rank(rank=ranks, owns=(owns(group, range(layers), [(n, n + 1) for n in range(0, 128, 2)]),))
-        geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*whole, cut))
-        found = ours(geometry, geometry, ())
-        assert found == theirs(geometry, geometry, ())
-        assert (found[0] if isinstance(found, tuple) else None) == code
+    cut = [owns(group, [0], [(n, n + 1) for n in range(0, 128, 2)])]
+    return (stated([group], *[[owns(group, [0])]] * replicas, cut),) * 2
+
+
+def many_tables(groups: int) -> tuple[Geometry, Geometry]:
+    """Each group of the source meets each of the sink's in one layer; all deal by tables."""
+    order = np.arange(4096, dtype=np.uint32) // 2048
+    made = [attrs.evolve(mla(n, f"g{n}", 0, 8, 4), cp_size=2, interleave=1, order=order) for n in range(groups)]
+    layers = np.arange(groups * groups).reshape(groups, groups)
+    first, second = (
+        stated(made, *([owns(g, some, cp_rank=r) for g, some in zip(made, stripes, strict=True)] for r in range(2)))
+        for stripes in (layers, layers.T)
+    )
+    return first, second
+
+
+def few_needy(layers: int) -> tuple[Geometry, Geometry]:
+    """Each of 64 lanes of each layer is a unit of each of 32 ranks."""
+    group = attrs.evolve(mla(0, "target", 0, 8, 4), parts=(Part(name="k", dtype=DType.U8, lanes=64, lane_bytes=8),))
+    cut = [owns(group, range(layers), [(n, n + 1) for n in range(64)])]
+    whole = [owns(group, range(layers))]
+    return stated([group], *[whole] * 32, cut), stated([group], *[whole] * 32)
+
+
+def every_class(layers: int) -> tuple[Geometry, Geometry]:
+    """All of 64 ranks need all of 32 cp ranks, of every second layer."""
+    group = mla(0, "target", 0, 8, 4)
+    dealt = attrs.evolve(group, cp_size=32, interleave=1)
+    every = range(0, 2 * layers, 2)
+    return stated([dealt], *([owns(dealt, every, cp_rank=r)] for r in range(32))), stated(
+        [group], *[[owns(group, every)]] * 64
+    )
+
+
+def lanes_by_halves(lanes: int) -> tuple[Geometry, Geometry]:
+    group = mla(0, "target", 0, 8, 4)
+    first, second = (
+        attrs.evolve(group, parts=(Part(name="k", dtype=DType.U8, lanes=lanes * 2 // size, lane_bytes=size),))
+        for size in (2, 1)
+    )
+    return stated([first], [owns(first, [0])]), stated([second], [owns(second, [0])])
+
+
+@pytest.mark.parametrize(
+    ("made", "most"),
+    [(many_pieces, 2), (many_tables, 2), (few_needy, 2), (every_class, 2), (lanes_by_halves, 131072)],
+)
+@pytest.mark.parametrize("over", [False, True])
+def test_two_planners_know_when_it_is_too_much(made: Made, most: int, over: bool) -> None:
+    """KVP-PLAN-SIZE: of pieces, of runs of deals, of layers that have a choice or not, and of lanes of other bytes."""
+    beyond = {many_pieces: 180, many_tables: 3, few_needy: 65, every_class: 65, lanes_by_halves: 131073}
+    source, sink = made(beyond[made] if over else most)
+    found = ours(source, sink, ())
+    assert found == theirs(source, sink, ())
+    assert (found[0] if isinstance(found, tuple) else None) == ("TOO_LARGE" if over else None)

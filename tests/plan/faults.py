@@ -197,11 +197,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
         "heads_dropped", "planning/election.py", "have[i].get(c)\n", "have[i].get(c)\n"
-        "                if candidates is not None and list(self._sets)[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
+        "                if candidates is not None and self._sets[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
     "a head comes from the rank of the same share": (
         "heads_dropped", "planning/election.py", "some, candidates, needy)",
-        "some, self._sets.setdefault((sources[min(list(self._sets)[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,),"
-        " len(self._sets)), needy)"),
+        "some, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
     "each replica sends": (
         "replicas_written_again", "planning/spreading.py", "sink[row], lo[row], hi[row])", "sink[row], np.full(row.size, lo.min()), np.full(row.size, hi.max()))"),
     "a rank with a layer has all of its heads": (
@@ -234,7 +233,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "planning/deals.py", "turn = run * _runs(group)", "turn, origin = run * _runs(group), lo"),
+        "tokens_by_position", "planning/deals.py", "turn = run * runs(group)", "turn, origin = run * runs(group), lo"),
     "runs of a table are dealt in turn": (
         "tokens_by_a_table", "planning/deals.py", "np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()", "a + cp_rank * run"),
     "a rank's rows without those of its earlier runs": (

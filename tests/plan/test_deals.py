@@ -151,16 +151,16 @@ def test_the_longest_tables_are_compared_in_a_moment(cp: int) -> None:
         assert seen <= set(found)
 
 
-@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("groups", [2, 4])
 def test_many_tables_that_meet_each_other_are_planned_in_a_moment(groups: int) -> None:
     """Each group of the sink has a part of each group of the source; all deal by tables, in orders of their own."""
-    dice, cp, parts = np.random.default_rng(groups), 256, 8 // groups
+    dice, cp, parts, runs = np.random.default_rng(groups), 256, 8 // groups, 16384 // groups**2
 
     def side(names: list[list[str]]) -> Geometry:
         made = []
         for i, some in enumerate(names):
             held = tuple(Part(name=name, dtype=DType.U8, lanes=1, lane_bytes=16) for name in some)
-            order = np.concatenate([[0], dice.permutation(cp - 1) + 1])[np.arange(4096) // 16]
+            order = np.concatenate([[0], dice.permutation(cp - 1) + 1])[np.arange(runs) * cp // runs]
             made.append(attrs.evolve(MLA, id=i, name=f"g{i}", parts=held, tokens_per_row=1, cp_size=cp, interleave=1,
                                      order=order.astype(np.uint32)))  # fmt: skip
         ranks = (Rank(rank=0, owns=tuple(owns(group, [0], cp_rank=0) for group in made)),)
