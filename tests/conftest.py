@@ -16,6 +16,7 @@ SLOW = {
     "conformance/test_codec.py::test_two_readers_of_json_agree",
     "demo",
     "door/test_faults.py",
+    "door/test_namespaces.py",
     "door/test_staged.py",
     "examples",
     "fuzz",

@@ -12,6 +12,7 @@ import pytest
 from kvproto import LocalError
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
+from kvproto_reference.demo.network import key_folders
 from kvproto_reference.demo.options import parse
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
@@ -62,8 +63,14 @@ def free_port() -> int:
 def test_a_misfit_is_refused_by_name_and_the_next_is_served(
     start: Start, folder: Path, tmp_path: Path, over: str
 ) -> None:
-    address = ["--prefill", f"tcp://127.0.0.1:{free_port()}", "--insecure"] if over == "tcp" else []
-    source = start("prefill", "--dir", folder, *address)
+    address: list[object] = []
+    source_keys: list[object] = []
+    if over == "tcp":
+        ours, theirs = key_folders(tmp_path)
+        address = ["--prefill", f"tcp://127.0.0.1:{free_port()}"]
+        source_keys, keys = [*address, "--keys", ours], ["--keys", theirs, "--source-key", ours / "public.key"]
+        address += keys
+    source = start("prefill", "--dir", folder, *source_keys)
     wait_ready(folder, "prefill-0")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)
     status, _, said = misfit.wait()

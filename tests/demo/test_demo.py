@@ -165,6 +165,16 @@ def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
 
+@pytest.mark.parametrize("over", ["--tcp", "--namespaces"])
+def test_over_tcp(over: str, prompts: Path) -> None:
+    """KVP-NET-CURVE: engines that know each other by their keys."""
+    result = demo(over, "--prompt-file", prompts, "--json", "--max-new", "8")
+    if over == "--namespaces" and "no network namespaces here" in result.said:
+        pytest.skip(result.said)
+    assert result.status == 0, result.said
+    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+
+
 def test_first_token_that_ends_the_text() -> None:
     result = demo("--json", "--target", "gqa", "--prefill-tp", "1", "--max-new", "8")
     assert result.status == 0, result.said

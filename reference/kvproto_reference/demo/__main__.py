@@ -25,7 +25,7 @@ from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
-from .network import tcp
+from .network import free_address, key_folders, namespaces
 from .options import (
     DEAL,
     FRAMEWORKS,
@@ -82,6 +82,7 @@ class DemoOptions:
     costs: Path | None = None
     pages: int = 160
     tcp: bool = False
+    namespaces: bool = False
     attach: Path | None = None
 
 
@@ -124,6 +125,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--tcp", action="store_true", help="sessions over loopback TCP, encrypted by CURVE, instead of ipc")
+    add("--namespaces", action="store_true", help="as --tcp, each engine in a network namespace of its own (root)")
     add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
     return DemoOptions(**vars(parser.parse_args(argv)))
 
@@ -141,9 +143,10 @@ def run(options: DemoOptions, console: Console) -> int:
     )
     with contextlib.ExitStack() as stack:
         folder = options.attach or stack.enter_context(_folder())
+        outside = stack.enter_context(contextlib.ExitStack())  # ends after the engines
         engines = stack.enter_context(Engines(fork=options.transport != "cuda"))
         if options.attach is None:
-            _start(engines, options, folder)
+            _start(engines, options, folder, outside)
         router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
@@ -176,7 +179,7 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
+def _start(engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack) -> None:
     shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
               "--pages", str(options.pages), "--page-size", str(options.page_size),
               "--transport", options.transport, "--back-end", options.back_end]  # fmt: skip
@@ -196,8 +199,12 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []
     there += ["--captured"] if options.captured else []
-    if options.tcp:
-        address, prefill_keys, decode_keys = tcp(folder, options.prefill_dp, options.prefill_tp * options.prefill_cp)
+    places: dict[str, str] = {}
+    if options.tcp or options.namespaces:
+        address = free_address(options.prefill_dp, options.prefill_tp * options.prefill_cp)
+        if options.namespaces:
+            places, address = outside.enter_context(namespaces())
+        prefill_keys, decode_keys = key_folders(folder)
         shared += ["--prefill", address]
         here += ["--keys", str(prefill_keys)]
         there += ["--keys", str(decode_keys), "--source-key", str(prefill_keys / "public.key")]
@@ -206,7 +213,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path) -> None:
         ("decode", decode.main, there, options.decode_dp),
     ):
         for replica in range(replicas):
-            engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)])
+            engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)], places.get(role))
 
 
 def _devices(options: DemoOptions) -> tuple[str, str]:

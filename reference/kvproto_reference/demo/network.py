@@ -1,7 +1,12 @@
-"""Keys, an allow-list and ports for engines that meet over TCP, as an operator would make them."""
+"""Keys, addresses and network namespaces for engines that meet over TCP, as an operator would make them."""
 
+import contextlib
+import ctypes
+import os
+import shutil
 import socket
-from contextlib import ExitStack
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvproto.net import make_keys
@@ -9,30 +14,70 @@ from kvproto.net import make_keys
 from ..errors import EngineError
 from .options import rank_address
 
+LOOPBACK = "127.0.0.1"
+_HOSTS = {"prefill": "10.213.78.1", "decode": "10.213.78.2"}
 _TRIES = 100
+_NEWNET = 0x40000000
+"""Of setns: a network namespace."""
 
 
-def tcp(folder: Path, replicas: int, ranks: int, host: str = "127.0.0.1") -> tuple[str, Path, Path]:
-    """Where prefill rank 0 listens, and the key folders of both engines; only the decode engine may connect."""
+def key_folders(folder: Path) -> tuple[Path, Path]:
+    """Keys of the prefill and of the decode engine, in a folder each; only the decode engine may connect."""
     prefill, decode = folder / "prefill-keys", folder / "decode-keys"
     make_keys(prefill)
     public = make_keys(decode).public.decode()
     (prefill / "allow.toml").write_text(f'[[client]]\nkey = "{public}"\nengine = "decode"\n')
-    return _free(host, replicas, ranks), prefill, decode
+    return prefill, decode
 
 
-def _free(host: str, replicas: int, ranks: int) -> str:
-    """An address whose ports, of all replicas and ranks, are free."""
+def free_address(replicas: int, ranks: int) -> str:
+    """A loopback address from which on the ports of all replicas and ranks are free."""
     for _ in range(_TRIES):
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             first = stack.enter_context(socket.socket())
-            first.bind((host, 0))
-            address = f"tcp://{host}:{first.getsockname()[1]}"
+            first.bind((LOOPBACK, 0))
+            address = f"tcp://{LOOPBACK}:{first.getsockname()[1]}"
             try:
                 for place in range(1, replicas * ranks):
                     other = rank_address(address, *divmod(place, ranks))
-                    stack.enter_context(socket.socket()).bind((host, int(other.rpartition(":")[2])))
+                    stack.enter_context(socket.socket()).bind((LOOPBACK, int(other.rpartition(":")[2])))
             except (OSError, EngineError):
                 continue
             return address
-    raise EngineError(f"no {replicas * ranks} free ports at {host}")
+    raise EngineError(f"no {replicas * ranks} free ports at {LOOPBACK}")
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[tuple[dict[str, str], str]]:
+    """Two network namespaces by engine, joined by a link, and where prefill listens; raises EngineError."""
+    if shutil.which("ip") is None:
+        raise EngineError("no network namespaces here (ip of iproute2 is not installed); --tcp is over loopback")
+    names = {role: f"kvproto-{role}-{os.getpid()}" for role in _HOSTS}
+    try:
+        for name in names.values():
+            _ip("netns", "add", name)
+        here, there = names["prefill"], names["decode"]
+        _ip("-n", here, "link", "add", "kv", "type", "veth", "peer", "name", "kv", "netns", there)
+        for role, name in names.items():
+            _ip("-n", name, "address", "add", f"{_HOSTS[role]}/30", "dev", "kv")
+            for device in ("kv", "lo"):
+                _ip("-n", name, "link", "set", device, "up")
+        yield names, f"tcp://{_HOSTS['prefill']}:7100"
+    finally:
+        for name in names.values():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        said = f"ip {' '.join(words)}: {done.stderr.strip()}"
+        raise EngineError(f"no network namespaces here ({said}); --tcp is over loopback")
+
+
+def enter(namespace: str) -> None:
+    """Let this process, and what it starts, go on in a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), _NEWNET):
+            raise EngineError(f"network namespace {namespace}: {os.strerror(ctypes.get_errno())}")

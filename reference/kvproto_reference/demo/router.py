@@ -20,6 +20,7 @@ from kvproto import new_ticket, write_ticket
 from ..engine.launch import end_with
 from ..errors import EngineError
 from .control import Line
+from .network import enter
 from .prompts import Prompt
 
 Main = Callable[[list[str]], int]
@@ -61,9 +62,9 @@ class Engines:
         self._context = ForkContext() if fork else SpawnContext()
         self._processes: dict[str, BaseProcess] = {}
 
-    def start(self, name: str, main: Main, options: list[str]) -> None:
-        """Start one by its entry point; it shares our stderr."""
-        process = self._context.Process(target=_engine, args=(main, options, os.getpid()))
+    def start(self, name: str, main: Main, options: list[str], namespace: str | None = None) -> None:
+        """Start one by its entry point, in this network namespace or ours; it shares our stderr."""
+        process = self._context.Process(target=_engine, args=(main, options, os.getpid(), namespace))
         process.start()
         self._processes[name] = process
 
@@ -88,7 +89,9 @@ class Engines:
             process.join()
 
 
-def _engine(main: Main, options: list[str], parent: int) -> None:
+def _engine(main: Main, options: list[str], parent: int, namespace: str | None) -> None:
+    if namespace is not None:
+        enter(namespace)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         signal.signal(number, handler)
     end_with(parent)
