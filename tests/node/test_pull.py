@@ -21,7 +21,7 @@ from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Released, Renew, Renewed, Ticket
-from tests.node.any_two import AnyTwo, small_worlds
+from tests.node.any_two import AnyTwo, small_world
 from tests.node.nodes import PREFILL, SINK, SOURCE, Nodes, ahead, begin, finished, put, seen, serve
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.pools import allocate, column
@@ -432,9 +432,9 @@ def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest
         assert (over.error.code, over.proven) == (ErrorCode.DEADLINE, True)
 
 
-@pytest.mark.parametrize("seed", small_worlds(12))
-def test_any_two_engines(tmp_path: Path, seed: int) -> None:
-    with contextlib.closing(AnyTwo(tmp_path, seed, lambda: {"pull": True}, pull=True)) as made:
+@pytest.mark.parametrize("number", range(12))
+def test_any_two_engines(tmp_path: Path, number: int) -> None:
+    with contextlib.closing(AnyTwo(tmp_path, small_world(number), lambda: {"pull": True}, pull=True)) as made:
         made.finish()
         made.ask()
         assert isinstance(made.ends(Received | TransferLost, 1)[0], Received)

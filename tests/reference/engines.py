@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 from torch import Tensor
 
 from kvproto import lay_out
@@ -41,3 +42,9 @@ class Alone:
     def rows(self, layer: int, part: str, pages: Sequence[int], count: int) -> Tensor:
         """The rows [count, heads, row_dim] of the first positions."""
         return self.pool.tensors[layer, part][list(pages)].flatten(0, 1)[:count]
+
+
+def close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
+    """Equal in shape and type, and in each number to `atol`; torch's own would import all of DTensor and sympy first."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    np.testing.assert_allclose(found.detach().numpy(), wanted.detach().numpy(), 0, atol, equal_nan=False)

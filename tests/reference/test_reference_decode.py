@@ -18,7 +18,7 @@ from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, Dense
 from kvproto_reference.tokenizer import EOS
 
-from .engines import Alone
+from .engines import Alone, close
 
 MIXES = [(t, d) for t in ("target-gqa", "target-mla") for d in ("draft-gqa", "draft-mla", "target-gqa")]
 PROMPT = b"So she was considering in her own mind"
@@ -105,7 +105,7 @@ def test_valid_rows_after_every_step(folders: dict[str, Path], draft_name: str, 
             fresh.prefill(ids, pages, 64)
             for layer, part in fresh.pool.tensors:
                 rows, held = (each.rows(layer, part, pages, len(ids)) for each in (fresh, one))
-                torch.testing.assert_close(held, rows, atol=1e-4, rtol=0)
+                close(held, rows, 1e-4)
     assert len(sequence.generated) <= 24
     assert decoder.step([sequence]) == [[]]
 

@@ -11,7 +11,7 @@ from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, Dense, TensorParallel
 
-from .engines import Alone
+from .engines import Alone, close
 
 Make = Callable[[str, int], Decoder]
 KINDS = ("gqa", "mla")
@@ -34,7 +34,7 @@ def test_chunks_match_full_forward(make: Make, kind: str, chunk: int) -> None:
     runner = Alone.of(model, 12, 8)
     pages = PageAllocator(12, seed=3).allocate(6)
     logits = torch.cat([runner.run(ids[i : i + chunk], i, pages) for i in range(0, len(ids), chunk)])
-    torch.testing.assert_close(logits, full(model, ids), atol=1e-4, rtol=0)
+    close(logits, full(model, ids), 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,7 +43,7 @@ def test_page_boundaries(make: Make, kind: str, length: int) -> None:
     model, ids = make(kind, 0), tokens(length)
     runner = Alone.of(model, 4, 8)
     last = runner.prefill(ids, PageAllocator(4, seed=1).allocate(3), 5)
-    torch.testing.assert_close(last, full(model, ids)[-1], atol=1e-4, rtol=0)
+    close(last, full(model, ids)[-1], 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +55,7 @@ def test_sequences_do_not_disturb_each_other(make: Make, kind: str) -> None:
     runner.prefill(ids[:10], mine, 4)
     runner.prefill(other, theirs, 6)
     logits = runner.run(ids[10:], 10, mine)
-    torch.testing.assert_close(logits, full(model, ids)[10:], atol=1e-4, rtol=0)
+    close(logits, full(model, ids)[10:], 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +68,7 @@ def test_moved_rows_continue_in_other_pages_and_page_size(make: Make, kind: str)
         for position in range(21):
             goal.tensors[key][new[position // 4], position % 4] = tensor[old[position // 8], position % 8]
     logits = Alone.of(model, 9, 4, goal).run(ids[21:], 21, new)
-    torch.testing.assert_close(logits, full(model, ids)[21:], atol=1e-4, rtol=0)
+    close(logits, full(model, ids)[21:], 1e-4)
 
 
 def test_a_pool_has_a_tensor_for_each_layer_and_part_and_wrap_shares_memory(make: Make) -> None:

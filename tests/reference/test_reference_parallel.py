@@ -24,6 +24,8 @@ from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, ModelConfig, TensorParallel, kv_head_range
 from tests.processes import all_end_well, imported
 
+from .engines import close
+
 imported(__name__)
 
 PROMPTS = [[(5 * i * i + i) % 257 for i in range(n)] for n in (21, 1, 9)]
@@ -105,8 +107,8 @@ def exchanged(rank: int, size: int, group: dist.ProcessGroup) -> None:
     wanted = merge(everywhere)
     for exchange in (AllGather(size, group), AllToAll(size, group)):
         mine = exchange.merge(everywhere[rank])
-        torch.testing.assert_close(mine.out, wanted.out[:, 2 * rank : 2 * rank + 2])
-        torch.testing.assert_close(mine.lse, wanted.lse[:, 2 * rank : 2 * rank + 2])
+        close(mine.out, wanted.out[:, 2 * rank : 2 * rank + 2])
+        close(mine.lse, wanted.lse[:, 2 * rank : 2 * rank + 2])
         assert not mine.out[0].any()
         assert torch.isneginf(mine.lse[0]).all()
 
@@ -152,8 +154,8 @@ def test_ranks_match_one_rank(
         stated = lay_out([cache(0, config, layout, PAGE)], layout.parallel)
         for rank in range(layout.tp):
             found, place = ranks[name][rank][case], layout.place(0, TensorParallel(rank, layout.tp))
-            torch.testing.assert_close(found["logits"], one["logits"], atol=1e-4, rtol=0)
-            torch.testing.assert_close(found["logits"], ranks[name][0][case]["logits"], atol=0, rtol=0)
+            close(found["logits"], one["logits"], 1e-4)
+            close(found["logits"], ranks[name][0][case]["logits"], 0)
             assert found["tokens"] == one["tokens"]
             # each token that the rank owns lies where the owner function says, and nothing lies elsewhere
             lo, hi = kv_head_range(config, place)
@@ -165,7 +167,7 @@ def test_ranks_match_one_rank(
             for key, tensor in found["pool"].items():
                 assert tensor.shape[2] == hi - lo
                 mine, theirs = (rows.flatten(0, 1) for rows in (tensor, one["pool"][key]))
-                torch.testing.assert_close(mine[slots[slots >= 0]], theirs[whole[slots >= 0], lo:hi], atol=1e-4, rtol=0)
+                close(mine[slots[slots >= 0]], theirs[whole[slots >= 0], lo:hi], 1e-4)
             assert int((slots >= 0).sum()) == shard.rows(torch.tensor(18).numpy())
 
 

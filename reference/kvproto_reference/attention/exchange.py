@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineError
+from ..gather import gather, near_to
 from .base import Exchange
 from .lse import Found, Partial, merge
 
-__all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of", "gather"]
+__all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
-# By the names that torch 2.13 gives them, which before it were others.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# By the name that torch 2.13 gives it, which before it was another.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -34,19 +34,6 @@ class Alone(Exchange):
 
     def merge(self, part: Found) -> Found:
         return part
-
-
-def gather(mine: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """[...] of each of `size` ranks -> [ranks, ...], on all of them; a collective."""
-    near = _near(mine, group)
-    found = near.new_empty((size * near.shape[0], *near.shape[1:]))  # as gloo wants it
-    _ALL_GATHER(found, near, group=group)
-    return found.view(size, *near.shape).to(mine.device)
-
-
-def _near(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
-    return (mine.cpu() if dist.get_backend(group) == "gloo" else mine).contiguous()
 
 
 @attrs.frozen
@@ -70,7 +57,7 @@ class _Group(Exchange):
         return gather(mine, self.size, self.group)
 
     def _near(self, mine: Tensor) -> Tensor:
-        return _near(mine, self.group)
+        return near_to(mine, self.group)
 
 
 class AllGather(_Group):

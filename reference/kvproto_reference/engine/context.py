@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.batch import Batch
-from ..attention.exchange import gather
 from ..attention.lse import Partial, merge
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.sharding import Ints
+from ..gather import gather
 from ..models import Attention, Model, Rows
 from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..gather import gather
+
 Said = list[dict[str, Any]]
 
 
@@ -19,11 +21,9 @@ class Lockstep:
         """What each rank said, by rank."""
         if self._size == 1:
             return [mine]
-        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._group)
-        longest = int(max(lengths))
-        padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)]
-        dist.all_gather(found, padded, group=self._group)
-        return [json.loads(bytes(f[: int(n)].numpy())) for f, n in zip(found, lengths, strict=True)]
+        data = torch.tensor(list(json.dumps(mine).encode() if mine else b""), dtype=torch.uint8)
+        lengths = gather(torch.tensor([data.numel()]), self._size, self._group).flatten().tolist()
+        if not any(lengths):
+            return [[] for _ in lengths]
+        found = gather(torch.nn.functional.pad(data, (0, max(lengths) - data.numel())), self._size, self._group)
+        return [json.loads(bytes(f[:n].numpy())) if n else [] for f, n in zip(found, lengths, strict=True)]

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineError
+from ..gather import gather
 from .config import ModelConfig
 
 
@@ -51,12 +52,11 @@ class TensorParallel:
         """Sum of the ranks' `x` (any shape), bitwise equal on all ranks; identity when the size is 1."""
         if self.size == 1:
             return x
-        near = x.device.type == "cpu" or dist.get_backend(self.group) == "nccl"
-        total = (
-            x.detach().contiguous().clone() if near else x.detach().cpu()
-        )  # ranks may share a GPU, which gloo is for
-        dist.all_reduce(total, group=self.group)
-        return total.to(x.device)
+        if dist.get_backend(self.group) == "nccl":
+            total = x.detach().contiguous().clone()
+            dist.all_reduce(total, group=self.group)
+            return total
+        return gather(x.detach(), self.size, self.group).sum(0)
 
     def share(self, count: int) -> slice:
         """This rank's share of `count` units; shares differ by one where the ranks do not divide them."""
