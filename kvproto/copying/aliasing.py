@@ -13,6 +13,7 @@ where the layout alone rules an overlap out:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -23,7 +24,7 @@ from kvproto.planning.deals import IntArray
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Columns, Grants
+from kvproto.wire.messages import Columns, Grants, UIntArray
 
 __all__ = ["Overlaps"]
 
@@ -65,21 +66,26 @@ class Overlaps:
 
     def check(self, grants: tuple[Grants, ...]) -> None:
         """Raise ITEM_ALIAS where items of the grants overlap; each column's own items are known to be disjoint."""
-        named = {g.group: (i, g.items.astype(np.int64)) for i, g in enumerate(grants) if g.items is not None}
+        named = {g.group: (i, g.items) for i, g in enumerate(grants) if g.items is not None and g.items.size}
         left = MAX_SPANS
         for cluster in self.clusters:
-            some = cluster[np.isin(cluster["group"], [group for group, (_, items) in named.items() if items.size])]
+            some = cluster[np.isin(cluster["group"], list(named))]
             if len(some) < 2:
                 continue
+            if (groups := np.unique(some["group"])).size * _FEWEST > left:
+                raise _too_many(f"grants[{named[int(groups[left // _FEWEST])][0]}].items")
             owners = []
             for owner in _owners(some, named):
                 owners.append(owner)
                 left -= max(owner.spans, _FEWEST)
                 if left < 0:
-                    yours = f"more than {MAX_SPANS} spans to compare"
-                    advice = "register pools that do not overlap"
-                    raise RemoteError(ErrorCode.ITEM_ALIAS, owner.path, "columns that lie apart", yours, advice)
+                    raise _too_many(owner.path)
             _compare(owners)
+
+
+def _too_many(path: str) -> RemoteError:
+    mine, yours = "columns that lie apart", f"more than {MAX_SPANS} spans to compare"
+    return RemoteError(ErrorCode.ITEM_ALIAS, path, mine, yours, "register pools that do not overlap")
 
 
 def _extents(geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> tuple[IntArray, _Extents]:
@@ -161,11 +167,13 @@ class _Owner:
         return _merged((self.begin[:, None] + first).ravel(), (self.end[:, None] + first).ravel())
 
 
-def _owners(cluster: _Extents, named: Mapping[int, tuple[int, IntArray]]) -> Iterator[_Owner]:
+def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> Iterator[_Owner]:
     """A group's columns of one stride if they are apart, else each column by itself."""
-    for group in np.unique(cluster["group"]).tolist():
-        index, items = named[group]
-        columns = cluster[cluster["group"] == group]
+    cluster = cluster[np.argsort(cluster["group"], kind="stable")]
+    starts = [0, *(np.flatnonzero(np.diff(cluster["group"])) + 1).tolist(), len(cluster)]
+    for columns in (cluster[a:b] for a, b in pairwise(starts)):
+        group = int(columns["group"][0])
+        index, items = named[group][0], named[group][1].astype(np.int64)
         alike = len(np.unique(columns["item_stride"])) == 1
         together = len(columns) == 1 or (alike and _apart(columns))
         for some in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:

@@ -21,8 +21,10 @@ _STRIDES = _ARRAYS[2:]
 _ORDER = "state the groups in the order of the Description, and for each layer one entry a part"
 
 
-def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]) -> None:
-    """Check the columns of a rank against its Description, group by group and entry by entry.
+def check_columns(
+    geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]
+) -> Overlaps:
+    """Check the columns of a rank against its Description, group by group and entry by entry; find which may overlap.
 
     Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first that is wrong.
     """
@@ -33,7 +35,7 @@ def check_columns(geometry: Geometry, rank: int, regions: Mapping[int, Region], 
         raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", ours, theirs, _ORDER)
     for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
         _check_group(f"columns[{i}]", groups[share.group], share, regions, own)
-    Overlaps.of(geometry, rank, {c.group: c for c in columns})
+    return Overlaps.of(geometry, rank, {c.group: c for c in columns})
 
 
 def _check_group(at: str, group: Group, share: Owns, regions: Mapping[int, Region], own: Columns) -> None:

@@ -23,7 +23,9 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""
     if not kind_of(group).paged:
         return 0 if not kind_of(group).has_memory else 1
-    lo, hi = (owned_before(group, cp_rank, row) for row in rows_of(group, first, count))
+    lo, hi = rows_of(group, first, count)
+    if group.cp_size > 1:
+        lo, hi = owned_before(group, cp_rank, lo), owned_before(group, cp_rank, hi)
     return (hi - 1) // group.rows - lo // group.rows + 1 if hi > lo else 0
 
 

@@ -128,8 +128,7 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
     owner, rank = described.sink, described.ranks[1]
     if access == Access.READ:
         owner, rank = described.source, described.ranks[0]
-    check_columns(owner, rank, regions, message.columns)
-    return Overlaps.of(owner, rank, {c.group: c for c in message.columns})
+    return check_columns(owner, rank, regions, message.columns)
 
 
 def _check_routes(message: m.Register | m.Registered, described: Described) -> None:
