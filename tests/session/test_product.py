@@ -1,0 +1,406 @@
+"""The full product of the tables: every message in every state that a side can be in, from a peer that is known and wrong.
+
+What the tables call illegal moves nothing and, where it is a request, is answered; nothing raises; and after each a
+correct peer completes a transfer. States that a side passes through within one frame cannot be hit; the pure tables are
+tried in `test_session`.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto.errors import RemoteError
+from kvproto.session.table import TRANSFER, SessionState, TransferState, next_session, next_transfer
+from kvproto.session.transfers import SinkTransfers
+from kvproto.wire import decode, encode, enums, messages, tables
+from kvproto.wire.enums import ErrorCode
+from tests.session.driver import World, geometry, ticket
+from tests.session.test_pull import PullWorld
+from tests.wire.frames import MESSAGES
+from tools.specgen.registry import load
+
+CONTENT = b"c" * 32
+SENDERS = {name: row["sender"] for name, row in load()["message"].items()}
+DELIVERY = {name: row["delivery"] for name, row in load()["message"].items()}
+OF_TRANSFERS = {name for _, name in TRANSFER} - {"Error"}
+BITS = {"u8", "u16", "u32", "u64"}
+NOT_PLAIN = {"Grants": {"first": 0, "count": 0}, "Credit": {"total": 9, "kind": enums.CreditKind.INLINE}}
+"""Fields that rules of their message or struct relate."""
+
+
+def plain(row: tables.Field) -> Any:
+    """A value that the field may have."""
+    _, _, type_, _, low, _, length = row
+    if type_ in BITS:
+        return max(low or 0, 1)
+    if type_.startswith("array<"):
+        return np.array([0] * (low or 0), np.uint64)
+    if type_.startswith("list<"):
+        return tuple(plain((0, "", type_[5:-1], True, None, None, None)) for _ in range(low or 0))
+    if type_.startswith("struct:"):
+        return made(type_[7:], **NOT_PLAIN.get(type_[7:], {}))
+    if type_.startswith("enum:"):
+        return next(iter(getattr(enums, type_[5:])))
+    return b"\0" * (length or low or 0) if type_ == "bytes" else "x" if type_ == "str" else False
+
+
+def made(name: str, **fields: Any) -> Any:
+    """A message or struct with its required fields alone."""
+    rows = [row for row in tables.FIELDS[name] if row[3] and row[1] not in fields]
+    known = {row[1] for row in tables.FIELDS[name]}
+    return getattr(messages, name)(
+        **{row[1]: plain(row) for row in rows}, **{k: v for k, v in fields.items() if k in known}
+    )
+
+
+class Wrong:
+    """One world in which a peer says whatever it likes to one side, and correct peers go on beside it."""
+
+    def __init__(self, pull: bool) -> None:
+        self.world = PullWorld(geometry(1)) if pull else World(geometry(1))
+        self.heard: dict[str, Any] = {}
+        self.deaf: set[str] = set()
+        """Messages of the wrong pair that do not arrive."""
+        self.requests, self.names = count(1 << 40), count()
+        self.world.keep = self.keep
+        self.maps = True
+        accept = self.world.accept
+        self.world.accept = lambda address, session: accept(address, session) if self.maps else None  # type: ignore[method-assign]
+        self.world.sink("good", geometry(1), engine="good")
+        self.world.run()
+
+    def keep(self, to: str, frame: bytes) -> int:
+        message = decode(frame)
+        self.heard[type(message).__name__] = message
+        return type(message).__name__ not in self.deaf
+
+    def pair(self, *deaf: str, maps: bool = True) -> str:
+        """A new sink and its session, of which some messages do not arrive."""
+        name = f"bad{next(self.names)}"
+        self.deaf, self.maps = set(deaf), maps
+        self.world.sink(name, geometry(1), engine=name)
+        self.world.run()
+        self.deaf, self.maps = set(), True
+        return name
+
+    def sessions(self, name: str) -> tuple[Any, Any]:
+        """Both ends of a pair; None: the source has none."""
+        sink = next(iter(self.world.sinks[name].sessions.values()))
+        source = self.world.sources["s0"].sessions
+        return next((s for s in source.values() if s.peer.engine == name), None), sink
+
+    def say(self, name: str, to_source: bool, message: Any) -> list[Any]:
+        """Give a side a message of the wrong peer; its answers."""
+        endpoint: Any = self.world.sources["s0"] if to_source else self.world.sinks[name]
+        endpoint.to_send(self.world.now)
+        endpoint.receive(name if to_source else "s0", encode(message), self.world.now)
+        to = name if to_source else "s0"
+        return [decode(frame) for conn, frame in endpoint.to_send(self.world.now) if conn == to]
+
+    def message(self, kind: str, session: int, **ids: int) -> Any:
+        """One of a kind: as a correct pair says it where it has, and with other ids."""
+        ids = {"session": session, "request": next(self.requests), "sequence": 1, "attempt": 1, **ids}
+        real = self.heard.get(kind)
+        if real is None or kind == "Hello":
+            return (
+                made(kind, **ids, **NOT_PLAIN.get(kind, {}))
+                if kind != "Hello" or real is None
+                else attrs.evolve(real, request=ids["request"])
+            )
+        return attrs.evolve(
+            real, **{k: v for k, v in ids.items() if hasattr(real, k) and (k != "session" or real.session is not None)}
+        )
+
+    def serves(self) -> None:
+        """A correct peer completes a transfer."""
+        world, fresh = self.world, ticket(300.0)
+        for each in world.told.values():
+            each.clear()
+        world.sources["s0"].expect(fresh, CONTENT, world.now)
+        world.sources["s0"].finish(bytes(fresh.key))
+        world.transfer("good", fresh, CONTENT)
+        world.run()
+        world.serve("s0")
+        if isinstance(world, PullWorld):
+            world.read("good")
+        assert len(world.events("good", "Arrived")) == 1
+
+
+SESSION_STATES: dict[tuple[str, SessionState], Callable[[Wrong], str]] = {
+    ("source", SessionState.OPEN): lambda w: w.pair("Describe"),
+    ("source", SessionState.DESCRIBED): lambda w: w.pair("Register"),
+    ("source", SessionState.REGISTERING): lambda w: w.pair(maps=False),
+    ("source", SessionState.READY): lambda w: w.pair(),
+    ("source", SessionState.CLOSED): lambda w: ended(w, w.pair()),
+    ("sink", SessionState.GREETED): lambda w: w.pair("Hello"),
+    ("sink", SessionState.DESCRIBING): lambda w: w.pair("Describe"),
+    ("sink", SessionState.REGISTERING): lambda w: w.pair("Register"),
+    ("sink", SessionState.READY): lambda w: w.pair(),
+    ("sink", SessionState.CLOSED): lambda w: ended(w, w.pair()),
+}
+
+
+def ended(wrong: Wrong, name: str) -> str:
+    wrong.world.sinks[name].goodbye("over")
+    wrong.world.run()
+    return name
+
+
+def legal(walk: Any, state: Any, kind: str, features: Any, receiver: str) -> bool:
+    try:
+        walk(state, kind, features)
+    except RemoteError:
+        return False
+    return SENDERS[kind] != receiver
+
+
+@pytest.mark.parametrize("pull", [False, True])
+@pytest.mark.parametrize(("receiver", "state"), SESSION_STATES)
+def test_every_message_in_every_state_of_a_session(receiver: str, state: SessionState, pull: bool) -> None:
+    """KVP-SES-STATE, KVP-ERR-ALONE, KVP-ERR-ANSWER."""
+    wrong, name = Wrong(pull), ""
+    for kind in MESSAGES:
+        if not name:
+            name = SESSION_STATES[receiver, state](wrong)
+        source, sink = wrong.sessions(name)
+        session = source if receiver == "source" else sink
+        number = sink.session or 77
+        if session is not None:
+            assert session.state == state
+        answers = wrong.say(name, receiver == "source", wrong.message(kind, number))
+        after = session.state if session is not None else state
+        if not legal(next_session, state, kind, sink.features, receiver):
+            assert after == state, f"{kind} moved it to {after}"
+            if DELIVERY[kind] == "request" and receiver == "source" and kind != "Hello":
+                assert answers, f"{kind} was not answered"
+        wrong.serves()
+        if after != state or state in (SessionState.CLOSED, SessionState.GREETED):
+            name = ""
+
+
+# transfers
+
+
+def ask(wrong: Wrong, name: str, finished: bool = False) -> tuple[Any, int, int]:
+    """A request that the wrong peer's sink asks for: its ticket, its number at the sink, and its sequence."""
+    world, fresh = wrong.world, ticket(300.0)
+    world.sources["s0"].expect(fresh, CONTENT, world.now)
+    if finished:
+        world.sources["s0"].finish(bytes(fresh.key))
+    number = world.transfer(name, fresh, CONTENT)
+    world.run()
+    return fresh, number, wrong.sessions(name)[1].part(SinkTransfers)._sequence
+
+
+def asked(wrong: Wrong, name: str) -> int:
+    wrong.deaf = {"Accepted"}
+    return ask(wrong, name)[2]
+
+
+def accepted(wrong: Wrong, name: str) -> int:
+    return ask(wrong, name)[2]
+
+
+def served(wrong: Wrong, name: str, *deaf: str) -> int:
+    _, _, sequence = ask(wrong, name, finished=True)
+    wrong.deaf = set(deaf)
+    wrong.world.serve("s0")
+    return sequence
+
+
+def over(wrong: Wrong, name: str) -> int:
+    sequence = served(wrong, name)
+    if isinstance(wrong.world, PullWorld):
+        wrong.world.read(name)
+    return sequence
+
+
+def failed(wrong: Wrong, name: str) -> int:
+    fresh, _, sequence = ask(wrong, name)
+    wrong.deaf = {"DoneAck", "Abort"}
+    wrong.world.sources["s0"].refuse(bytes(fresh.key), RemoteError(ErrorCode.INTERNAL, "", "", ""), wrong.world.now)
+    wrong.world.run()
+    return sequence
+
+
+def aborting(wrong: Wrong, name: str) -> int:
+    """The copy goes on, so that Drained waits."""
+    world = wrong.world
+    _, number, sequence = ask(wrong, name, finished=True)
+    event = next(e for e in reversed(world.events("s0", "TransferRequested")) if e.transfer.sequence == sequence)
+    world.sources["s0"].copying(event)
+    world.sinks[name].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    world.run()
+    return sequence
+
+
+def new(wrong: Wrong, name: str) -> int:
+    source, sink = wrong.sessions(name)
+    return int(max(sink.part(SinkTransfers)._sequence, source.low_water, *source.attempts, 0) + 1)
+
+
+TRANSFER_STATES: dict[tuple[str, TransferState, bool], Callable[[Wrong, str], int]] = {
+    **{(side, TransferState.NEW, pull): new for side in ("source", "sink") for pull in (False, True)},
+    **{(side, TransferState.ACCEPTED, pull): accepted for side in ("source", "sink") for pull in (False, True)},
+    **{(side, TransferState.ABORTING, pull): aborting for side in ("source", "sink") for pull in (False, True)},
+    **{(side, TransferState.ENDED, pull): over for side in ("source", "sink") for pull in (False, True)},
+    **{(side, TransferState.OFFERED, True): served for side in ("source", "sink")},
+    **{("sink", TransferState.ASKED, pull): asked for pull in (False, True)},
+    **{("source", TransferState.FAILED, pull): failed for pull in (False, True)},
+    ("source", TransferState.DONE, False): lambda wrong, name: served(wrong, name, "DoneAck"),
+}
+
+
+def state_of(session: Any, sequence: int) -> TransferState:
+    attempt = session.attempts.get(sequence)
+    if attempt is not None:
+        return TransferState(attempt.state)
+    return TransferState.ENDED if sequence <= session.low_water else TransferState.NEW
+
+
+@pytest.mark.parametrize(("receiver", "state", "pull"), TRANSFER_STATES)
+def test_every_message_in_every_state_of_a_transfer(receiver: str, state: TransferState, pull: bool) -> None:
+    """KVP-SES-STATE, KVP-ERR-ALONE, KVP-TRN-STALE: attempts that are there, and the next of each."""
+    wrong, name = Wrong(pull), ""
+    for kind in sorted(OF_TRANSFERS):
+        for attempt in (1, 2):
+            name = name or wrong.pair()
+            sequence = TRANSFER_STATES[receiver, state, pull](wrong, name)
+            wrong.deaf = set()
+            source, sink = wrong.sessions(name)
+            session = source if receiver == "source" else sink
+            assert state_of(session, sequence) == state
+            message = wrong.message(kind, sink.session, sequence=sequence, attempt=attempt)
+            wrong.say(name, receiver == "source", message)
+            walked = (
+                [state] if state != TransferState.ASKED else [state, TransferState.ACCEPTED]
+            )  # answers may overtake
+            if attempt == 2 or not any(legal(next_transfer, s, kind, sink.features, receiver) for s in walked):
+                assert state_of(session, sequence) in stays(receiver, state, kind, attempt), (kind, attempt)
+            wrong.serves()
+            if sink.state != SessionState.READY:
+                name = ""
+
+
+def stays(receiver: str, state: TransferState, kind: str, attempt: int) -> set[TransferState]:
+    """Where an attempt may be after a message that the tables have no row for, or that is about the next attempt."""
+    if receiver == "sink":  # who says nonsense about a transfer loses it
+        return {state, TransferState.ABORTING}
+    if state == TransferState.ENDED and attempt == 2 and kind in ("Transfer", "Abort"):
+        return {*TransferState}  # the next attempt is legal (KVP-TRN-ATTEMPT)
+    return {state}
+
+
+def test_the_product_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many cases the tables come to, and which states no frame can hit."""
+    sessions = 2 * len(SESSION_STATES) * len(MESSAGES)
+    transfers = 2 * len(TRANSFER_STATES) * len(OF_TRANSFERS)
+    with capsys.disabled():
+        print(f" {sessions} messages in states of sessions, {transfers} in states of transfers", end="")
+    passed = {("source", s) for s in ("idle", "greeted", "describing")} | {
+        ("sink", s) for s in ("idle", "open", "described")
+    }
+    assert {(side, str(s.value)) for side in ("source", "sink") for s in SessionState} - passed == {
+        (side, str(s.value)) for side, s in SESSION_STATES
+    }
+    hit = {(side, s) for side, s, _ in TRANSFER_STATES}
+    assert {(side, s) for side in ("source", "sink") for s in TransferState} - hit == {
+        ("source", TransferState.ASKED), ("sink", TransferState.DONE), ("sink", TransferState.FAILED),
+    }  # fmt: skip
+
+
+# lies about what is not a matter of state
+
+
+def of_another(wrong: Wrong, name: str) -> Iterator[Any]:
+    """KVP-SES-UNKNOWN: ids of the correct peer's session."""
+    (good,) = [s.session for s in wrong.world.sinks["good"].sessions.values()]
+    for kind in ("Describe", "Register", "Transfer", "Abort", "DoneAck", "Goodbye", "Ping", "Pulled", "Credit"):
+        yield wrong.message(kind, good), ErrorCode.UNKNOWN_SESSION
+
+
+def unknown_ids(wrong: Wrong, name: str) -> Iterator[Any]:
+    """KVP-TRN-STALE, KVP-TRN-BUSY, KVP-TRN-ATTEMPT: sequences and attempts that cannot be."""
+    number, transfer = wrong.sessions(name)[1].session, wrong.heard["Transfer"]
+    for sequence, attempt, code in (
+        (2000, 1, ErrorCode.BUSY), (2**64 - 1, 1, ErrorCode.BUSY), (1, 2**32 - 1, ErrorCode.UNEXPECTED_MESSAGE),
+        (1, 1, ErrorCode.STALE_TRANSFER),
+    ):  # fmt: skip
+        ids = {"session": number, "request": next(wrong.requests), "sequence": sequence, "attempt": attempt}
+        yield attrs.evolve(transfer, **ids), code
+
+
+def bad_grants(wrong: Wrong, name: str) -> Iterator[Any]:
+    """KVP-TRN-AGREE, KVP-GRANT-POOL, KVP-GRANT-ALIAS, KVP-TKT-USED: items outside of the pool or twice, other epochs."""
+    number, transfer = wrong.sessions(name)[1].session, wrong.heard["Transfer"]
+    items = transfer.grants[0].items
+
+    def granted(*given: int) -> dict[str, Any]:
+        first = attrs.evolve(transfer.grants[0], items=np.array(given, np.uint32))
+        return {"grants": (first, *transfer.grants[1:])}
+
+    for changes, code in (
+        (granted(*items[:-1], 10**6), ErrorCode.OUT_OF_REGION), (granted(*items[:-1], items[0]), ErrorCode.ITEM_ALIAS),
+        (granted(*items, 7), ErrorCode.BAD_GRANT), ({"epoch": 2}, ErrorCode.BAD_GRANT),
+        ({"writers": np.array([0, 1], np.uint32)}, ErrorCode.BAD_GRANT),
+        ({"ticket": transfer.ticket}, ErrorCode.TICKET_USED),
+    ):  # fmt: skip
+        last = wrong.sessions(name)[0].attempts
+        ids = {"session": number, "request": next(wrong.requests), "sequence": max(last, default=1) + 1, "attempt": 1}
+        yield attrs.evolve(transfer, **{"ticket": ticket().key, **ids, **changes}), code
+
+
+def lying_plan(wrong: Wrong, name: str) -> Iterator[Any]:
+    """KVP-REG-ROUTES: another plan, another route, one route less."""
+    number, register = wrong.sessions(name)[1].session, wrong.heard["Register"]
+    for changes in (
+        {"plan": b"x" * len(register.plan)}, {"routes": register.routes[1:]},
+        {"routes": (attrs.evolve(register.routes[0], digest=b"x" * len(register.routes[0].digest)), *register.routes[1:])},
+    ):  # fmt: skip
+        yield attrs.evolve(register, session=number, request=next(wrong.requests), **changes), ErrorCode.ROUTE_MISMATCH
+
+
+LIES: dict[str, tuple[Callable[[Wrong, str], Iterator[Any]], Callable[[Wrong], str]]] = {
+    "another's session": (of_another, lambda w: w.pair()),
+    "ids that cannot be": (unknown_ids, lambda w: with_one(w)),
+    "grants": (bad_grants, lambda w: with_one(w)),
+    "plan": (lying_plan, lambda w: w.pair("Register")),
+}
+
+
+def with_one(wrong: Wrong) -> str:
+    """A pair with one transfer under way."""
+    name = wrong.pair()
+    accepted(wrong, name)
+    return name
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_have_their_code_and_cost_nobody_else_anything(lie: str) -> None:
+    """KVP-ERR-REPORT, KVP-ERR-ALONE."""
+    wrong = Wrong(pull=False)
+    wrong.serves()
+    says, prepare = LIES[lie]
+    name = prepare(wrong)
+    for message, code in says(wrong, name):
+        (answer,) = wrong.say(name, True, message)
+        assert (answer.code, answer.request) == (code, getattr(message, "request", None)), message
+        wrong.serves()
+
+
+@pytest.mark.parametrize("deadline", [0, 1, 2**63 - 1])
+def test_deadlines_of_nothing_and_of_ages(deadline: int) -> None:
+    """KVP-TKT-DEADLINE: whatever a ticket's maker states, the request ends or waits, and others are served."""
+    wrong, odd = Wrong(pull=False), attrs.evolve(ticket(), deadline=deadline)
+    name, source = wrong.pair(), wrong.world.sources["s0"]
+    source.expect(odd, CONTENT, wrong.world.now)
+    wrong.world.transfer(name, odd, CONTENT)
+    wrong.world.run()
+    wrong.world.pass_time(1.0)
+    lost = [e.error.code for e in wrong.world.events(name, "Lost")]
+    assert lost == [ErrorCode.DEADLINE] * (deadline < 1000)
+    wrong.serves()
