@@ -89,8 +89,8 @@ class Dispatcher:
             if attempt in each.attempts:
                 each.stopping = each.stopping or error
 
-    def advance(self) -> bool:
-        """Take note of copies that are complete, and stop those that nobody wants; whether any is over."""
+    def advance(self) -> list[Attempt]:
+        """Take note of copies that are complete, and stop those that nobody wants; attempts of what is over."""
         over = []
         for each in self._launches:
             proof = Proof.PROVEN if each.stopping is None and self._complete(each) else None
@@ -104,7 +104,7 @@ class Dispatcher:
                     attempt.proof = attempt.proof if proof == Proof.PROVEN else proof
         for each in over:
             self._launches.remove(each)
-        return bool(over)
+        return [attempt for each in over for attempt in each.attempts]
 
     def _complete(self, launch: _Launch) -> bool:
         """Whether every byte is at its destination; sets `stopping` where that is no longer of use or possible."""

@@ -22,7 +22,7 @@ from kvproto.node.scheduler import Attempt, LastPart, Scheduler
 from kvproto.node.told import Copied, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Expired, Fetched, RegisterAsked, Released, TransferRequested
+from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
 from kvproto.transport import default
@@ -69,24 +69,25 @@ class SourceNode:
         self._requests: dict[bytes, Request] = {}
         self._over: dict[bytes, RequestOver] = {}
         """Requests that are over while a copy still reads their items."""
-        self._attempts: dict[tuple[int, int, int], Attempt] = {}
+        self._attempts: dict[bytes, dict[tuple[int, int, int], Attempt]] = {}
+        """By ticket, so that a turn costs the same however many transfers wait."""
         self._offers: dict[tuple[int, int, int], tuple[Attempt, float]] = {}
         """What sinks may read, and since when."""
         self._peers: dict[int, PeerMapping] = {}
         """By session."""
         self._computing: set[bytes] = set()
         """Requests of which some rows are there, and not all."""
-        self._news: set[bytes] = set()
-        """Requests of which the next turn may hand over more."""
-        self._refused = False
-        """Whether the engine has refused a request since the last turn."""
+        self._news: dict[bytes, None] = {}
+        """Requests of which the next turn may hand over more, in order."""
+        self._look: set[bytes] = set()
+        """Requests of which transfers may be over."""
 
     # what the engine says
 
     def expect(self, ticket: Ticket, content: bytes, tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
         """The request of this ticket is here; its prompt has so many tokens, and so many positions on other axes."""
         self._requests.setdefault(bytes(ticket.key), Request(axes))
-        self._news.add(bytes(ticket.key))
+        self._news[bytes(ticket.key)] = None
         self.endpoint.expect(ticket, content, time.monotonic(), tokens, axes)
 
     def computed(self, key: bytes, computed: Computed) -> None:
@@ -100,14 +101,14 @@ class SourceNode:
             request.add(computed)
             self.endpoint.hold(key, request.since, time.monotonic())
             self._computing.add(key)
-            self._news.add(key)
+            self._news[key] = None
 
     def finish(self, key: bytes, finished: Finished) -> None:
         """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.finished, request.since = finished, finished.since
             self._computing.discard(key)
-            self._news.add(key)
+            self._news[key] = None
             self.endpoint.hold(key, finished.since, time.monotonic())
             self.endpoint.finish(key)
 
@@ -116,7 +117,7 @@ class SourceNode:
         are free at RequestOver. After `finish` transfers that are being served go on.
         """
         unused = self.endpoint.refuse(key, error, time.monotonic())
-        self._refused = True
+        self._look.add(key)
         request = self._requests.get(key)
         if request is not None and (unused or request.finished is None):
             self._over.setdefault(key, RequestOver(key, ()))
@@ -145,13 +146,12 @@ class SourceNode:
                 transport.acknowledge()
         told: list[Any] = []
         if self._dispatcher.busy:  # a sink may be waiting for it
-            self._complete(told, False)
-        now, heard, self._refused = time.monotonic(), self._refused, False
+            self._complete(told)
+        now = time.monotonic()
         if self._listener.renew(now):
             self.endpoint.readmit()
         for conn, frame in self._listener.receive():
             self.endpoint.receive(conn, frame, now)
-            heard = True
             if time.monotonic() - now > _TURN:  # the others are heard in the next, after what this one has to say
                 break
         self.endpoint.on_time(now)
@@ -159,9 +159,8 @@ class SourceNode:
             events = self.endpoint.take_events()
             for event in events:
                 told += self._hear(event)
-            heard = heard or bool(events)
-            self._copy(heard)
-            moved = self._complete(told, heard)
+            self._copy()
+            moved = self._complete(told)
             for key in [key for key in self._over if not self.reads(key)]:
                 told += self._release(self._over.pop(key))
             self._unmap()
@@ -189,9 +188,13 @@ class SourceNode:
                 self._map(event)
             case TransferRequested():
                 self._join(event)
+            case Changed():
+                self._news[event.key] = None
             case Expired():
+                self._look.add(event.key)
                 self._over.setdefault(event.key, RequestOver(event.key, None))
             case Released():
+                self._look.add(event.key)
                 self._over.setdefault(event.key, RequestOver(event.key, event.routed, event.lost))
             case Fetched():
                 return self._fetched(event)
@@ -202,7 +205,7 @@ class SourceNode:
     def _release(self, over: RequestOver) -> list[Any]:
         self._offers = {key: each for key, each in self._offers.items() if each[0].asked.key != over.key}
         self._computing.discard(over.key)
-        self._news.discard(over.key)
+        self._news.pop(over.key, None)
         return [over] if self._requests.pop(over.key, None) is not None else []
 
     def _unmap(self) -> None:
@@ -210,7 +213,7 @@ class SourceNode:
         sessions = self.endpoint.sessions
         gone = [n for n in self._peers if n not in sessions or not sessions[n].open]
         if gone:
-            used = {number for number, _, _ in self._attempts}
+            used = {number for attempts in self._attempts.values() for number, _, _ in attempts}
             for number in gone:
                 if number not in used:
                     self._peers.pop(number).close()
@@ -261,24 +264,23 @@ class SourceNode:
     def _join(self, asked: TransferRequested) -> None:
         """A sink rank asks for a request."""
         key = (asked.session, asked.transfer.sequence, asked.transfer.attempt)
-        peer = self._peers.get(asked.session)
-        if peer is not None and key not in self._attempts:  # its session may be over already
-            self._attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
-            self._news.add(asked.key)
+        peer, attempts = self._peers.get(asked.session), self._attempts.get(asked.key, {})
+        if peer is not None and key not in attempts:  # its session may be over already
+            attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
+            self._attempts[asked.key] = attempts
+            self._news[asked.key] = None
 
-    def _copy(self, heard: bool) -> None:
-        """Start copies for all sinks that have asked and can be served, as one where that is better.
-
-        Only requests of which there is news are looked at; `heard`: sinks may have asked for others.
-        """
-        for key in list(self._computing if heard else self._computing & self._news):
+    def _copy(self) -> None:
+        """Start copies of requests of which there is news, for all who can be served; one copy where that suits."""
+        for key in [key for key in self._news if key in self._computing]:
             for asked in self.endpoint.asking(key):
                 self._join(asked)
         if not self._news:
             return
-        news, self._news = self._news, set()
+        news, self._news = self._news, {}
+        self._look |= news.keys()
         batches: dict[int, list[tuple[Attempt, Sequence[Part]]]] = {}
-        for attempt in [each for each in self._attempts.values() if each.asked.key in news]:
+        for attempt in [each for key in news for each in self._attempts.get(key, {}).values()]:
             if attempt.last is not None or attempt.failure is not None or self._unwanted(attempt) is not None:
                 continue
             known = self._requests.get(attempt.asked.key)
@@ -299,7 +301,7 @@ class SourceNode:
     def _start(self, batch: Sequence[tuple[Attempt, Sequence[Part]]]) -> None:
         copying = self._dispatcher.start(batch, lambda attempt: self._requests[attempt.asked.key].finished is None)
         if copying is None:
-            self._news |= {attempt.asked.key for attempt, _ in batch if attempt.failure is None}
+            self._news |= {attempt.asked.key: None for attempt, _ in batch if attempt.failure is None}
             return
         now = time.monotonic()
         for attempt, parts in batch:
@@ -333,16 +335,20 @@ class SourceNode:
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
         self.endpoint.chunk(attempt.asked, piece, attempt.begins)
 
-    def _complete(self, told: list[Any], heard: bool) -> bool:
+    def _complete(self, told: list[Any]) -> bool:
         """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether
-        any. `heard`: somebody may have said that nobody does.
+        any.
         """
-        if self._dispatcher.busy and self._dispatcher.advance():
-            heard = True
-        idle = [a for a in self._attempts.values() if not a.copies]
-        over = [a for a in idle if a.last or a.failure or (heard and self._unwanted(a))]
+        if self._dispatcher.busy:
+            self._look |= {attempt.asked.key for attempt in self._dispatcher.advance()}
+        look, self._look = self._look, set()
+        idle = [a for key in look for a in self._attempts.get(key, {}).values() if not a.copies]
+        over = [a for a in idle if a.last or a.failure or self._unwanted(a)]
         for attempt in over:
-            del self._attempts[attempt.key]
+            key = attempt.asked.key
+            del self._attempts[key][attempt.key]
+            if not self._attempts[key]:
+                del self._attempts[key]
             told += self._answer(attempt)
         return bool(over)
 

@@ -20,7 +20,7 @@ from kvproto.planning.axes import NO_AXES, axis_of, length_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.session.core import Endpoint
-from kvproto.session.events import Expired, Released, TransferRequested, Unwanted
+from kvproto.session.events import Changed, Expired, Released, TransferRequested, Unwanted
 from kvproto.session.limits import MAX_USED_TICKETS, TICKET_WAIT
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
@@ -231,7 +231,9 @@ class Claims(Endpoint):
     def _settle(self, now: float) -> None:
         """Release requests that every routed sink rank has ended."""
         while self._touched:
-            claim = self._claims.get(self._touched.pop())
+            key = self._touched.pop()
+            self._events.append(Changed(key))
+            claim = self._claims.get(key)
             if claim is None or not claim.users or claim.served(now):
                 continue
             if not claim.finished and claim.content is not None and claim.error is None and not claim.unwanted:
@@ -250,6 +252,7 @@ class Claims(Endpoint):
     def _expire(self, claim: _Claim, now: float) -> None:
         """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(claim, now)
+        self._touched.add(claim.key)
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_LATE)
         if claim.content is None:
             error = RemoteError(

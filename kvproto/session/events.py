@@ -12,9 +12,9 @@ from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
-    "Arrived", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven", "Ready",
-    "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected", "TransferRequested",
-    "Unwanted",
+    "Arrived", "Changed", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven",
+    "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
+    "TransferRequested", "Unwanted",
 ]  # fmt: skip
 
 
@@ -48,6 +48,13 @@ class Ready(Event):
     """Sink: every routed rank has registered this rank's memory."""
 
     plan: Plan
+
+
+@attrs.frozen
+class Changed(Event):
+    """Source: a transfer of this ticket has come, or is wanted no more."""
+
+    key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
