@@ -24,7 +24,7 @@ from kvproto.planning.plan import Plan, differences, plan
 from kvproto.planning.slices import slices as slices_of
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
-from kvproto.wire.plain import read_json
+from kvproto.wire.plain import read_json, refuse
 
 __all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run", "unstated"]
 
@@ -178,6 +178,7 @@ def read_geometry(path: Path) -> Geometry:
     """A Description file: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
     data = _json(path)
     try:
+        _check_printable(data, "geometry")
         geometry = from_json(Geometry, data)
         validate(geometry)
     except KvprotoError as error:
@@ -225,6 +226,14 @@ def _describe(args: argparse.Namespace) -> int:
 def _json(path: Path) -> Any:
     """What a file of JSON says; a config.json of a Mamba has an Infinity that is not read."""
     return read_json(path.read_bytes(), str(path), finite=False)
+
+
+def _check_printable(value: Any, path: str) -> None:
+    """Raise BAD_TEXT for text that would drive the terminal that it is printed on."""
+    if isinstance(value, str) and not value.isprintable():
+        raise refuse(ErrorCode.BAD_TEXT, path, "printable text", value)
+    for key, held in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        _check_printable(held, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}")
 
 
 def read_config(path: Path) -> Config:

@@ -129,7 +129,7 @@ class SourceEndpoint(Claims):
             engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
             features=session.features, limits=LIMITS, endpoints=self._endpoints,
         )  # fmt: skip
-        self.send(conn, encode(welcome))
+        session.notice(welcome)
 
     def _fresh(self) -> int:
         number = self._mint()

@@ -163,6 +163,18 @@ BAD = {
 }
 
 
+def test_names_that_would_drive_a_terminal_are_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(Path(files["d"]).read_text().replace('"target', '"\\u001b[2J', 1))
+    for command in (["plan", str(path), files["d"]], ["check", files["d"], str(path)]):
+        assert main(command) == 1
+        said = capsys.readouterr()
+        assert "BAD_TEXT" in said.err
+        assert "\x1b" not in said.out + said.err
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_files_are_one_sentence(
     case: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

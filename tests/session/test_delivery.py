@@ -25,6 +25,7 @@ from kvproto.wire.messages import (
     Failed,
     HandOff,
     Hello,
+    Limits,
     Ping,
     Pong,
     Progress,
@@ -283,6 +284,32 @@ def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
         assert caught.value.code == code
         session.limits = before
     assert len(world.of(Transfer)) == 2
+
+
+@pytest.mark.parametrize("most", [0, 60, 300])
+def test_a_source_keeps_within_the_limits_of_its_sink(most: int) -> None:
+    """KVP-FRAME-W-LENGTH: nothing is sent that the sink does not take; the session ends instead."""
+    world, bodies = Heard(), list[int]()
+    (hello,) = world.of(Hello)
+    world.say(attrs.evolve(hello, engine="e", request=50, limits=Limits(max_body=most, max_transfers=1)), "small")
+    for session in list(world.sources["s0"].sessions.values()):
+        if session.peer.engine == "e":
+            describe = attrs.evolve(world.of(Describe)[0], session=session.session, request=51)
+            bodies += [len(encode(m)) - 16 for m in world.say(describe, "small")]
+            assert session.open == (max(bodies, default=0) > 0)
+    assert max(bodies, default=0) <= most
+    world.serves()
+
+
+def test_a_request_under_way_does_not_show_its_ticket() -> None:
+    """KVP-SECRET-LOG."""
+    world = Heard()
+    made = world.asked(finished=False)
+    (session,) = world.sinks["d0"].sessions.values()
+    world.transfer("d0", made, CONTENT)
+    shown = repr(list(session._pending.values()))
+    assert "Transfer" in shown
+    assert repr(bytes(made.key))[2:-1] not in shown
 
 
 def test_a_transfer_beyond_the_window_is_busy_and_its_abort_is_remembered() -> None:

@@ -1,0 +1,132 @@
+"""What peers that are gone, that lie or that ask for much leave behind at others: nothing, and no turn that lasts."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto.door import party_of
+from kvproto.errors import KvprotoError
+from kvproto.net import Dialer, Listener
+from kvproto.node import SinkNode, SourceNode
+from kvproto.node.request import Computed
+from kvproto.node.told import Received, TransferLost
+from kvproto.session.events import SessionRefused
+from kvproto.session.limits import PATIENCE, PING_SILENCE
+from kvproto.wire.enums import ErrorCode
+from tests.node.nodes import SOURCE, ahead, begin, serve
+from tests.node.test_node import CONTENT, ITEMS, TOKENS
+from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
+from tests.pools import allocate
+from tests.processes import imported
+from tests.session.driver import geometry, ticket
+
+__all__ = ["fleet"]
+imported(__name__)
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:kvproto-")
+
+
+def decode(conn: Connection, address: str) -> None:
+    """A decode rank, until it is killed."""
+    pool = allocate(geometry(1), 0, ITEMS)
+    node = SinkNode(party_of("other", pool), pool, Dialer())
+    node.connect(P0, address)
+    conn.send("listening")
+    serve(conn, node)
+
+
+def test_a_sink_that_was_killed_leaves_no_session_and_no_mapping(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fleet.source(P0, 1)
+    before = mappings()
+    with contextlib.ExitStack() as stack:
+        process, _ = begin(stack, decode, fleet.address(P0))
+        fleet.until(lambda: source._peers)
+        assert mappings() > before
+        os.kill(process.pid or 0, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        for seconds in (PING_SILENCE + 1, PING_SILENCE + PATIENCE + 2):
+            ahead(patch, seconds, *SOURCE)
+            fleet.turn(source)
+    assert (len(source.endpoint.sessions), len(source._peers), mappings()) == (0, 0, before)
+    fleet.connect(P0)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+
+
+def test_runs_that_were_superseded_are_unmapped(fleet: Fleet) -> None:
+    """KVP-SES-SUPERSEDE: five runs of a sink, none of which says Goodbye: one of them is mapped."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    fleet.ready()
+    before = mappings()
+    for n in range(5):
+        later = SinkNode(party_of("d", fleet.pool), fleet.pool, Dialer())
+        later.connect(P0, fleet.address(P0))
+        fleet.sinks.append(later)
+        fleet.until(lambda n=n: fleet.connected == n + 2)  # type: ignore[misc]
+        fleet.sinks.remove(later)
+    assert (len(source.endpoint.sessions), len(source._peers), mappings()) == (1, 1, before)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://999.1.1.1:5", "tcp://127.0.0.1:http", "tcp://127.0.0.1:99999", "tcp://", "ipc://@x", "ipc://" + "x" * 200,
+     "inproc://x", "", "x", "ipc:///proc/self/mem", "tcp://127.0.0.1:5;tcp://127.0.0.1:6", "ipc:///a\0b", "pgm://x;239.0.0.1:5"],
+)  # fmt: skip
+def test_addresses_in_welcome_that_cannot_be(fleet: Fleet, address: str) -> None:
+    """KVP-NET-INSECURE: the link is refused with a typed error, and other sources go on."""
+    good = fleet.source(Q0, 2)
+    pool, at = allocate(geometry(2), 0, ITEMS), fleet.address(P0)
+    fleet.sources.append(SourceNode(party_of("p", pool), pool, Listener(at), {0: at, 1: address}))
+    fleet.connect(P0, Q0)
+    lost = fleet.ended(fleet.ask(P0))
+    assert isinstance(lost, TransferLost)
+    assert isinstance(lost.error, KvprotoError)
+    assert (lost.error.code, lost.proven) == (ErrorCode.OUT_OF_RANGE, True)
+    assert fleet.count(SessionRefused)
+    assert isinstance(fleet.ended(fleet.ask(Q0, good)), Received)
+
+
+def cheapest(turn: Callable[[], Any], times: int) -> float:
+    """Seconds of this thread's CPU for the cheapest of several turns."""
+    found = []
+    for _ in range(times):
+        begun = time.thread_time()
+        turn()
+        found.append(time.thread_time() - begun)
+    return min(found)
+
+
+def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
+    """Requests of which a part is computed, each asked for by a sink: a turn looks at none of them."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    other = SinkNode(party_of("other", fleet.pool), fleet.pool, Dialer())
+    other.connect(P0, fleet.address(P0))
+    fleet.sinks.append(other)
+    fleet.ready()
+
+    def one() -> None:
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        fleet.told.clear()
+
+    alone = cheapest(one, 12)
+    for _ in range(300):
+        made = attrs.evolve(ticket(300.0), engine="p")
+        source.expect(made, CONTENT, TOKENS)
+        source.computed(bytes(made.key), Computed(dict.fromkeys((0, 1), np.array(HELD[:1])), 4, (0, 1)))
+        fleet.fetch(1, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[Q0]))
+    fleet.until(lambda: len(source._attempts) == 300)
+    fleet.sinks.remove(other)
+    assert cheapest(one, 12) < 2 * alone
+    other.close("over")
