@@ -1,7 +1,8 @@
-"""What a source says of bytes that it has moved."""
+"""What a source says: ids of sessions, and of the bytes that it has moved."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping
 
 from kvproto.copying.page_sums import PageSums, page_sums
@@ -11,7 +12,12 @@ from kvproto.transport.base import Memory
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
-__all__ = ["bytes_by_name", "checksums_of"]
+__all__ = ["bytes_by_name", "checksums_of", "session_id"]
+
+
+def session_id() -> int:
+    """A session id that nobody can guess: 64 random bits, and not 0 (KVP-SES-GUESS)."""
+    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 def checksums_of(

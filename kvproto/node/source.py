@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
-from kvproto.node.answers import bytes_by_name, checksums_of
+from kvproto.node.answers import bytes_by_name, checksums_of, session_id
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.pool import RankPool
@@ -32,7 +31,7 @@ from kvproto.transport.staging.staged import Piece
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Ticket
 
-__all__ = ["PART_BYTES", "SourceNode", "session_id"]
+__all__ = ["PART_BYTES", "SourceNode"]
 
 PART_BYTES = 16 << 20
 """Bytes from which on a part of a request is worth a copy of its own."""
@@ -41,11 +40,6 @@ _TURN = 0.02
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
-
-
-def session_id() -> int:
-    """A session id that nobody can guess: 64 random bits, and not 0 (KVP-SES-GUESS)."""
-    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class SourceNode:

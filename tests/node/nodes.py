@@ -151,7 +151,7 @@ def seen(node: SourceNode | SinkNode, see: Callable[[Any, bytes], bytes]) -> Non
     """Show a test each frame that a node sends; what it returns is sent."""
     carrier: Any = node._listener if isinstance(node, SourceNode) else node._dialer
     send = carrier.send
-    carrier.send = lambda to, frame: send(to, see(to, frame))
+    carrier.send = lambda to, frame, *more: send(to, see(to, frame), *more)
 
 
 def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float, *modules: ModuleType) -> None:

@@ -241,7 +241,7 @@ def test_attempts_of_one_sequence_leave_one_record() -> None:
 
 def test_session_ids_cannot_be_guessed_from_one_another() -> None:
     """KVP-SES-GUESS."""
-    from kvproto.node.source import session_id
+    from kvproto.node.answers import session_id
 
     drawn = [session_id() for _ in range(64)]
     assert len({b - a for a, b in zip(drawn, drawn[1:], strict=False)}) == 63
