@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.scaling import Scaling, scaling
 from kvproto.errors import RemoteError
 from kvproto.planning.deals import IntArray
 from kvproto.planning.geometry import Geometry
@@ -49,6 +50,8 @@ class Overlaps:
     """The clusters of a rank's columns that may overlap, one of each shape; none for most layouts."""
 
     clusters: tuple[_Extents, ...]
+    scales: Scaling = ()
+    """What else a transfer's grants are compared by, known once the rank is."""
 
     @classmethod
     def of(cls, geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> Overlaps:
@@ -62,7 +65,9 @@ class Overlaps:
             if len(shapes) > _MOST_SHAPES:
                 mine, yours = f"at most {_MOST_SHAPES} kinds of overlap between columns", "more"
                 raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, "lay columns out in regular pools")
-        return cls(tuple(c for c in shapes.values() if not _apart(c)))
+        owns = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
+        pairs = scaling((g for g in geometry.groups if g.id in owns), owns.__getitem__)
+        return cls(tuple(c for c in shapes.values() if not _apart(c)), pairs)
 
     def check(self, grants: tuple[Grants, ...]) -> None:
         """Raise ITEM_ALIAS where items of the grants overlap; each column's own items are known to be disjoint."""

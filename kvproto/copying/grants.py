@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.aliasing import Overlaps
+from kvproto.copying.scaling import check_scales
 from kvproto.errors import RemoteError
-from kvproto.planning.compare import name_of, scaled_by
-from kvproto.planning.geometry import Geometry, Group, Owns, owned_before
+from kvproto.planning.geometry import Geometry, Group, owned_before
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.limits import MAX_ITEMS
 from kvproto.wire.enums import ErrorCode, ItemKind
@@ -70,10 +70,11 @@ def check_grants(
             _check_window(f"grants[{i}]", group, grant)
         need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
         _check_items(f"grants[{i}].items", group, grant, need, columns, written)
-    _check_scales(groups, shares, grants)
     if not written:
         return
-    (Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps).check(grants)
+    judged = Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps
+    check_scales(judged.scales, grants)
+    judged.check(grants)
 
 
 def _check_window(at: str, group: Group, grant: Grants) -> None:
@@ -88,28 +89,6 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
     if group.cp_size > 1 and grant.count and grant.first < group.origin:
         mine, yours = f"at least {group.origin}", str(grant.first)
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, yours, "tokens before the origin are not dealt")
-
-
-def _check_scales(groups: Mapping[int, Group], shares: Mapping[int, Owns], grants: tuple[Grants, ...]) -> None:
-    """Raise BAD_GRANT where rows of scales and the rows that they scale begin apart (KVP-GRANT-SCALES)."""
-    paged = [(i, g, groups[g.group]) for i, g in enumerate(grants) if kind_of(groups[g.group]).paged]
-    scales = [each for each in paged if each[2].partial]
-    values: dict[tuple[int, str, int], Grants] = {}
-    for _, grant, group in paged if scales else ():
-        for part in () if group.partial else group.parts:
-            for layer in shares[group.id].layers.tolist():
-                values[group.model, name_of(part.name), layer] = grant
-    for i, grant, group in scales:
-        for scaled in filter(None, (scaled_by(part.name) for part in group.parts)):
-            for layer in shares[group.id].layers.tolist():
-                other = values.get((group.model, scaled, layer))
-                if other is None or not (grant.count or other.count):
-                    continue
-                origin = max(group.origin, groups[other.group].origin)
-                if max(grant.first, origin) != max(other.first, origin):
-                    mine = f"{other.first}, as of {groups[other.group].name!r}, whose rows these scale"
-                    advice = "ask for both from where a row of the scales begins"
-                    raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", mine, str(grant.first), advice)
 
 
 def _check_items(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,9 +13,9 @@ import numpy.typing as npt
 from kvproto.copying.grants import distinct, items_needed, rows_of
 from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
+from kvproto.copying.scaling import Scaling, scaling
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
-from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
@@ -191,14 +190,9 @@ def grants_of(
     return found
 
 
-def _scaling(layout: RankLayout, among: Collection[int]) -> Iterator[tuple[Group, Group]]:
+def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
     """Groups whose rows are scales of several tokens, each with a group of pages that has what they scale."""
-    groups = [(g, set(layout.owns(g.id).layers.tolist())) for g in layout.geometry.groups if g.id in among]
-    for (scales, some), (values, others) in itertools.permutations(groups, 2):
-        names = {name_of(part.name) for part in values.parts}
-        scaled = any(scaled_by(part.name) in names for part in scales.parts)
-        if scales.partial and scaled and scales.model == values.model and some & others and not values.partial:
-            yield scales, values
+    return scaling((g for g in layout.geometry.groups if g.id in among), layout.owns)
 
 
 def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:

@@ -153,7 +153,8 @@ def test_layers_that_share_a_cache(tmp_path: Path, options: Options, stated: tup
             assert np.array_equal(came, own[layer % 2][np.array([3, 1, 2, 7, 9, 4, 5])[at // 4], at % 4])
 
 
-def test_scales_of_pages_come_with_the_rows_that_they_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [Options(), Options(pull=True)], ids=["push", "pull"])
+def test_scales_of_pages_come_with_the_rows_that_they_scale(options: Options, tmp_path: Path) -> None:
     """Rows and scales that begin apart would leave a page with another's scale: refused at both doors, by name."""
     heads = {"kv_heads": 2, "head_dim": 4}
     caches = [Cache.gqa("kv", 1, page=4, dtype=DType.U8, **heads), Cache.page_scales("sc", 1, kv_heads=2, page=4)]
@@ -163,7 +164,7 @@ def test_scales_of_pages_come_with_the_rows_that_they_scale(tmp_path: Path) -> N
     for name, part in (("kv", "k"), ("kv", "v"), ("sc", "k_scale"), ("sc", "v_scale")):
         array = here.array(name, 0, part)
         array[:] = np.random.default_rng(1).integers(1, 256, array.shape, np.uint8)
-    with handing(tmp_path, here, there, Options()) as both:
+    with handing(tmp_path, here, there, options) as both:
         for cached in ({"kv": 5, "sc": 8}, {"kv": 5}, {"kv": 4, "sc": 8}, {"kv": 8, "sc": 4}):
             with pytest.raises(LocalError) as refused:
                 both.sink.fetch(both.ticket, PROMPT, tables[1], cached=cached)
