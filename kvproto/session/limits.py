@@ -4,6 +4,8 @@ MAX_TRANSFERS = 1024
 """Transfers of one session that are under way at once."""
 MAX_SESSIONS = 4096
 """Sessions of one source rank that are open at once."""
+MAX_ENGINE_SESSIONS = 1024
+"""Of them, those with ranks of one sink engine."""
 MAX_USED_TICKETS = 65536
 """Tickets that a source remembers as used, until their deadline; the oldest is forgotten first."""
 RESEND = 2.0

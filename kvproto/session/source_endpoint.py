@@ -11,7 +11,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.session.claims import Claims
 from kvproto.session.core import Session
 from kvproto.session.events import SessionRefused, TransferRequested
-from kvproto.session.limits import MAX_SESSIONS
+from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
@@ -147,6 +147,8 @@ class SourceEndpoint(Claims):
         if peer.incarnation < held:
             advice = "end this run: a later one has taken over"
             raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(peer.incarnation), advice)
+        if new and len(self.sessions) >= MAX_ENGINE_SESSIONS:
+            self._check_engine(peer.engine)
         while new and len(self.sessions) >= MAX_SESSIONS:
             if not self._bare:
                 raise RemoteError(ErrorCode.BUSY, "", f"{MAX_SESSIONS} sessions", "one more", "try again later")
@@ -154,6 +156,18 @@ class SourceEndpoint(Claims):
             if bare is not None and bare.state == SessionState.OPEN:
                 bare.lose("others have greeted since, and it has not described itself")
                 self._forget()
+
+    def _check_engine(self, engine: str) -> None:
+        """Let the oldest session of an engine go that is only greeted, where it has too many (KVP-SES-ENGINE)."""
+        own = [s for s in self.sessions.values() if s.peer.engine == engine]
+        if len(own) < MAX_ENGINE_SESSIONS:
+            return
+        bare = next((s for s in own if s.state == SessionState.OPEN), None)
+        if bare is None:
+            mine = f"{MAX_ENGINE_SESSIONS} sessions with {engine}"
+            raise RemoteError(ErrorCode.BUSY, "", mine, "one more", "try again later")
+        bare.lose("others of its engine have greeted since, and it has not described itself")
+        self._forget()
 
     def _supersede(self, peer: Party) -> None:
         """End the sessions of earlier incarnations; nothing of them is proven by that (KVP-SES-SUPERSEDE)."""

@@ -6,7 +6,8 @@ import attrs
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.session.limits import MAX_SESSIONS, PATIENCE, PING_SILENCE, RESEND
+from kvproto.session import source_endpoint
+from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, PATIENCE, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode, Proof, Role
@@ -201,6 +202,28 @@ def test_hellos_without_more_cost_nobody_a_session() -> None:
         (answer,) = world.say(attrs.evolve(hello, engine=f"e{n}", request=n + 1), f"c{n}")
         assert isinstance(answer, Welcome)
     assert len(world.sources["s0"].sessions) == MAX_SESSIONS
+    world.serves()
+    world.sink("good", geometry(1), engine="good")
+    world.run()
+    world.serves("good")
+
+
+def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-ENGINE: its own that are only greeted make room, then it is BUSY, and others are served."""
+    assert MAX_ENGINE_SESSIONS < MAX_SESSIONS
+    monkeypatch.setattr(source_endpoint, "MAX_ENGINE_SESSIONS", 3)
+    world = Heard()
+    (hello,) = world.of(Hello)
+    for n in range(5):
+        (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=n, request=n + 1), f"c{n}")
+        assert isinstance(answer, Welcome)
+    assert len(world.sources["s0"].sessions) == 4
+    for n in range(3):
+        world.sink(f"crowd{n}", attrs.evolve(geometry(1), replica=n), engine="crowd")
+        world.run()
+    (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=9, request=9), "c9")
+    assert isinstance(answer, Refused)
+    assert answer.code == ErrorCode.BUSY
     world.serves()
     world.sink("good", geometry(1), engine="good")
     world.run()
