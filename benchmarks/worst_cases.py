@@ -1,6 +1,6 @@
 """The Descriptions and Transfers within the limits that take longest to plan and to check: a search.
 
-`python benchmarks/worst_cases.py [--rounds N] [--write]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
+`python benchmarks/worst_cases.py [--rounds N | --seconds S] [--seed N] [--write]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
 so far are changed further. What the limits refuse counts too: a refusal must not take long either. Times are CPU seconds of one core. --write keeps the worst of
 each family in benchmarks/results/worst_cases.json.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
@@ -25,6 +26,7 @@ import numpy as np
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.grants import check_grants
+from kvproto.copying.late import begun
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError
@@ -121,8 +123,75 @@ def tables_of_runs(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
         yield geometry(groups, [[owns(g, [0], cp_rank=r) for g in groups] for r in range(n["ranks"])])
 
 
+def tables_in_a_grid(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """Each group of one side meets each of the other in a layer, and all deal by tables of their own."""
+    draw, side = np.random.default_rng(dice.randrange(1 << 32)), 1 + n["layers"] % 90
+    cp, layers = 1 + n["ranks"] % 8, np.arange(side * side).reshape(side, side)
+    runs = min(4096, cp * (1 + n["cuts"]))
+    for stripes in (layers, layers.T):
+        groups = [
+            attrs.evolve(group(i, cp_size=cp, order=draw.permutation(np.arange(runs) % cp).astype(np.uint32)), model=0)
+            for i in range(side)
+        ]
+        yield geometry(
+            groups, [[owns(g, some, cp_rank=r) for g, some in zip(groups, stripes, strict=True)] for r in range(cp)]
+        )
+
+
+def dealt_to_whole(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """Ranks that deal tokens on one side, ranks that have all of them on the other; many groups."""
+    cp, ranks, many = n["ranks"], n["cuts"], 1 + n["layers"] % 64
+    dealt, whole = ([group(i, cp_size=size) for i in range(many)] for size in (cp, 1))
+    sides = [
+        geometry(dealt, [[owns(g, [0], cp_rank=r) for g in dealt] for r in range(cp)]),
+        geometry(whole, [[owns(g, [0]) for g in whole]] * ranks),
+    ]
+    yield from sides if dice.random() < 0.5 else sides[::-1]
+
+
+def layers_apart(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """No two layers are neighbours, so that each is a box; lanes are cut by the source."""
+    cuts, layers = 1 + n["cuts"] % 8, range(0, 2 * min(n["layers"], 4096), 2)
+    g = group(lanes=cuts)
+    yield geometry([g], [[owns(g, layers, [(r, r + 1)])] for r in range(cuts)])
+    yield geometry([g], [[owns(g, layers)]] * n["ranks"])
+
+
+def lanes_of_other_bytes(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """Lanes of one side hold several of the other's."""
+    lanes, times = n["cuts"] * n["ranks"], dice.choice([2, 3, 8])
+    for count, size in ((lanes, 2 * times), (lanes * times, 2)):
+        stated = (Part(name="p", dtype=DType.U8, lanes=count, lane_bytes=size),)
+        g = attrs.evolve(group(), parts=stated)
+        yield geometry([g], [[owns(g, range(0, 2 * n["layers"], 2))]])
+
+
+def sections(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """A part in sections, in each of many lanes, and whole at the other side."""
+    many = 2 + dice.randrange(6)
+    for cut in (many, 1):
+        stated = tuple(
+            Part(name="p", dtype=DType.U8, lanes=n["cuts"], lane_bytes=16 * many // cut, at=16 * i, whole=16 * many)
+            for i in range(cut)
+        )
+        g = attrs.evolve(group(), parts=stated)
+        yield geometry([g], [[owns(g, range(n["layers"]))]] * (1 + n["ranks"] % 16))
+
+
+def scaled(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
+    """A group for each layer, with scales, on many ranks."""
+    groups = [attrs.evolve(group(i, 2), model=0) for i in range(min(n["layers"], 2048))]
+    names = [
+        attrs.evolve(g, parts=(attrs.evolve(g.parts[0], name="k"), attrs.evolve(g.parts[1], name="k_scale")))
+        for g in groups
+    ]
+    for _ in range(2):
+        yield geometry(names, [[owns(g, [i]) for i, g in enumerate(names)]] * (1 + n["ranks"] % 8))
+
+
 DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {
-    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs)
+    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs, tables_in_a_grid,
+                                dealt_to_whole, layers_apart, lanes_of_other_bytes, sections, scaled)
 }  # fmt: skip
 
 
@@ -156,8 +225,9 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return found, time.process_time() - start
 
 
-def planned(pair: list[Geometry]) -> dict[str, Any]:
+def planned(made: Iterator[Geometry]) -> dict[str, Any]:
     """Seconds from the bytes of one side to the plan, by rule; and of the table of the rank pair with most boxes."""
+    pair = list(made)
     data = encode_geometry(pair[0])
     row: dict[str, Any] = {"bytes": len(data), "boxes": 0}
     side, row["decode_s"] = timed(lambda: decode_geometry(data))
@@ -189,19 +259,32 @@ def table(source: Geometry, sink: Geometry, made: Any) -> float:
 
 def shared_pools(sizes: Sizes, dice: random.Random) -> tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]:
     """Groups that take turns in the same bytes, in columns whose strides rule an overlap out, or do not."""
-    number, layers, items = 1 + sizes["cuts"] % 40, 1 + sizes["layers"] % 64, sizes["ranks"] * 8
+    number, layers = 1 + sizes["cuts"] % 127, 1 + sizes["layers"] % 64
+    between = dice.choice([64, 16, 48])
+    return pool_of(number, layers, sizes["ranks"] * 8, dice.choice([64, 64 * layers, 64 * layers + 16]), between)
+
+
+def many_pools(sizes: Sizes, dice: random.Random) -> tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]:
+    """Hundreds and thousands of groups in one pool, with few items each."""
+    number, layers = min(4096, 64 + sizes["ranks"]), 1 + sizes["layers"] % 2
+    return pool_of(number, layers, 1 + sizes["cuts"] % 8, dice.choice([64 * layers, 64 * layers + 16]))
+
+
+def pool_of(
+    number: int, layers: int, items: int, stride: int, between: int = 64
+) -> tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]:
+    """Groups of so many layers and items each, whose columns lie over each other; all their items are named."""
     groups = [group(i) for i in range(number)]
     stated = geometry(groups, [[owns(g, range(layers)) for g in groups]])
-    step = dice.choice([64, 64 * layers, 64 * layers + 16])
     columns = {
         g.id: Columns(
             group=g.id, items=items * number, region=np.zeros(layers, np.uint32),
-            offset=np.arange(layers, dtype=np.uint64) * np.uint64(dice.choice([64, 16, 48])),
-            **{name: np.full(layers, size, np.uint64) for name, size in (("item_stride", step), ("row_stride", 16), ("lane_stride", 16))},
+            offset=np.arange(layers, dtype=np.uint64) * np.uint64(between),
+            **{name: np.full(layers, size, np.uint64) for name, size in (("item_stride", stride), ("row_stride", 16), ("lane_stride", 16))},
         )
         for g in groups
     }  # fmt: skip
-    order = np.random.default_rng(sizes["ranks"]).permutation(items * number).astype(np.uint32)
+    order = np.random.default_rng(number).permutation(items * number).astype(np.uint32)
     grants = tuple(
         Grants(group=g.id, first=0, count=4 * items, valid=4 * items, items=order[i * items : (i + 1) * items])
         for i, g in enumerate(groups)
@@ -209,18 +292,24 @@ def shared_pools(sizes: Sizes, dice: random.Random) -> tuple[Geometry, dict[int,
     return stated, columns, grants
 
 
-def checked(sizes: Sizes, dice: random.Random) -> dict[str, Any]:
-    """Seconds and bytes to check a Transfer, of pools that are judged before."""
-    stated, columns, grants = shared_pools(sizes, dice)
+TRANSFERS = {made.__name__: made for made in (shared_pools, many_pools)}
+
+
+def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> dict[str, Any]:
+    """Seconds and bytes to check a Transfer, of pools that are judged before, and to cut its windows where late."""
+    stated, columns, grants = made
     items = sum(g.items.size for g in grants if g.items is not None)
     row: dict[str, Any] = {"items": items, "groups": len(grants), "bytes": 0}
+    _, row["describe_s"] = timed(lambda: decode_geometry(encode_geometry(stated)))
     overlaps, row["register_s"] = timed(lambda: Overlaps.of(stated, 0, columns))
     if isinstance(overlaps, KvprotoError):
         return row | {"refused": str(overlaps)[:80], "seconds": 0.0}
-    wanted = tuple(g.group for g in grants)
+    wanted, side = tuple(g.group for g in grants), RankLayout(stated, 0, columns)
     found, row["seconds"] = timed(lambda: check_grants(stated, 0, columns, wanted, grants, overlaps))
     if isinstance(found, KvprotoError):
         row["refused"] = str(found)[:80]
+    late = {g.group: g.first + g.count // 2 for g in grants}
+    row["late_s"] = timed(lambda: begun(side, grants, late))[1]
     tracemalloc.start()
     timed(lambda: check_grants(stated, 0, columns, wanted, grants, overlaps))
     row["bytes"] = tracemalloc.get_traced_memory()[1]
@@ -228,13 +317,20 @@ def checked(sizes: Sizes, dice: random.Random) -> dict[str, Any]:
     return row
 
 
-def search(case: Callable[[Sizes, random.Random], dict[str, Any]], rounds: int, dice: random.Random) -> dict[str, Any]:
+def search(
+    family: Callable[[Sizes, random.Random], Any], measured: Callable[[Any], dict[str, Any]], rounds: int,
+    seconds: float, dice: random.Random,
+) -> dict[str, Any]:  # fmt: skip
     """The slowest case: of sizes drawn, and of changes to the slowest so far."""
     worst: dict[str, Any] = {"seconds": -1.0}
-    for n in range(rounds):
-        new = n < rounds // 2 or "sizes" not in worst
+    began = time.monotonic()
+    for n in itertools.count():
+        done = (time.monotonic() - began) / seconds if seconds else n / rounds
+        if done >= 1:
+            break
+        new = done < 0.5 or "sizes" not in worst
         sizes = next(s for s in (draw(dice) if new else changed(worst["sizes"], dice) for _ in range(1000)) if sane(s))
-        row = case(sizes, dice)
+        row = measured(family(sizes, dice))
         if row["seconds"] > worst["seconds"]:
             worst = row | {"sizes": sizes}
     return worst
@@ -244,20 +340,22 @@ def main() -> int:
     """Search, print, keep; 1 where something takes too long."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="cases of each family")
+    parser.add_argument("--seconds", type=float, default=0, help="search each family for so long, in place of rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help=f"keep the worst in {RESULTS.name}")
     args = parser.parse_args()
     dice = random.Random(args.seed)
     rows: dict[str, dict[str, Any]] = {}
-    print(f"{'Descriptions':16}{'bytes':>10}{'boxes':>10}{'decode, s':>11}{'plan, s':>10}{'pair, s':>10}  refused")
+    print(f"{'Descriptions':22}{'bytes':>10}{'boxes':>10}{'decode, s':>11}{'plan, s':>10}{'pair, s':>10}  refused")
     for name, family in DESCRIPTIONS.items():
-        row = rows[name] = search(lambda n, d, f=family: planned(list(f(n, d))), args.rounds, dice)
+        row = rows[name] = search(family, planned, args.rounds, args.seconds, dice)
         times = f"{row['decode_s']:11.3f}{row['plan_s']:10.3f}{row['pair_s']:10.3f}"
-        print(f"{name:16}{row['bytes']:10,}{row['boxes']:10,}{times}  {row.get('refused', '')[:40]}", flush=True)
-    row = rows["shared_pools"] = search(checked, args.rounds, dice)
-    print(
-        f"\nTransfers: {row['items']:,} items of {row['groups']} groups, {row['seconds'] * 1e3:.1f} ms, {row['bytes'] / 2**20:.1f} MiB"
-    )
+        print(f"{name:22}{row['bytes']:10,}{row['boxes']:10,}{times}  {row.get('refused', '')[:40]}", flush=True)
+    print(f"\n{'Transfers':22}{'items':>10}{'groups':>10}{'check, ms':>11}{'late, ms':>10}{'MiB':>10}  refused")
+    for name, pools in TRANSFERS.items():
+        row = rows[name] = search(pools, checked, args.rounds, args.seconds, dice)
+        figures = f"{row['seconds'] * 1e3:11.1f}{row['late_s'] * 1e3:10.1f}{row['bytes'] / 2**20:10.1f}"
+        print(f"{name:22}{row['items']:10,}{row['groups']:10,}{figures}  {row.get('refused', '')[:40]}", flush=True)
     if args.write:
         head = {
             "benchmark": "worst_cases",
@@ -271,7 +369,7 @@ def main() -> int:
         }
         RESULTS.write_text(json.dumps(head | versions | {"worst": rows}, indent=1) + "\n")
     late = [name for name in DESCRIPTIONS if max(rows[name]["seconds"], rows[name]["pair_s"]) > PLAN_S]
-    late += ["shared_pools"] if row["seconds"] > CHECK_S or row["bytes"] > CHECK_BYTES else []
+    late += [n for n in TRANSFERS if rows[n]["seconds"] > CHECK_S or rows[n]["bytes"] > CHECK_BYTES]
     print(f"too slow: {', '.join(late) or 'nothing'}")
     return int(bool(late))
 

@@ -115,6 +115,8 @@ class _Layers:
         here = {p: _column(source, m.source, p, layers) for p in parts[0]}
         there = {p: _column(sink, m.sink, p, layers) for p in parts[1]}
         strides = np.stack([c[n] for c in (*here.values(), *there.values()) for n in _STRIDES])
+        if (strides == strides[:, :1]).all():  # as in all but odd pools
+            return cls(here, there, [np.arange(layers.size)], fine)
         kinds, kind = np.unique(strides, axis=1, return_inverse=True)
         return cls(here, there, [np.flatnonzero(kind.reshape(-1) == k) for k in range(kinds.shape[1])], fine)
 
