@@ -76,13 +76,13 @@ def state(
     config, hf = load_config(folder, dtype), is_hf(folder)
     weights = Weights(folder)
     with torch.device("meta"):
-        full = Decoder(config).state_dict()
+        full, mine = Decoder(config).state_dict(), Decoder(config, tp).state_dict()
     read = _read_hf if hf else _read
     if hf:
         _check_names(weights, config, set(full))
     found = {}
-    for name, whole in full.items():
-        piece = read(weights, config, tp, name, tuple(whole.shape))
+    for name in mine:
+        piece = read(weights, config, tp, name, tuple(full[name].shape))
         # The correction of expert scores decides near ties; it stays as it is stored.
         kept = torch.float32 if name.endswith("correction") else getattr(torch, config.dtype)
         found[name] = piece.to(device=device, dtype=kept).contiguous()

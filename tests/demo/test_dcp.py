@@ -1,4 +1,4 @@
-"""Prefill and decode that divide tokens in ways of their own: context parallel, DCP, and replicas of both."""
+"""Prefill and decode that divide tokens and layers in ways of their own: context parallel, DCP, stages, and replicas."""
 
 from pathlib import Path
 
@@ -17,6 +17,7 @@ MODELS = {
     "MLA-6": ModelConfig(
         kind="mla", hidden=48, layers=3, heads=6, latent=24, rope_dim=8, nope_dim=12, v_dim=12, ffn=96
     ),
+    "GQA-4": ModelConfig(kind="gqa", hidden=48, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=96, tied=False),
     "GQA-8": ModelConfig(kind="gqa", hidden=48, layers=2, heads=8, kv_heads=2, head_dim=8, ffn=96),
     "MLA-1": ModelConfig(
         kind="mla", hidden=48, layers=1, heads=4, latent=24, rope_dim=8, nope_dim=12, v_dim=12, ffn=96
@@ -48,6 +49,11 @@ RUNS = {
     "CP 4 to TP 2": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2",
     "TP 1 to TP 4 with DCP 2": "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
     "TP 2 to DCP 3": "--decode-tp 3 --dcp 3 --interleave 16 --target MLA-6 --draft MLA-6",
+    "PP 4 to DCP 2": "--prefill-tp 1 --prefill-pp 4 --decode-tp 2 --dcp 2 --interleave 16",
+    "the draft on one of two ranks, to TP 4 with DCP 2": (
+        "--prefill-draft-tp 1 --decode-tp 4 --dcp 2 --interleave 4 --target GQA-4 --draft GQA-4"
+    ),
+    "TP 1 to PP 2, each stage with two chunks": "--prefill-tp 1 --decode-pp 2 --decode-virtual 2",
     "GQA, TP 2 to TP 8 with DCP 4": "--decode-tp 8 --dcp 4 --interleave 8 --target GQA-8 --draft GQA-8",
 }  # fmt: skip
 STORED = {

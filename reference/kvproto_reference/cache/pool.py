@@ -1,4 +1,4 @@
-"""Paged KV pool of one model on one TP rank."""
+"""Paged KV pool of one model on one rank."""
 
 import math
 from collections.abc import Mapping
@@ -34,13 +34,11 @@ class KVPool:
         return next(iter(self.tensors.values())).device
 
     @classmethod
-    def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor]) -> "KVPool":
+    def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor], tp: TensorParallel = SOLO) -> "KVPool":
         """Use tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
-        keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
+        keys = _keys(config, tp)
         if set(tensors) != set(keys):
-            raise EngineError(
-                f"a {config.kind} pool of {config.layers} layers needs tensors {keys}, not {list(tensors)}"
-            )
+            raise EngineError(f"a {config.kind} pool of this rank needs tensors {keys}, not {list(tensors)}")
         shape = tensors[keys[0]].shape
         if len(shape) != 4 or shape[3] != config.row_dim:
             raise EngineError(
@@ -67,10 +65,10 @@ class KVPool:
     ) -> "KVPool":
         """A zeroed pool of one rank, one allocation: a tensor for each layer and part, of `pages` pages to give."""
         lo, hi = kv_head_range(config, tp)
-        keys = [(layer, part) for layer in range(config.layers) for part in config.parts]
+        keys = _keys(config, tp)
         shape, dtype = (len(keys), pages + 1, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
         whole = memory(math.prod(shape) * dtype.itemsize, torch.device(device)).view(dtype).view(shape)
-        return cls.wrap(config, dict(zip(keys, whole, strict=True)))
+        return cls.wrap(config, dict(zip(keys, whole, strict=True)), tp)
 
     def check(self, pages: npt.NDArray[np.int32]) -> None:
         """Raise EngineError for pages that no sequence is given."""
@@ -87,3 +85,7 @@ class KVPool:
         """Store new rows, [tokens, local KV heads, row_dim] of each part."""
         for part, new in rows.items():
             self.tensors[layer, part].flatten(0, 1)[places] = new
+
+
+def _keys(config: ModelConfig, tp: TensorParallel) -> list[Key]:
+    return [(layer, part) for layer in tp.stages(config.layers).layers for part in config.parts]

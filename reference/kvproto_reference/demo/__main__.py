@@ -30,11 +30,13 @@ from .options import (
     DEAL,
     FRAMEWORKS,
     POOLS,
+    STAGES,
     TRANSPORT_HELP,
     add_back_end,
     add_captured,
     add_dcp,
     add_models,
+    add_stages,
     checkpoint_folder,
     numbers,
     shared_tokenizer,
@@ -52,6 +54,12 @@ class DemoOptions:
     decode_tp: int = 1
     prefill_framework: str = "torch"
     decode_framework: str = "torch"
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    prefill_virtual: int = 1
+    decode_virtual: int = 1
+    prefill_draft_tp: int | None = None
+    decode_draft_tp: int | None = None
     prefill_cp: int = 1
     prefill_interleave: int = 16
     prefill_deal: str = "cyclic"
@@ -101,6 +109,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
             default="torch",
             help=f"what {role} computes with (default torch)",
         )
+        add_stages(parser, f"{role}-")
     add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
     add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
     add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
@@ -201,7 +210,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path, outside: contex
     there += ["--captured"] if options.captured else []
     places: dict[str, str] = {}
     if options.tcp or options.namespaces:
-        address = free_address(options.prefill_dp, options.prefill_tp * options.prefill_cp)
+        address = free_address(options.prefill_dp, options.prefill_pp * options.prefill_cp * options.prefill_tp)
         if options.namespaces:
             places, address = outside.enter_context(namespaces())
         prefill_keys, decode_keys = key_folders(folder)
@@ -212,6 +221,8 @@ def _start(engines: Engines, options: DemoOptions, folder: Path, outside: contex
         ("prefill", prefill.main, here, options.prefill_dp),
         ("decode", decode.main, there, options.decode_dp),
     ):
+        given = {name: getattr(options, f"{role}_{name.replace('-', '_')}") for name in STAGES}
+        own += [f"--{name}={number}" for name, number in given.items() if number is not None]
         for replica in range(replicas):
             engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)], places.get(role))
 

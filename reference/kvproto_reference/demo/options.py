@@ -130,6 +130,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         help="private directory that both engines and the router use; made if missing",
     )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add_stages(parser)
     add("--cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
     add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
     add_dcp(parser)
@@ -166,14 +167,15 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
-    for name in ("tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate", "sources"):
-        if (given := vars(args).get(name, 1)) < 1:
+    for name in (
+        "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate",
+        "sources",
+    ):  # fmt: skip
+        if (given := vars(args).get(name)) is not None and given < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
     _check(role, args)
-    layout = Layout(
-        tp=args.tp, cp=args.cp, dcp=args.dcp, interleave=args.interleave, deal=_deal(args.deal),
-        draft_sharded=args.draft_sharded, replicate_q=args.replicate_q, exchange=args.exchange,
-    )  # fmt: skip
+    sizes = {field.name: vars(args)[field.name] for field in attrs.fields(Layout)}
+    layout = Layout(**{**sizes, "deal": _deal(args.deal)})
     layout.parallel.order("--")  # refuses a deal that is none
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
@@ -223,6 +225,9 @@ def _check(role: str, args: argparse.Namespace) -> None:
          f"--framework jax needs a GPU for each of its {ranks} ranks, --devices names {','.join(map(str, devices))}"),
         (jax and args.pools != "own", "--pools is torch's: --framework jax computes in memory of kvproto's"),
         (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
+        (jax and (args.pp > 1 or args.virtual > 1 or args.draft_tp),
+         "--pp, --virtual and --draft-tp are torch's: --framework jax has no stages, and the draft on all ranks"),
+        (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),
         (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
         (args.devices and args.transport == "shm",
          "--devices needs --transport cuda or nixl: shm moves memory of the host"),
@@ -235,7 +240,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (flashinfer and "flashinfer" in missing,
          "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
         (captured and not flashinfer, "--captured needs --back-end flashinfer: only its steps are CUDA graphs"),
-        (captured and args.tp > 1, "--captured needs --tp 1: ranks add up over gloo, which no CUDA graph holds"),
+        (captured and (args.tp > 1 or args.pp > 1),
+         "--captured needs --tp 1 and --pp 1: ranks add up over gloo, which no CUDA graph holds"),
     ):  # fmt: skip
         if wrong:
             raise EngineError(says)
@@ -251,6 +257,20 @@ def add_captured(parser: argparse.ArgumentParser) -> None:
     """Add the option of CUDA graphs; the demo has the same as its decode engine."""
     text = "with flashinfer and one rank: run decode's steps of one token as CUDA graphs"
     parser.add_argument("--captured", action="store_true", help=text)
+
+
+STAGES = {
+    "pp": (1, "pipeline stages, which the target's layers are divided over; the draft is on the last (default 1)"),
+    "virtual": (1, "chunks of layers that each stage has: chunk i is on stage i mod pp (default 1)"),
+    "draft-tp": (None, "how many ranks of the last stage hold the draft, the first of them (default: all)"),
+}
+"""Options of pipeline stages, and of where the draft is: defaults, and what they say of themselves."""
+
+
+def add_stages(parser: argparse.ArgumentParser, role: str = "") -> None:
+    """Add those options; the demo has them for either engine, whose role and "-" come before the name."""
+    for name, (default, text) in STAGES.items():
+        parser.add_argument(f"--{role}{name}", type=int, default=default, metavar="N", help=text)
 
 
 def add_dcp(parser: argparse.ArgumentParser) -> None:

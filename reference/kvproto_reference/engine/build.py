@@ -17,11 +17,11 @@ from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
-from ..models import FusedOps, Model, ModelConfig, Ops, TensorParallel, kv_head_of
+from ..models import FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
-from .runner import Runner, TorchRunner
+from .runner import Elsewhere, Runner, TorchRunner
 from .world import World
 
 
@@ -40,14 +40,18 @@ def torch_hosted(
     world: World, pages: int, device: torch.device, memory: Allocate, back_end: str = "torch", captured: bool = False,
 ) -> Hosted:  # fmt: skip
     """One rank of an engine in torch, one process for each; for the last two see `torch_runner`."""
-    mine, n = shards(geometry, world.rank), layout.tp
-    ranks = range(layout.ranks)
-    tp = TensorParallel(world.rank % n, n, world.among([ranks[first : first + n] for first in ranks[::n]]))
-    along = world.among([ranks[first::n] for first in range(n)]) if layout.cp > 1 else None
+    mine, ranks = shards(geometry, world.rank), range(layout.ranks)
+    stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
+    along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
-    caches, runners = {}, []
+    caches: dict[str, KVPool] = {}
+    runners: list[Runner] = []
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT), folders, configs, strict=True)):
-        place = layout.place(model, tp)
+        place = place_of(layout, model, config, world)
+        if name not in mine:
+            whole = next(Shard(group, 0) for group in geometry.groups if group.name == name)
+            runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device))
+            continue
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
         loaded = checkpoint.load(folder, place, dtype=config.dtype, device=device)
         context = along if mine[name].count > 1 else None
@@ -56,6 +60,20 @@ def torch_hosted(
         )
         runners.append(made)
     return Hosted(pools={world.rank: hand_over(geometry, caches, world.rank)}, target=runners[0], draft=runners[1])
+
+
+def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> TensorParallel:
+    """Which heads and layers of the target (0) or the draft (1) this rank has; all ranks come here in one order.
+
+    The nth holders of all stages are a pipeline, with the ranks that hold nothing and hear the nth holder.
+    """
+    ranks, each, held, size = range(layout.ranks), layout.stage, layout.holders(model), layout.shares(model)
+    nth = world.rank % each % held
+    chunks = tuple((stage * each + nth, layers) for stage, layers in layout.chunks(model, config.layers))
+    line = world.among([[rank for rank in ranks if rank % each % held == n] for n in range(held)])
+    beside = world.among([ranks[first + n : first + n + size] for first in ranks[::each] for n in range(0, held, size)])
+    place = TensorParallel(nth % size, size, beside, pipeline=Pipeline(world.rank, chunks, line))
+    return layout.place(model, place)
 
 
 def torch_runner(

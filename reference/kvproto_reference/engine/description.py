@@ -9,6 +9,7 @@ from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
 from ..cache import KVPool, Shard
 from ..checkpoint import fingerprint
+from ..errors import EngineError
 from ..models import ModelConfig, TensorParallel, kv_head_range
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
@@ -22,6 +23,10 @@ class Layout:
     """How an engine divides its caches over its ranks."""
 
     tp: int = 1
+    pp: int = 1
+    """Pipeline stages, which the target's layers are divided over; the draft is on the last, as is the first token."""
+    virtual: int = 1
+    """Chunks of layers that each stage has: chunk i is on stage i mod pp."""
     cp: int = 1
     """Context-parallel ranks of prefill, for each TP rank: they deal the target's tokens, computed and stored."""
     dcp: int = 1
@@ -29,6 +34,8 @@ class Layout:
     """Consecutive tokens that one CP or DCP rank stores."""
     deal: str | tuple[int, ...] = "cyclic"
     """Which rank stores each such run: a name that `Parallel` knows, or the ranks until they repeat."""
+    draft_tp: int | None = None
+    """How many ranks of the last stage share out the draft's heads, the first of them; None: all, by TP rank."""
     draft_sharded: bool = False
     """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
     replicate_q: bool = False
@@ -39,17 +46,52 @@ class Layout:
     @property
     def parallel(self) -> Parallel:
         """The same to kvproto."""
-        return Parallel(tp=self.tp, cp=self.cp, dcp=self.dcp, interleave=self.interleave, deal=self.deal)
+        return Parallel(
+            tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp, interleave=self.interleave, deal=self.deal,
+            virtual=self.virtual,
+        )  # fmt: skip
+
+    @property
+    def stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp
 
     @property
     def ranks(self) -> int:
-        """Ranks in all; rank = cp rank * tp + TP rank."""
-        return self.tp * self.cp
+        """Ranks in all; rank = (stage * cp + cp rank) * tp + TP rank."""
+        return self.pp * self.stage
+
+    def shares(self, model: int) -> int:
+        """TP ranks of the target (0) or the draft (1)."""
+        return (self.draft_tp if model else None) or self.tp
+
+    def holders(self, model: int) -> int:
+        """Ranks of a stage that hold the layers that it has of the target (0) or the draft (1)."""
+        return (self.draft_tp if model else None) or self.stage
+
+    def chunks(self, model: int, layers: int) -> list[tuple[int, range]]:
+        """Stages, and what they have of the target's (0) or the draft's (1) layers, in order."""
+        if model:
+            return [(self.pp - 1, range(layers))]
+        return [(i % self.pp, range(lo, hi)) for i, (lo, hi) in enumerate(self.parallel.bounds(layers))]
 
     def check(self, configs: tuple[ModelConfig, ModelConfig]) -> None:
-        """Raise EngineError where the ranks cannot share out the heads of the target or of the draft."""
+        """Raise EngineError where the ranks cannot share out the heads or layers of the target or of the draft."""
+        chunks, layers = self.pp * self.virtual, configs[0].layers
+        for wrong, says in (
+            (chunks > layers,
+             f"{self.pp} pipeline stages with {self.virtual} chunks each are too many for {layers} layers"),
+            (self.holders(1) > self.stage,
+             f"--draft-tp {self.draft_tp} is more than the {self.stage} ranks of a pipeline stage"),
+            (self.draft_sharded and self.draft_tp,
+             "--draft-sharded deals the draft over all ranks, not over those of --draft-tp"),
+            (self.draft_sharded and self.cp > 1 and self.pp > 1,
+             "--draft-sharded with --cp needs --pp 1: stages before the last would miss the draft's logits"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
         for model, config in enumerate(configs):
-            kv_head_range(config, self.place(model, TensorParallel(0, self.tp)))
+            kv_head_range(config, self.place(model, TensorParallel(0, self.shares(model))))
 
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""
@@ -62,7 +104,7 @@ def geometry(
     target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, layout: Layout, page_size: int,
     replica: int = 0,
 ) -> Geometry:  # fmt: skip
-    """What the ranks of one replica own: the caches of two models, and on every rank the first token.
+    """What the ranks of one replica own: the caches of two models, and on ranks of the last stage the first token.
 
     `tokenizer` is the tokenizer's identity. Raises EngineError where the ranks are too many for a model's heads.
     """
@@ -83,7 +125,8 @@ def caches(configs: tuple[ModelConfig, ModelConfig], layout: Layout, page_size: 
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:
     """The cache of the target (0) or the draft (1)."""
     name, dtype = (TARGET, DRAFT)[model], _DTYPES[config.dtype]
-    ranks = [layout.place(model, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
+    size = layout.shares(model)
+    ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
     if config.kind == "mla":
         made = Cache.mla(
@@ -94,6 +137,8 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Ca
             name, config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=page_size, dtype=dtype,
             model=model,
         ).divided(shares)  # fmt: skip
+    if model and layout.draft_tp:
+        return made.over(tp=layout.draft_tp, cp=1, copies=False)
     return made.sharded() if model and layout.draft_sharded else made
 
 
@@ -128,5 +173,5 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Po
 
 def _by_part(cache: KVPool) -> dict[str, list[object]]:
     """One tensor [pages, page_size, heads, row_dim] for each layer, by part name."""
-    layers = range(cache.config.layers)
+    layers = sorted({layer for layer, _ in cache.tensors})
     return {part: [cache.tensors[layer, part][: cache.pages] for layer in layers] for part in cache.config.parts}

@@ -13,7 +13,7 @@ from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
 from ..errors import EngineError
-from ..models import Model
+from ..models import Model, Pipeline
 
 Computed = Callable[[int], None]
 """Called with each layer once its rows of a step are written, on a GPU in stream order."""
@@ -119,6 +119,21 @@ class TorchRunner(TorchModel):
             ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
             logits = self.model.forward(ids, positions, self.attention, computed, rows)
             return TorchLogits(logits, self.attention.check)
+
+
+@attrs.frozen
+class Elsewhere(Runner):
+    """A model that other ranks have: what comes here are its logits."""
+
+    stages: Pipeline
+    vocab: int
+    shard: Shard
+    """Of a rank that has the model."""
+    device: torch.device
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
+        count = sum(len(chunk.tokens) if chunk.every else 1 for chunk in chunks)
+        return TorchLogits(self.stages.everywhere(torch.empty(count, self.vocab, device=self.device)))
 
 
 def assemble(

@@ -13,12 +13,16 @@ class World:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of these that this process is in, None where it would be alone; all processes call it together."""
-        mine = None
-        for ranks in groups:
-            if len(ranks) > 1:
-                made = self.group if len(ranks) == self.size else dist.new_group(list(ranks))
-                mine = made if self.rank in ranks else mine
-        return mine
+        key = tuple(map(tuple, groups))
+        if key not in self._made:
+            mine = None
+            for ranks in key:
+                if len(ranks) > 1:
+                    made = self.group if len(ranks) == self.size else dist.new_group(list(ranks))
+                    mine = made if self.rank in ranks else mine
+            self._made[key] = mine
+        return self._made[key]

@@ -1,10 +1,10 @@
-"""Model kinds, their sizes, and how TP and DCP ranks share them."""
+"""Model kinds, their sizes, and how TP, DCP and pipeline ranks share them."""
 
 from .base import Attention, Dense, Model, Rows
 from .config import ModelConfig, MoeConfig
 from .decoder import Decoder
 from .ops import FusedOps, Ops
-from .parallel import SOLO, TensorParallel, cut, kv_head_of, kv_head_range
+from .parallel import SOLO, Pipeline, TensorParallel, cut, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
@@ -16,6 +16,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "Ops",
+    "Pipeline",
     "Rows",
     "TensorParallel",
     "cut",

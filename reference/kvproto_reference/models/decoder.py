@@ -41,7 +41,7 @@ class Block(Stepping):
 
 
 class Decoder(Stepping):
-    """A GQA or MLA language model; holds this TP rank's weights only."""
+    """A GQA or MLA language model; holds the weights of this TP rank, and of this pipeline stage, only."""
 
     rates: Tensor
 
@@ -49,11 +49,13 @@ class Decoder(Stepping):
         super().__init__()
         check_split(config, tp.size, tp.dcp)
         self.config, self.tp = config, tp
-        self.embed = weight(config.vocab, config.hidden)
-        self.blocks = [Block(config, tp, layer) for layer in range(config.layers)]
-        self.layers = nn.ModuleList(self.blocks)
-        self.norm = nn.Parameter(torch.ones(config.hidden))
-        self.head = None if config.tied else weight(config.vocab, config.hidden)
+        self.stages = stages = tp.stages(config.layers)
+        embeds = stages.first or (stages.last and config.tied)
+        self.embed = weight(config.vocab, config.hidden) if embeds else None
+        self.blocks = {layer: Block(config, tp, layer) for layer in stages.layers}
+        self.layers = nn.ModuleDict({str(layer): block for layer, block in self.blocks.items()})
+        self.norm = nn.Parameter(torch.ones(config.hidden)) if stages.last else None
+        self.head = weight(config.vocab, config.hidden) if stages.last and not config.tied else None
         self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
     def join(self) -> None:
@@ -80,12 +82,22 @@ class Decoder(Stepping):
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
         tokens whose logits are; all by default.
         """
-        table = self.ops.table(positions, self.rates, self.config.rope_gain, self.config.rope_pairs)
-        x = F.embedding(tokens, self.embed)
-        for layer, block in enumerate(self.blocks):
-            x = block.forward(x, table, attention)
-            if computed is not None:
-                computed(layer)
+        config, stages = self.config, self.stages
+        table = self.ops.table(positions, self.rates, config.rope_gain, config.rope_pairs)
+        if stages.first and self.embed is not None:
+            x = F.embedding(tokens, self.embed)
+        else:
+            shape, dtype = (*tokens.shape, config.hidden), getattr(torch, config.dtype)
+            x = torch.empty(shape, dtype=dtype, device=tokens.device)
+        before, _ = stages.chunks[0]
+        for rank, layers in stages.chunks:
+            x, before = stages.hand(x, before, rank), rank
+            for layer in layers if rank == stages.rank else ():
+                x = self.blocks[layer].forward(x, table, attention)
+                if computed is not None:
+                    computed(layer)
         x = x if wanted is None else x[wanted]
         head = self.embed if self.head is None else self.head
-        return F.linear(self.ops.norm(x, self.norm, self.config.norm_eps), head).float()
+        if self.norm is None or head is None:
+            return stages.everywhere(x.new_empty((*x.shape[:-1], config.vocab), dtype=torch.float32))
+        return stages.everywhere(F.linear(self.ops.norm(x, self.norm, config.norm_eps), head).float())

@@ -1,12 +1,60 @@
-"""Tensor parallelism and DCP: which heads a rank holds, and how weights are cut at load."""
+"""Tensor and pipeline parallelism, and DCP: which heads and layers a rank holds, and how weights are cut at load."""
 
 import attrs
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineError
-from ..gather import gather
+from ..gather import gather, near_to
 from .config import ModelConfig
+
+
+@attrs.frozen
+class Pipeline:
+    """Which ranks have which layers of a model, and this rank among them; `group` None means that it has all.
+
+    A step is on one rank at a time: hidden states go from chunk to chunk, and all ranks wait for the logits.
+    """
+
+    rank: int
+    chunks: tuple[tuple[int, range], ...]
+    """In order: the rank that has them, and layers."""
+    group: dist.ProcessGroup | None = None
+    """The ranks with layers, and others that need the logits."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Those of this rank."""
+        return [layer for rank, layers in self.chunks if rank == self.rank for layer in layers]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.chunks[0][0] == self.rank
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank makes logits."""
+        return self.chunks[-1][0] == self.rank
+
+    def hand(self, x: Tensor, source: int, sink: int) -> Tensor:
+        """Hidden states (any shape, on all ranks the same) that one rank has and another needs; others keep theirs."""
+        if source == sink or self.rank not in (source, sink) or not x.numel():
+            return x
+        moved = near_to(x, self.group)
+        if self.rank == source:
+            dist.send(moved, sink, self.group)
+            return x
+        dist.recv(moved, source, self.group)
+        return moved.to(x.device)
+
+    def everywhere(self, logits: Tensor) -> Tensor:
+        """Those that the last rank has, on all ranks; the others say the shape."""
+        if self.group is None or not logits.numel():
+            return logits
+        told = near_to(logits, self.group)
+        dist.broadcast(told, self.chunks[-1][0], self.group)
+        return told.to(logits.device)
 
 
 @attrs.frozen
@@ -22,6 +70,8 @@ class TensorParallel:
     dcp: int = 1
     replicate_q: bool = False
     """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
+    pipeline: Pipeline | None = None
+    """Which layers this rank has; None: all of them."""
 
     def __attrs_post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -43,6 +93,10 @@ class TensorParallel:
     def together(self) -> "TensorParallel":
         """The place of this rank's DCP group among the groups, which share out KV heads as ranks would."""
         return TensorParallel(self.rank // self.dcp, self.size // self.dcp)
+
+    def stages(self, layers: int) -> Pipeline:
+        """Who has which of a model's layers."""
+        return self.pipeline or Pipeline(self.rank, ((self.rank, range(layers)),))
 
     def queries(self, count: int) -> slice:
         """The query heads, of `count`, that this rank projects."""
