@@ -145,25 +145,35 @@ def _ops(
             ]
             for side, group, found in ((source, m.source, columns.here), (sink, m.sink, columns.there))
         )
-        for lo, hi, left, right in _both(a, b, fine):
-            whole = left.stride == right.stride == 0
-            unit = hi - lo if whole else fine
-            ops = np.zeros(some.size, OP)
-            ops["map"], ops["group"], ops["model"], ops["part"] = at, m.sink.id, box.model, box.part
-            ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = some + box.layer_lo, lo, (hi - lo) // unit, unit
-            for name, column, piece, flat, group in (
-                ("source", columns.here[left.part], left, m.source_flat, m.source),
-                ("sink", columns.there[right.part], right, m.sink_flat, m.sink),
-            ):
-                for field in ("region", "item_stride", "row_stride"):
-                    ops[f"{name}_{field}"] = column[field][some]
-                ops[f"{name}_offset"] = column["offset"][some] + piece.offset
-                # a side whose lanes touch steps from unit to unit
-                ops[f"{name}_lane_stride"] = piece.stride or unit
-                items = column["items"][some]
-                ops[f"{name}_items"] = 1 if flat else items
-                ops[f"{name}_rows"] = items * group.rows if flat else group.rows
-            yield ops
+        both = list(_both(a, b, fine))
+        if not both:
+            continue
+        lo, hi = (np.array([piece[end] for piece in both])[:, None] for end in (0, 1))
+        whole = np.array([left.stride == right.stride == 0 for _, _, left, right in both])[:, None]
+        unit = np.where(whole, hi - lo, fine)
+        ops = np.zeros((len(both), some.size), OP)
+        ops["map"], ops["group"], ops["model"], ops["part"] = at, m.sink.id, box.model, box.part
+        ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = some + box.layer_lo, lo, (hi - lo) // unit, unit
+        for name, found, pieces, flat, group in (
+            ("source", columns.here, [piece[2] for piece in both], m.source_flat, m.source),
+            ("sink", columns.there, [piece[3] for piece in both], m.sink_flat, m.sink),
+        ):
+            of = np.array([list(found).index(piece.part) for piece in pieces])
+            held = {field: np.stack([column[field][some] for column in found.values()])[of] for field in _PLACE}
+            for field in ("region", "item_stride", "row_stride"):
+                ops[f"{name}_{field}"] = held[field]
+            offset, stride = (
+                np.array([getattr(p, of_piece) for p in pieces])[:, None] for of_piece in ("offset", "stride")
+            )
+            ops[f"{name}_offset"] = held["offset"] + offset
+            # a side whose lanes touch steps from unit to unit
+            ops[f"{name}_lane_stride"] = np.where(stride, stride, unit)
+            ops[f"{name}_items"] = 1 if flat else held["items"]
+            ops[f"{name}_rows"] = held["items"] * group.rows if flat else group.rows
+        yield ops.ravel()
+
+
+_PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 
 
 @attrs.frozen

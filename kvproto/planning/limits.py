@@ -20,7 +20,7 @@ MAX_CLASS_PAIRS = 65536
 """Pairs of a cp rank of the source and one of the sink, for one part."""
 MAX_PIECES = 65536
 """Pieces of a plan, counted as KVP-PLAN-SIZE says."""
-MAX_SHARES = 131072
+MAX_SHARES = 65536
 """Shares of a plan, counted as KVP-PLAN-SIZE says: what ranks need of each piece."""
 MAX_ITEMS = 1048576
 """Items of one Transfer, of all groups."""

@@ -402,13 +402,13 @@ def test_a_pair_of_descriptions_that_would_take_minutes_to_plan_is_refused() -> 
 def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
     """KVP-PLAN-SIZE: k is planned, k and v are not, for what four ranks need in all or for the pieces of eight."""
     group = gqa(0, "target", 0, 512, 8, 4)
-    cut = [Rank(rank=r, owns=(owns(group, range(r, 34, 2), [(n, n + 1) for n in range(512)]),)) for r in range(2)]
-    whole = [Rank(rank=r, owns=(owns(group, range(34)),)) for r in range(2, 6)]
+    cut = [Rank(rank=r, owns=(owns(group, range(r, 18, 2), [(n, n + 1) for n in range(512)]),)) for r in range(2)]
+    whole = [Rank(rank=r, owns=(owns(group, range(18)),)) for r in range(2, 6)]
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*cut, *whole))
     with pytest.raises(PlanError) as caught:
         plan(geometry, attrs.evolve(geometry, ranks=tuple(whole)))
-    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 131072 shares")
-    assert (caught.value.path, caught.value.yours) == ("groups[target].parts[v]", str(2 * 34 * 4 * 512))
+    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 65536 shares")
+    assert (caught.value.path, caught.value.yours) == ("groups[target].parts[v]", str(2 * 18 * 4 * 512))
     fewer = [Rank(rank=r.rank, owns=(attrs.evolve(r.owns[0], layers=r.owns[0].layers[:1]),)) for r in geometry.ranks]
     many = [attrs.evolve(r, rank=r.rank + 10 * n) for n in range(8) for r in fewer]
     with pytest.raises(PlanError) as caught:
