@@ -1,6 +1,6 @@
 """What an engine of this package tells kvproto about itself: its caches, its ranks, its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -168,10 +168,11 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Po
 
     Their last page, which no sequence is given, is not part of it.
     """
-    return Pool(geometry, {name: _by_part(cache) for name, cache in caches.items()}, rank=rank)
+    names = {group.id: group.name for group in geometry.groups}
+    layers = {names[share.group]: share.layers.tolist() for share in geometry.ranks[rank].owns}
+    return Pool(geometry, {name: _by_part(cache, layers[name]) for name, cache in caches.items()}, rank=rank)
 
 
-def _by_part(cache: KVPool) -> dict[str, list[object]]:
-    """One tensor [pages, page_size, heads, row_dim] for each layer, by part name."""
-    layers = sorted({layer for layer, _ in cache.tensors})
+def _by_part(cache: KVPool, layers: Sequence[int]) -> dict[str, list[object]]:
+    """One tensor [pages, page_size, heads, row_dim] for each of these layers, by part name."""
     return {part: [cache.tensors[layer, part][: cache.pages] for layer in layers] for part in cache.config.parts}
