@@ -212,6 +212,7 @@ def _handovers() -> str:
         "",
         "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Each of these, which serving engines of today",
         "refuse, is one command: it opens a Source or a Sink for every rank and compares every byte.",
+        "All of them run between [the reference engines](../reference/README.md#hand-overs-that-engines-refuse), too.",
     ]
     folder = ROOT / "examples"
     if not (folder / "handover_table.py").exists():
