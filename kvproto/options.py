@@ -86,13 +86,18 @@ class Options:
     cold_draft: bool = False
     pull: bool = False
     keys: str | Path | None = None
-    allow: str | Path | None = None
+    allow: str | Path | None = attrs.field(default=None)
     insecure: bool = attrs.field(default=False)
 
     @insecure.validator
     def _check_insecure(self, field: attrs.Attribute[Any], value: Any) -> None:
         if value and self.keys is not None:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.insecure", "keys, or insecure", "both", "leave one out")
+
+    @allow.validator
+    def _check_allow(self, field: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None and self.keys is None:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.allow", "keys beside it", "none", "pass the keys too")
 
     thread: bool = True
     callbacks: Callable[[Callable[[], object]], object] | None = None

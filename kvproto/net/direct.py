@@ -84,6 +84,12 @@ class Inbox:
         """
         return self.look and _readable(self.socket)
 
+    @property
+    def readable(self) -> bool:
+        """Whether a message waits; for whoever then takes it by calls of pyzmq."""
+        self.look = _readable(self.socket)
+        return self.look
+
     def take(self, who: bool = False) -> list[bytes] | None:
         """As `receive`."""
         frames = receive(self.socket, who)

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import resource
 import socket
 import struct
+import time
 
 import zmq
 from zmq.utils import z85
 
 from kvproto.net.allowed import AllowList
 from kvproto.net.direct import Inbox
-from kvproto.net.limits import MAX_CONNECTIONS, TURN_FRAMES
+from kvproto.net.limits import LIST_CHECK, MAX_CONNECTIONS, TURN_FRAMES
 
 __all__ = ["Connections", "Handshakes", "event_of", "events_of"]
 
+_log = logging.getLogger("kvproto")
 _ASK = "inproc://zeromq.zap.01"
 _names = itertools.count()
 
@@ -30,24 +33,31 @@ class Handshakes:
     """Answers ZeroMQ's question whether a client key may connect (ZAP, RFC 27), in the turns of its Listener."""
 
     def __init__(self, context: zmq.Context[Socket], allow: AllowList) -> None:
-        self._allow = allow
+        self._allow, self._next_word = allow, 0.0
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ASK)
         self.inbox = Inbox(self.socket)
 
     def turn(self) -> None:
         """Answer those that have come, a bounded number (KVP-NET-UNKNOWN)."""
-        self.inbox.look = True
         for _ in range(TURN_FRAMES):
-            try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                self.inbox.look = False
+            if not self.inbox.readable:
                 return
-            key = z85.encode(frames[-1]) if len(frames) == 7 and len(frames[-1]) == 32 else b""
-            known = frames[-2:-1] == [b"CURVE"] and self._allow.knows(key)
+            _, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart(zmq.DONTWAIT)
+            key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
+            known = self._allow.knows(key)
             answer = (b"200", b"OK", key) if known else (b"400", b"not on the allow-list", b"")
-            self.socket.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *answer, b""])
+            self.socket.send_multipart([b"1.0", request, *answer, b""])
+            if not known:
+                self._tell(key, address)
+
+    def _tell(self, key: bytes, address: bytes) -> None:
+        """Let the operator know whom to add, without a flood of words."""
+        now = time.monotonic()
+        if now >= self._next_word:
+            self._next_word = now + LIST_CHECK
+            words = "a client at %s is refused: its key %s is not in %s"
+            _log.warning(words, address.decode(errors="replace"), key.decode(), self._allow.path)
 
 
 class Connections:
@@ -91,6 +101,8 @@ class Connections:
                 listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
             else:
                 listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        except OSError as error:  # a sandbox that allows no filters: connections are counted, and come all the same
+            _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
         finally:
             listening.detach()
 

@@ -157,6 +157,8 @@ class Dialer:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
+        self._greeting: dict[tuple[Any, ...], _Line] = {}
+        """Lines whose handshake has not ended."""
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
@@ -165,7 +167,8 @@ class Dialer:
     @property
     def pending(self) -> bool:
         """As `Listener.pending`, of any connection."""
-        return any(inbox.pending for line in self._lines.values() for inbox in line.inboxes)
+        watched = any(line.events is not None and line.events.pending for line in self._greeting.values())
+        return watched or any(line.inbox.pending for line in self._lines.values())
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -201,17 +204,15 @@ class Dialer:
     def refusals(self) -> list[tuple[tuple[Any, ...], LocalError]]:
         """Connections whose handshake can never succeed, and why."""
         found = []
-        for key, line in self._lines.items():
-            if line.events is None:
-                continue
+        for key, line in list(self._greeting.items()):
             while line.events is not None and (frames := line.events.take()) is not None:
                 event, _ = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._unwatch(line)
+                    self._unwatch(key, line)
                 elif event:
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
-                        self._unwatch(line)
+                        self._unwatch(key, line)
                         found.append((key, _refusal(event, str(key[-1]))))
         return found
 
@@ -222,6 +223,8 @@ class Dialer:
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = self._connect(str(key[-1]), server)
+            if line.events is not None:
+                self._greeting[key] = line
             self._count()
         return line.inbox.send([frame])
 
@@ -249,8 +252,9 @@ class Dialer:
         self._opened += opened
         return line
 
-    def _unwatch(self, line: _Line) -> None:
+    def _unwatch(self, key: tuple[Any, ...], line: _Line) -> None:
         if line.events is not None:
+            del self._greeting[key]
             line.inbox.socket.disable_monitor()
             self._shut(line.events)
             line.events = None
@@ -267,7 +271,7 @@ class Dialer:
         """Close the connections whose keys are not wanted any more."""
         for key in [k for k in self._lines if not wanted(k)]:
             line = self._lines.pop(key)
-            self._unwatch(line)
+            self._unwatch(key, line)
             self._shut(line.inbox)
         self._count()
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproto import KvprotoError, Options, Pool, Seed, Sink, Source
+from kvproto import Cache, DType, KvprotoError, Options, Parallel, Pool, Seed, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-from .doors import GEOMETRY, PAGES, Two, filled
+from .doors import GEOMETRY, PAGES, PROMPT, Two, filled
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
 
 
@@ -29,13 +29,14 @@ def test_two_that_know_each_other(tmp_path: Path) -> None:
         served(both)
 
 
-def test_a_client_that_is_not_on_the_list(tmp_path: Path) -> None:
-    """KVP-NET-UNKNOWN: its Hello is not heard, it is told why, and it gets in once it is listed."""
+def test_a_client_that_is_not_on_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """KVP-NET-UNKNOWN: its Hello is not heard, both operators are told why, and it gets in once it is listed."""
     with keyed(tmp_path) as (both, prefill, decode):
         stranger = host(tmp_path, "stranger")
         with dialling(stranger, both.source, prefill.public, "canary") as sink:
             other = Two(both.source, sink)
             refused(other, ErrorCode.NOT_ALLOWED)
+            assert f"its key {stranger.public} is not in {prefill.folder / 'allow.toml'}" in caplog.text
             assert "canary" not in {s.peer.engine for s in both.source._node.endpoint.sessions.values()}
             allow(prefill, [entry(decode), entry(stranger, "canary")])
             _until_listed(both, stranger)
@@ -57,6 +58,31 @@ def test_a_server_with_another_key(tmp_path: Path) -> None:
             error = refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
             assert "public.key" in error.advice
         served(both)
+
+
+def test_a_welcome_that_leads_to_another_key(tmp_path: Path) -> None:
+    """KVP-NET-KEY: at each endpoint of a Welcome the key of the seed is demanded."""
+    prefill, decode, other = (host(tmp_path, name) for name in ("prefill", "decode", "other"))
+    for each in (prefill, other):
+        allow(each, [entry(decode)])
+    wide = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)], Parallel(tp=2))
+    first, second = (Pool.allocate(wide, PAGES, rank=rank) for rank in range(2))
+    port = {rank: f"tcp://127.0.0.1:{rank + 1}" for rank in range(2)}
+    with (
+        Source("prefill", second, port | {1: "tcp://127.0.0.1:*"}, other.options) as impostor,
+        Source(
+            "prefill", first, {0: "tcp://127.0.0.1:*", 1: impostor._node._listener.address}, prefill.options
+        ) as source,
+        dialling(decode, source, prefill.public) as sink,
+    ):
+        found = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 4]})
+        while not found.done:
+            for each_door in (source, impostor, sink):
+                each_door.step(0.002)
+        with pytest.raises(KvprotoError) as caught:
+            found.wait(0)
+        assert caught.value.code == ErrorCode.WRONG_PEER
+        assert not impostor._node.endpoint.sessions
 
 
 def test_a_client_without_keys(tmp_path: Path) -> None:
@@ -168,3 +194,5 @@ def test_a_seed_without_a_key(tmp_path: Path) -> None:
 def test_keys_and_insecure_are_one_too_many(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="leave one out"):
         Options(keys=tmp_path, insecure=True)
+    with pytest.raises(LocalError, match="keys too"):
+        Options(allow=tmp_path / "allow.toml")
