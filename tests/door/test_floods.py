@@ -1,21 +1,29 @@
 """What strangers and bad clients send to a source on loopback TCP with CURVE; beside each, a good sink completes a transfer."""
 
+import os
+import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
 import pytest
 import zmq
 
+from kvproto import Options, Pool, Seed, Sink, Source, new_ticket, read_ticket, write_ticket
+from kvproto import events as told
 from kvproto.net import read_keys
 from kvproto.wire import encode
 from kvproto.wire import messages as m
+from tests.processes import FORKED, imported
 
-from .doors import Two
+from .doors import GEOMETRY, PAGES, PROMPT, Two, filled
 from .keyed import Host, allow, entry, host, keyed, served
+
+imported(__name__)
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
@@ -63,6 +71,51 @@ def test_a_slow_handshake(tmp_path: Path) -> None:
                 each.sendall(GREETING[i : i + 1])
             both.turn()
         served(both)
+
+
+def few_descriptors(folder: Path, line: Connection) -> None:
+    """A source that serves whatever ticket comes; it may open 400 descriptors more, and needs 8 for each request."""
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 400, used + 400))
+    with Source("prefill", filled(), "tcp://127.0.0.1:*", Options(keys=folder)) as source:
+        line.send(source._node._listener.address)
+        while (ticket := line.recv()) is not None:
+            for fd in [os.dup(0) for _ in range(8)]:
+                os.close(fd)
+            source.request(read_ticket(ticket), PROMPT).finish({"kv": [3, 1, 2]})
+    line.send("closed in order")
+
+
+def until_connected(sink: Sink) -> None:
+    while not any(isinstance(event, told.Connected) for event in sink.step(0.1)):
+        pass
+
+
+def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """KVP-NET-CONNECTIONS: some are left to the engine, and to the peers that it has."""
+    prefill, decode = host(tmp_path, "prefill"), host(tmp_path, "decode")
+    allow(prefill, [entry(decode)])
+    line, there = FORKED.Pipe()
+    FORKED.Process(target=few_descriptors, args=(prefill.folder, there), daemon=True).start()
+    there.close()
+    address = line.recv()
+    seed = {"prefill": Seed(address, prefill.public)}
+    with (
+        Sink("decode", Pool.allocate(GEOMETRY, PAGES), seed, Options(keys=decode.folder, thread=False)) as sink,
+        ExitStack() as stack,
+    ):
+        for _ in range(500):
+            made = stack.enter_context(socket.socket())
+            made.setblocking(False)
+            made.connect_ex(("127.0.0.1", int(address.rpartition(":")[2])))
+        for _ in range(10):  # the kernel tries connections again that found no room, after a second
+            ticket = new_ticket("prefill")
+            line.send(write_ticket(ticket))
+            sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]}).wait(30)
+            assert not line.poll(0.2)
+    line.send(None)
+    line.send(None)
+    assert line.recv() == "closed in order"
 
 
 @contextmanager
