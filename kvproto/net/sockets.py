@@ -35,7 +35,6 @@ _OPTIONS = {
     zmq.RCVHWM: limits.RECEIVE_QUEUE,
     zmq.SNDHWM: limits.SEND_QUEUE,
     zmq.HANDSHAKE_IVL: int(1000 * limits.HANDSHAKE),
-    zmq.RECONNECT_IVL_MAX: 2000,
     zmq.LINGER: _LINGER,
     zmq.SNDTIMEO: 0,
     zmq.TCP_KEEPALIVE: 1,
@@ -45,7 +44,7 @@ _OPTIONS = {
 }
 """Of both ends. The kernel's keepalive tells a host that is gone from a process that is stopped, which answers it."""
 _BREAKS = 3
-"""Handshakes in a row that end without a word, after which the server is taken for one with another key."""
+"""Handshakes that the server ends without a word, after which it is taken for one with another key."""
 
 
 class Listener:
@@ -206,10 +205,10 @@ class Dialer:
         found = []
         for key, line in list(self._greeting.items()):
             while line.events is not None and (frames := line.events.take()) is not None:
-                event, _ = event_of(frames)
+                event, value = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._unwatch(key, line)
-                elif event:
+                elif event and value != errno.EAGAIN:  # which stands for a server that is silent, or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)

@@ -130,7 +130,7 @@ class SinkNode:
                 break
         for conn, error in self._dialer.refusals():
             if conn[0] in by_key:
-                self._refuse(by_key[conn[0]], conn[1], error)
+                self._refuse(by_key[conn[0]], conn[1], error, by_us=error.code != ErrorCode.NOT_ALLOWED)
         dying, self._dying = self._dying, []
         for link, session in dying:
             if self._dialer.holds(link.key):
@@ -213,10 +213,10 @@ class SinkNode:
                 except KvprotoError as error:  # an address of Welcome that may not be used
                     self._refuse(link, str(address), error)
 
-    def _refuse(self, link: SourceLink, address: str, error: KvprotoError) -> None:
+    def _refuse(self, link: SourceLink, address: str, error: KvprotoError, by_us: bool = True) -> None:
         if not link.over:
             link.refuse(error)
-            self._told.append(SessionRefused(address, error, by_us=True))
+            self._told.append(SessionRefused(address, error, by_us))
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then let go of everything."""

@@ -16,6 +16,7 @@ import zmq
 from kvproto.errors import LocalError
 from kvproto.net import AllowList, Dialer, KeyPair, Listener, limits, make_keys, private_address, sockets
 from kvproto.wire import tables
+from kvproto.wire.enums import ErrorCode
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -196,8 +197,34 @@ def test_a_dialer_hears_its_peers_in_turn(tmp_path: Path) -> None:
     turn = [frame for _, frame in dialer.receive()]
     assert b"alone" in turn[:2]
     assert len(turn) <= limits.TURN_FRAMES
+    assert [dialer.holds(link) for link in range(2)] == [True, False]
+    until(lambda: not [*dialer.receive()], dialer)
+    assert not dialer.holds(0)
     for end in (dialer, *listeners):
         end.close()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: bool) -> None:
+    """One that is stopped may come back; one that ends each handshake without a word has another key."""
+    monkeypatch.setitem(sockets._OPTIONS, zmq.HANDSHAKE_IVL, 20)
+    server, client = (make_keys(tmp_path / name) for name in ("server", "client"))
+    dialer = Dialer(keys=client)
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dialer.send((0, f"tcp://127.0.0.1:{listening.getsockname()[1]}"), b"hello", server.public)
+        for _ in range(3 if not silent else 6):
+            held.append(listening.accept()[0])
+            if not silent:
+                held.pop().close()
+        if silent:
+            assert not dialer.refusals()
+        else:
+            ((_, error),) = until(dialer.refusals, dialer)
+            assert error.code == ErrorCode.WRONG_PEER
+    for each in held:
+        each.close()
+    dialer.close()
 
 
 def test_a_peer_that_never_reads(listener: Listener) -> None:
