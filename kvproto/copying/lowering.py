@@ -50,7 +50,8 @@ class Pair:
                 if place not in layers:
                     layers[place] = _Layers.of(source, sink, m, box)
                 tables += list(_ops(source, sink, m, box, keys[key], layers[place]))
-        self._ops = np.concatenate(tables) if tables else np.empty(0, OP)
+        self._ops = np.empty(sum(some.size for some in tables), OP)
+        np.concatenate([some.view(_WORDS) for some in tables] or [np.empty(0, _WORDS)], out=self._ops.view(_WORDS))
         self._ops["seed"] = seeds(self._ops)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
         self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
@@ -158,8 +159,10 @@ def _ops(
             ("source", columns.here, [piece[2] for piece in both], m.source_flat, m.source),
             ("sink", columns.there, [piece[3] for piece in both], m.sink_flat, m.sink),
         ):
-            of = np.array([list(found).index(piece.part) for piece in pieces])
-            held = {field: np.stack([column[field][some] for column in found.values()])[of] for field in _PLACE}
+            held = {field: next(iter(found.values()))[field][some] for field in _PLACE}
+            if len(found) > 1:  # sections
+                of = [list(found).index(piece.part) for piece in pieces]
+                held = {field: np.stack([column[field][some] for column in found.values()])[of] for field in _PLACE}
             for field in ("region", "item_stride", "row_stride"):
                 ops[f"{name}_{field}"] = held[field]
             offset, stride = (
@@ -173,6 +176,8 @@ def _ops(
         yield ops.ravel()
 
 
+_WORDS = np.dtype((np.void, OP.itemsize))
+"""An operation as bytes: numpy looks at the fields of every table that it joins."""
 _PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 
 
