@@ -9,7 +9,7 @@ from kvproto import events as told
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-from .doors import GEOMETRY, PAGES, PROMPT, Two, filled
+from .doors import GEOMETRY, PAGES, PROMPT, Two, filled, rows
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
 
 
@@ -140,10 +140,19 @@ def test_a_key_is_revoked(tmp_path: Path) -> None:
         with dialling(second, both.source, prefill.public, "canary") as sink:
             other = Two(both.source, sink)
             served(other)
+            ticket = new_ticket("prefill")
+            request = both.source.request(ticket, PROMPT)
+            under_way = sink.fetch(ticket, PROMPT, {"kv": [6, 7, 8]})
+            other.until(lambda: both.source._node.endpoint.asking(bytes(ticket.key)))
             allow(prefill, [entry(decode)])
             over = both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
             assert "canary" in over[0].peer
             assert "NOT_ALLOWED" in over[0].reason
+            request.finish({"kv": [3, 1, 2]})
+            both.until(lambda: request.done)
+            assert isinstance(request.wait(0), told.Undelivered)
+            assert not under_way.done
+            assert not rows(sink.pool, [6, 7, 8]).any()
             found = ask(other)
             heard = len(both.source._node.endpoint.sessions)
             served(both)
