@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import attrs
@@ -255,6 +256,11 @@ class Allocation:
     """Memory that holds the addresses [begin, end) of it, and where that memory begins."""
 
 
+@cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 class Provider(ABC):
     """What an entry point of `kvproto.transports` names; to import it needs none of the transport's libraries."""
 
@@ -266,7 +272,7 @@ class Provider(ABC):
 
     def missing(self) -> str | None:
         """The first library that is not installed, or None."""
-        return next((name for name in self.requires if importlib.util.find_spec(name) is None), None)
+        return next((name for name in self.requires if not _installed(name)), None)
 
     def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
         """Zeroed memory of a GPU, or of the host where `device` is None; raises LocalError(TRANSPORT_FAILED).

@@ -237,7 +237,7 @@ def bad_prompts(tmp_path: Path, text: str) -> Path:
 
 
 def test_empty_prompt_file(tmp_path: Path) -> None:
-    result = demo_process("--prompt-file", bad_prompts(tmp_path, "\n\n"))
+    result = demo("--prompt-file", bad_prompts(tmp_path, "\n\n"))
     assert result.status == 1
     assert "has no prompt in it" in result.said
     assert "Traceback" not in result.said
@@ -271,7 +271,7 @@ def test_ranks_that_do_not_divide_the_heads(prompts: Path) -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    result = demo_process("--prefill-tp", "5", "--decode-tp", "1")
+    result = demo("--prefill-tp", "5", "--decode-tp", "1")
     assert result.status == 1
     assert "Traceback" not in result.said
     assert "error:" in result.said
@@ -282,34 +282,26 @@ def test_interrupted_demo_leaves_nothing(stop: signal.Signals, tmp_path: Path) -
     folder_of_all = tmp_path / "tmp"
     if stop == signal.SIGKILL:
         (tmp_path / "killed").touch()
-    process = subprocess.Popen(
-        [*DEMO, "--max-new", "400"],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    folder = when(lambda: next(iter(folder_of_all.glob("kvproto-*/kv-0-1")), None), process)
-    engines = psutil.Process(process.pid).children(recursive=True)
+    command = Command(main, ["--max-new", 400])
+    _SESSIONS.add(command.pid)
+    folder = when(lambda: next(iter(folder_of_all.glob("kvproto-*/kv-0-1")), None), command)
+    engines = psutil.Process(command.pid).children(recursive=True)
     assert len(engines) >= 3
     if stop == signal.SIGINT:
-        os.killpg(process.pid, stop)
+        os.killpg(command.pid, stop)
     else:
-        process.send_signal(stop)
-    process.communicate(timeout=20)
-    assert process.returncode != 0
+        os.kill(command.pid, stop)
+    assert command.wait(20).status != 0
     _, alive = psutil.wait_procs(engines, timeout=10)
     assert not alive
     assert stop == signal.SIGKILL or not folder.parent.exists()
 
 
-def when(found: Any, process: subprocess.Popen[bytes]) -> Path:
+def when(found: Any, command: Command) -> Path:
     """What `found` gives, as soon as it gives something."""
-    while process.poll() is None:
+    while command.process.exitcode is None:
         if path := found():
             assert isinstance(path, Path)
             return path
-        try:
-            process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
+        command.process.join(0.05)
     raise AssertionError("ended before")

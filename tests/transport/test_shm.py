@@ -23,8 +23,15 @@ from tests.processes import FORKED, imported
 imported(__name__)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_memory_of_other_tests() -> None:
+    """What tests before these have left alive is set aside, so that collections here need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_the_test_before() -> None:
     gc.collect()
 
 

@@ -33,8 +33,8 @@ def values(row: tables.Field) -> st.SearchStrategy[Any]:
         inner = values((0, "", type_[5:-1], True, None, None, None))
         return st.lists(inner, min_size=low or 0, max_size=3).map(tuple)
     if type_.startswith("array<"):
-        top = st.sampled_from([8, 16, 32, 64]).filter(lambda b: b <= BITS[type_[6:-1]])
-        elements = top.flatmap(lambda b: st.lists(st.integers(0, 2**b - 1), min_size=low or 0, max_size=5))
+        widths = [bits for bits in (8, 16, 32, 64) if bits <= BITS[type_[6:-1]]]
+        elements = st.one_of(*(st.lists(st.integers(0, 2**b - 1), min_size=low or 0, max_size=5) for b in widths))
         return elements.map(lambda v: np.array(v, np.uint64))
     if type_.startswith("struct:"):
         return objects(type_[7:])
