@@ -1,6 +1,7 @@
 """What the inner loop leaves out, and which tests run on one worker."""
 
 import gc
+from functools import cache
 from importlib import import_module
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -75,9 +76,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if without and collection_path.relative_to(HERE).as_posix() in SLOW else None
 
 
+@cache
+def _file(path: Path) -> str:
+    """As the tables name it."""
+    return path.relative_to(HERE).as_posix()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks slow tests by the table above."""
-    file = item.path.relative_to(HERE).as_posix()
+    file = _file(item.path)
     name = item.name.split("[")[0]
     if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
         item.add_marker(pytest.mark.slow)
@@ -93,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one worker begin, so that none of them is left over at the end."""
-    items.sort(key=lambda item: item.path.relative_to(HERE).as_posix() not in ONE_WORKER)
+    items.sort(key=lambda item: _file(item.path) not in ONE_WORKER)
 
 
 def pytest_collection_finish() -> None:

@@ -113,9 +113,10 @@ def test_values_are_not_taken_without_their_scales(scales: str, of: str) -> None
         assert plan(named(of, "odd", name), named(of, "odd", name)).routes
 
 
+REGISTERED = load()["part"]
 SCALED = {
-    word: {other for scale, row in load()["part"].items() if row.get("scales") == name for other in (scale, *row["aliases"])}
-    for name, about in load()["part"].items()
+    word: {other for scale, row in REGISTERED.items() if row.get("scales") == name for other in (scale, *row["aliases"])}
+    for name, about in REGISTERED.items()
     for word in (name, *about["aliases"])
 }  # fmt: skip
 """Of every name of a part all names of its scales, from the registry."""
