@@ -57,20 +57,23 @@ def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str]
         began = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began
-        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        tests = {
-            f"{c.get('classname')}::{c.get('name')}": [
-                next((e.tag for e in c if e.tag != "properties"), "passed"),
-                float(c.get("time", 0)),
-            ]
-            for c in cases
+        cases = {
+            f"{c.get('classname')}::{c.get('name')}": c
+            for c in (ElementTree.parse(report).iter("testcase") if report.exists() else ())
         }
+        tests = {
+            name: [next((e.tag for e in c if e.tag != "properties"), "passed"), float(c.get("time", 0))]
+            for name, c in cases.items()
+        }
+        told = {name: {p.get("name"): p.get("value") for p in c.iter("property")} for name, c in cases.items()}
     print(
         f"{'ok ' if done.returncode == 0 else 'BAD'} {len(tests):4} tests {seconds:6.1f} s  {' '.join(files)}",
         file=sys.stderr,
         flush=True,
     )
     found: dict[str, Any] = {"files": list(files), "rc": done.returncode, "seconds": round(seconds, 1), "tests": tests}
+    if any(told.values()):
+        found["measured"] = {name: values for name, values in told.items() if values}
     if before:
         found["sanitizer"] = re.findall(r"ERROR SUMMARY: .*", done.stdout + done.stderr)
     return found if done.returncode == 0 else found | {"output": (done.stdout + done.stderr)[-4000:]}
