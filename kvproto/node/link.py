@@ -12,6 +12,7 @@ from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram, windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.node.backstage import Backstage
 from kvproto.node.expected import Expected
 from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
@@ -40,6 +41,7 @@ class Here:
     """Those that read a source's memory; empty without PULL."""
     features: tuple[Feature, ...]
     quarantine: Quarantine
+    backstage: Backstage
 
 
 @attrs.frozen
@@ -70,6 +72,7 @@ class SourceLink:
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip
+        self.endpoint.plans.defer = here.backstage.defer
         self._puller = Puller(self.endpoint, here.pool, here.readers)
         self._expected: Expected | None = None
         self._deliveries: dict[int, StagedDelivery] = {}

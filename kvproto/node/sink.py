@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer
+from kvproto.node.backstage import Backstage
 from kvproto.node.link import Here, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
@@ -48,6 +49,7 @@ class SinkNode:
         self._here = Here(
             party, pool, self.transports, readers if pull else (),
             features_of(self.transports, verify, pull, spread, cold_draft), Quarantine(pool.layout, quarantine),
+            Backstage(),
         )  # fmt: skip
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """Where each source replica listens, and its public key."""
@@ -116,6 +118,7 @@ class SinkNode:
 
     def turn(self, ready: Collection[int] = ()) -> list[Any]:
         """Receive, read and answer; returns what the engine should know."""
+        self._here.backstage.turn()
         for transport in self.transports:
             if transport.fileno() in ready:
                 transport.acknowledge()
@@ -157,7 +160,7 @@ class SinkNode:
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
-        found = [transport.fileno() for transport in self.transports]
+        found = [self._here.backstage.fileno(), *(transport.fileno() for transport in self.transports)]
         watches = [watch.fileno() for watch in self._watches.values() if watch is not None]
         return [*self._dialer.filenos(), *(fd for fd in (*found, *watches) if fd is not None)]
 
@@ -227,5 +230,6 @@ class SinkNode:
             if watch is not None:
                 watch.close()
         self._dialer.close()
+        self._here.backstage.close()
         for transport in self.transports:
             transport.close()

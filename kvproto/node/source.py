@@ -6,29 +6,27 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from kvproto.copying.lowering import Pair
-from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
 from kvproto.node.answers import bytes_by_name, checksums_of, session_id
+from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.offering import LEASE, offered
+from kvproto.node.peers import Peers
 from kvproto.node.pool import RankPool
 from kvproto.node.progress import Part, SendProgress
-from kvproto.node.registrar import PeerMapping, Spread, features_of, map_peer, register
+from kvproto.node.registrar import Spread, features_of
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
 from kvproto.node.told import Copied, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested
-from kvproto.session.source import SourceSession
-from kvproto.session.table import SessionState
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.transport.process import this_process
 from kvproto.transport.staging.staged import Piece
-from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 
 __all__ = ["PART_BYTES", "SourceNode"]
@@ -67,8 +65,9 @@ class SourceNode:
         """By ticket, so that a turn costs the same however many transfers wait."""
         self._offers: dict[tuple[int, int, int], tuple[Attempt, float]] = {}
         """What sinks may read, and since when."""
-        self._peers: dict[int, PeerMapping] = {}
-        """By session."""
+        self._backstage = Backstage()
+        self.endpoint.plans.defer = self._backstage.defer
+        self._peers = Peers(self.endpoint, pool, self.transports, self._backstage.defer)
         self._computing: set[bytes] = set()
         """Requests of which some rows are there, and not all."""
         self._news: dict[bytes, None] = {}
@@ -148,6 +147,7 @@ class SourceNode:
             self.endpoint.receive(conn, frame, now)
             if time.monotonic() - now > _TURN:  # the others are heard in the next, after what this one has to say
                 break
+        self._backstage.turn()
         self.endpoint.on_time(now)
         while True:
             events = self.endpoint.take_events()
@@ -157,14 +157,14 @@ class SourceNode:
             moved = self._complete(told)
             for key in [key for key in self._over if not self.reads(key)]:
                 told += self._release(self._over.pop(key))
-            self._unmap()
+            self._peers.unmap(number for some in self._attempts.values() for number, _, _ in some)
             self._flush()
             if not moved and not events:
                 return told
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
-        found = [transport.fileno() for transport in self.transports]
+        found = [self._backstage.fileno(), *(transport.fileno() for transport in self.transports)]
         return [*self._listener.filenos(), *(fd for fd in found if fd is not None)]
 
     def timeout(self) -> float | None:
@@ -179,7 +179,7 @@ class SourceNode:
     def _hear(self, event: Any) -> list[Any]:
         match event:
             case RegisterAsked():
-                self._map(event)
+                self._peers.map(event)
             case TransferRequested():
                 self._join(event)
             case Changed():
@@ -202,51 +202,9 @@ class SourceNode:
         self._news.pop(over.key, None)
         return [over] if self._requests.pop(over.key, None) is not None else []
 
-    def _unmap(self) -> None:
-        """Let go of the memory of sessions that are over, once no copy uses it."""
-        sessions = self.endpoint.sessions
-        gone = [n for n in self._peers if n not in sessions or not sessions[n].open]
-        if gone:
-            used = {number for attempts in self._attempts.values() for number, _, _ in attempts}
-            for number in gone:
-                if number not in used:
-                    self._peers.pop(number).close()
-
     def _flush(self) -> None:
         for conn, frame in self.endpoint.to_send(time.monotonic()):
             self._listener.send(conn, frame)
-
-    # registration
-
-    def _map(self, event: RegisterAsked) -> None:
-        """Map a sink's memory by the first of its transports that works here, or let it read ours."""
-        session = self.endpoint.sessions.get(event.session)
-        if session is None or session.state != SessionState.REGISTERING:  # it has said Goodbye meanwhile
-            return
-        described = session.described
-        sink = RankLayout(described.sink, described.ranks[1], {c.group: c for c in event.register.columns})
-        try:
-            pair = Pair(described.routes, self.pool.layout, sink)
-            if Feature.PULL in session.features:
-                self._expose(session, event, pair)
-                return
-            staged = Feature.STAGED in session.features
-            peer = map_peer(event, self.transports, pair, self.pool.memories, writes=True, staged=staged)
-        except KvprotoError as error:
-            session.refuse_register(error)
-            return
-        self._peers[event.session] = peer
-        capabilities = peer.transport.capabilities
-        process = self.endpoint.process if capabilities.death_is_proof else None
-        session.accept_register(capabilities.code, peer.connection.link, process)
-
-    def _expose(self, session: SourceSession, event: RegisterAsked, pair: Pair) -> None:
-        """The sink reads: nothing of it is mapped, and a copy of nothing waits for the rows."""
-        transport = next((t for t in self.transports if t.capabilities.reads), None) or default(self.pool.memories)
-        made, _ = register((transport,), self.pool.memories, pair.nothing, pair.nothing.runs)
-        session.accept_register(transport.capabilities.code)
-        session.expose(made.regions, tuple(self.pool.layout.columns.values()), time.monotonic())
-        self._peers[event.session] = PeerMapping(event, transport, pair, reads=True)
 
     # copies
 
@@ -388,8 +346,8 @@ class SourceNode:
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()
+        self._backstage.close()
         if not self._dispatcher.busy:
-            for peer in self._peers.values():
-                peer.close()
+            self._peers.close()
         for transport in self.transports:
             transport.close()

@@ -14,13 +14,17 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
+import attrs
+
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.plan import differences, plan
-from kvproto.session.events import Event, Planned, ProtocolError, Recovered, SessionClosed, SessionRefused
+from kvproto.planning.plan import differences
+from kvproto.session import events
+from kvproto.session.events import Event, ProtocolError, Recovered, SessionClosed, SessionRefused
 from kvproto.session.limits import PATIENCE, RESEND
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.phases import Described, Party, Stated
+from kvproto.session.plans import Planned, Plans
 from kvproto.session.records import Attempt, Request
 from kvproto.session.refusals import refusal, refused
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
@@ -60,6 +64,7 @@ class Endpoint:
         self.sessions: dict[Any, Any] = {}
         self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
+        self.plans = Plans(self.stated)
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
@@ -89,8 +94,8 @@ class Endpoint:
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
-        events, self._events = self._events, []
-        return events
+        told, self._events = self._events, []
+        return told
 
     def next_deadline(self) -> float | None:
         """When `on_time` next has something to do; None: only a frame or a call can change anything."""
@@ -216,13 +221,25 @@ class Session:
             del self.attempts[self.low_water + 1]
             self.low_water += 1
 
-    def describe(self, source: Stated, sink: Stated, ranks: tuple[int, int], request: int) -> None:
-        """Make the plan of both Descriptions; raises PlanError where they do not fit."""
-        made = plan(source.geometry, sink.geometry, self.features)
-        self.step("Description")
-        self._described = Described(source, sink, made, ranks, request)
-        warnings = tuple(differences(source.geometry, sink.geometry))
-        self.tell(Planned(self.session, self.name, made, warnings))
+    def describe(
+        self, message: m.Describe | m.Description, ranks: tuple[int, int], then: Callable[[KvprotoError | None], None]
+    ) -> None:  # fmt: skip
+        """Have the plan of both Descriptions made; `then` hears where they do not fit, unless the session has ended."""
+
+        def made(found: Planned | KvprotoError) -> None:
+            if not self.open:
+                return
+            if isinstance(found, Planned):
+                theirs = attrs.evolve(found.theirs, version=message.version)
+                own, sent_by_sink = self.host.stated, isinstance(message, m.Describe)
+                source, sink = (own, theirs) if sent_by_sink else (theirs, own)
+                self.step("Description")
+                self._described = Described(source, sink, found.plan, ranks, message.request)
+                warnings = tuple(differences(source.geometry, sink.geometry))
+                self.tell(events.Planned(self.session, self.name, found.plan, warnings))
+            then(found if isinstance(found, KvprotoError) else None)
+
+        self.host.plans.make(message, self.features, made)
 
     def tell(self, event: Event) -> None:
         """Tell the endpoint, and with it the engine."""

@@ -13,7 +13,7 @@ from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Described", "Epoch", "Party", "Stated", "new_incarnation"]
+__all__ = ["Described", "Epoch", "Party", "Stated", "check_digest", "new_incarnation"]
 
 _RANDOM_BITS = 20
 _VERSION = 1
@@ -64,15 +64,10 @@ class Stated:
 
     @classmethod
     def read(cls, message: m.Describe | m.Description) -> Stated:
-        """What the peer states; raises BAD_DIGEST, or what is wrong below `geometry` (KVP-DSC-PATH)."""
+        """What the peer states under this digest; raises what is wrong below `geometry` (KVP-DSC-PATH)."""
         encoded = bytes(message.geometry)
-        own = digest(encoded)
-        if own != message.digest:
-            raise RemoteError(
-                ErrorCode.BAD_DIGEST, "digest", own.hex(), bytes(message.digest).hex(), "hash the geometry"
-            )
         try:
-            return cls(decode_geometry(encoded), encoded, own, message.version)
+            return cls(decode_geometry(encoded), encoded, bytes(message.digest), message.version)
         except (WireError, PlanError) as e:
             raise type(e)(e.code, f"geometry.{e.path}", e.mine, e.yours, e.advice) from None
 
@@ -80,6 +75,13 @@ class Stated:
     def fields(self) -> dict[str, object]:
         """As Describe and Description carry it."""
         return {"version": self.version, "geometry": self.encoded, "digest": self.digest}
+
+
+def check_digest(message: m.Describe | m.Description) -> None:
+    """Raise BAD_DIGEST for a geometry that does not have the digest beside it (KVP-DSC-DIGEST)."""
+    own = digest(bytes(message.geometry))
+    if own != message.digest:
+        raise RemoteError(ErrorCode.BAD_DIGEST, "digest", own.hex(), bytes(message.digest).hex(), "hash the geometry")
 
 
 @attrs.frozen(eq=False)

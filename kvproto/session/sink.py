@@ -9,7 +9,7 @@ import attrs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Endpoint, Session
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
-from kvproto.session.phases import Party, Stated
+from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Delivery, SinkPush
@@ -114,8 +114,14 @@ class SinkSession(Session):
         if not self.answered(message.request, m.Describe):
             return
         try:
-            self.describe(Stated.read(message), self.host.stated, (self.peer.rank, self.me.rank), message.request)
-        except KvprotoError as error:
+            check_digest(message)
+        except RemoteError as error:
+            self.give_up(error)
+        else:
+            self.describe(message, (self.peer.rank, self.me.rank), self._misfit)
+
+    def _misfit(self, error: KvprotoError | None) -> None:
+        if error is not None:
             self.give_up(error)
 
     def abort_late(self, sequence: int) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvproto.errors import KvprotoError
 from kvproto.session.core import Endpoint, Session
-from kvproto.session.phases import Party, Stated
+from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
@@ -33,6 +33,8 @@ class SourceSession(Session):
         super().__init__(host, conn)
         self.session, self.greeting, self.features, self.limits = number, hello.request, features, hello.limits
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
+        self._describing: int | None = None
+        """Request id of a Describe whose plan is being made."""
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
         self.step("Hello")
@@ -58,15 +60,29 @@ class SourceSession(Session):
 
     def _describe(self, message: m.Describe, now: float) -> None:
         own, before = self.host.stated, self.state
-        if self._described is None or self._described.request != message.request:
-            try:
-                self.step("Describe")
-                self.describe(own, Stated.read(message), (self.me.rank, self.peer.rank), message.request)
-            except KvprotoError as error:
+        if self._described is not None and self._described.request == message.request:
+            self.reply(m.Description, message, **own.fields)
+            return
+        if self._describing == message.request:
+            return  # it is being planned, and answered once
+
+        def answer(error: KvprotoError | None) -> None:
+            self._describing = None
+            if error is None:
+                self.reply(m.Description, message, **own.fields)
+            else:
                 self.state = before
                 self.refuse(message, error)
-                return
-        self.reply(m.Description, message, **own.fields)
+
+        try:
+            self.step("Describe")
+            check_digest(message)
+        except KvprotoError as error:
+            self.state = before
+            self.refuse(message, error)
+            return
+        self._describing = message.request
+        self.describe(message, (self.me.rank, self.peer.rank), answer)
 
     hears = (*Session.hears, (m.Describe, _describe))
 

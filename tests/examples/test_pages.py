@@ -46,3 +46,11 @@ def test_links_lead_somewhere_in_the_repository(page: str) -> None:
     here = ROOT / page
     missing = [link for link in LINK.findall(here.read_text()) if not (here.parent / link).exists()]
     assert not missing
+
+
+def test_tests_that_a_page_names_are_there() -> None:
+    page = (ROOT / "tests/README.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    missing = [f"{path}::{test}" for path, test in named if f"def {test}(" not in (ROOT / "tests" / path).read_text()]
+    assert len(named) > 30
+    assert not missing

@@ -15,14 +15,16 @@ import pytest
 
 from kvproto.door import party_of
 from kvproto.errors import KvprotoError
-from kvproto.net import Dialer, Listener
+from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
 from kvproto.node.request import Computed
 from kvproto.node.told import Received, TransferLost
+from kvproto.planning.geometry import Geometry, Rank, mla, owns
+from kvproto.planning.plan import plan
 from kvproto.session.events import SessionRefused
 from kvproto.session.limits import PATIENCE, PING_SILENCE
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SOURCE, ahead, begin, serve
+from tests.node.nodes import SOURCE, Nodes, ahead, begin, serve, sleep
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
 from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
@@ -130,3 +132,35 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
     fleet.sinks.remove(other)
     assert cheapest(one, 12) < 2 * alone
     other.close("over")
+
+
+def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
+    """Two replicas each rank of which holds all layers: both sides plan beside their turns, once for all that state them."""
+    tmp_path.chmod(0o700)
+    theirs, made = everything_everywhere(ranks=107, layers=200), everything_everywhere(ranks=100, layers=200)
+    address = private_address(tmp_path, "kv")
+    pools = [allocate(theirs, 0, {0: 2}), allocate(made, 0, {0: 2}), allocate(made, 0, {0: 2})]
+    source = SourceNode(party_of("p", pools[0]), pools[0], Listener(address), dict.fromkeys(range(107), address))
+    sinks = [SinkNode(party_of(name, pool), pool, Dialer()) for name, pool in zip("de", pools[1:], strict=True)]
+    begun = time.thread_time()
+    plan(theirs, made)
+    planned, longest = time.thread_time() - begun, 0.0
+    with contextlib.closing(Nodes([source], sinks)) as nodes:
+        for sink in sinks:
+            sink.connect(P0, address)
+        ready: list[int] = []
+        while len(source._peers) < 2:  # the other ranks that they look for are this one, too
+            for node in (source, *sinks):
+                begun = time.thread_time()
+                nodes.turn(node, ready=ready)
+                longest = max(longest, time.thread_time() - begun)
+            ready = sleep([source, *sinks], 1.0)
+        assert longest < planned / 3
+        assert len(source.endpoint.plans._made) == 1
+
+
+def everything_everywhere(ranks: int, layers: int) -> Geometry:
+    """Candidates without end."""
+    group = mla(0, "target", 0, 8, 1)
+    held = tuple(Rank(rank=r, owns=(owns(group, range(layers)),)) for r in range(ranks))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=held)

@@ -10,10 +10,22 @@ from kvproto.errors import RemoteError
 from kvproto.planning.geometry import encode_geometry, mla
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, DType, ErrorCode, Transport
-from kvproto.wire.messages import Describe, Description, Error, Refused, Register, Registered, Transfer
+from kvproto.wire.messages import (
+    Describe,
+    Description,
+    Error,
+    Ping,
+    Pong,
+    Refused,
+    Register,
+    Registered,
+    Transfer,
+)
 from tests.session.driver import World, geometry, ticket
+from tests.session.test_delivery import Heard
 
 
 class Watched(World):
@@ -97,6 +109,31 @@ def test_the_version_of_a_geometry_that_does_not_change() -> None:
     world.sink("d1", geometry(1), engine="e")
     world.run()
     assert len({m.version for m in world.of(Description)}) == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_plan_that_is_made_later_is_told_once(ends: bool) -> None:
+    """KVP-ERR-ALONE, KVP-SES-STATE, KVP-SES-PONG: meanwhile the session answers Ping, refuses another Describe, and may end."""
+    world = Heard(sinks=0)
+    source, later = world.sources["s0"], list[Any]()
+    source.plans.defer = lambda work, then: later.append(lambda: then(work()))
+    for name in ("d0", "d1"):  # two runs state the same, which is planned once
+        world.sink(name, geometry(1), engine=name)
+    world.run()
+    (session, _), describe = source.sessions.values(), world.of(Describe)[0]
+    assert ([s.state for s in source.sessions.values()], len(later)) == ([SessionState.DESCRIBING] * 2, 1)
+    assert [type(m) for m in world.say(Ping(session=session.session, request=90))] == [Pong]
+    assert world.say(describe) == []
+    (refused,) = world.say(attrs.evolve(describe, request=91))
+    assert refused.code == ErrorCode.UNEXPECTED_MESSAGE
+    if ends:
+        world.sinks["d0"].goodbye("enough")
+        world.run()
+    later.pop()()
+    world.run()
+    assert [s.ready for s in world.sinks.values()] == [not ends, True]
+    assert len(world.of(Description)) == 2 - ends
+    world.serves("d1")
 
 
 def test_source_ranks_without_a_route_hear_nothing_of_transfers() -> None:

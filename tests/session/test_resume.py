@@ -1,5 +1,6 @@
 """Connections that break, sources that were stopped, and sinks that come again: nothing is lost, repeated or kept for ever."""
 
+import time
 from typing import Any
 
 import attrs
@@ -7,11 +8,11 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.session import source_endpoint
-from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, PATIENCE, PING_SILENCE, RESEND
+from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState
-from kvproto.wire import decode
+from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Role
-from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Refused, Transfer, Welcome
+from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Ping, Refused, Transfer, Welcome
 from tests.session.driver import geometry, ticket
 from tests.session.test_delivery import CONTENT, Heard
 
@@ -111,8 +112,6 @@ def test_an_error_about_a_message_of_the_other_direction_ends_nothing() -> None:
 
 
 def deliver(world: Heard, message: Any) -> None:
-    from kvproto.wire import encode
-
     world.sinks["d0"].receive("s0", encode(message), world.now)
     world.run()
 
@@ -260,6 +259,34 @@ def test_attempts_of_one_sequence_leave_one_record() -> None:
     assert sorted(session.attempts) == [1, 2, 3]
     claims = world.sources["s0"]._claims.values()
     assert [(len(claim.users), len(claim.waiting)) for claim in claims] == [(1, 1), (1, 1)]
+
+
+def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
+    """Of four other sinks, 1,024 each; measured by this thread's own clock, the cheapest of many."""
+    world = Heard()
+    world.keep = lambda to, frame: 1
+
+    def cheapest() -> float:
+        found = []
+        (session,) = [s for s in world.sources["s0"].sessions.values() if s.conn == "d0"]
+        frame = encode(Ping(session=session.session, request=5))
+        for _ in range(300):
+            begun = time.thread_time()
+            world.sources["s0"].receive("d0", frame, world.now)
+            world.sources["s0"].to_send(world.now)
+            found.append(time.thread_time() - begun)
+        return min(found)
+
+    alone = cheapest()
+    for name in ("e1", "e2", "e3", "e4"):
+        world.sink(name, geometry(1), engine=name)
+        world.run()
+        for _ in range(MAX_TRANSFERS):
+            world.transfer(name, ticket(300.0), CONTENT)
+        world.run()
+    assert sum(len(s.attempts) for s in world.sources["s0"].sessions.values()) == 4 * MAX_TRANSFERS
+    assert cheapest() < 2 * alone
+    world.serves()
 
 
 def test_session_ids_cannot_be_guessed_from_one_another() -> None:

@@ -1,0 +1,77 @@
+"""Plans of an endpoint: made once for each Description of a peer, at once or elsewhere."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import attrs
+
+from kvproto.errors import KvprotoError
+from kvproto.planning.plan import Plan, plan
+from kvproto.session.phases import Stated
+from kvproto.wire import messages as m
+
+__all__ = ["Planned", "Plans"]
+
+_Key = tuple[bytes, tuple[int, ...]]
+"""Digest of the peer's Description, and the features of a session."""
+_KEPT = 16
+"""Plans, the latest: all ranks of a replica state the same Description."""
+
+
+@attrs.frozen(eq=False)
+class Planned:
+    """What a peer states, and the plan that follows from it."""
+
+    theirs: Stated
+    plan: Plan
+
+
+_Then = Callable[[Planned | KvprotoError], None]
+
+
+def _at_once(work: Callable[[], Planned], then: _Then) -> None:
+    try:
+        made: Planned | KvprotoError = work()
+    except KvprotoError as error:
+        made = error
+    then(made)
+
+
+class Plans:
+    """The plans of one side's Description with those of its peers."""
+
+    def __init__(self, own: Stated) -> None:
+        self._own = own
+        self.defer: Callable[[Callable[[], Planned], _Then], None] = _at_once
+        """Does the work, and tells what came of it: at once, or later where nobody should wait for it."""
+        self._made: OrderedDict[_Key, Planned] = OrderedDict()
+        self._waiting: dict[_Key, list[_Then]] = {}
+
+    def make(self, message: m.Describe | m.Description, features: tuple[int, ...], then: _Then) -> None:
+        """Read what a peer states, whose digest is right, and plan; tell `then` of it, or why there is none."""
+        key = bytes(message.digest), features
+
+        def work() -> Planned:
+            theirs = Stated.read(message)
+            sides = (theirs, self._own) if isinstance(message, m.Description) else (self._own, theirs)
+            made = plan(sides[0].geometry, sides[1].geometry, features)
+            made.required(0)  # looks all routes up once, here
+            return Planned(theirs, made)
+
+        def told(found: Planned | KvprotoError) -> None:
+            if isinstance(found, Planned):
+                self._made[key] = found
+                while len(self._made) > _KEPT:
+                    self._made.popitem(last=False)
+            for each in self._waiting.pop(key):
+                each(found)
+
+        if (known := self._made.get(key)) is not None:
+            then(known)
+        elif (waiting := self._waiting.get(key)) is not None:
+            waiting.append(then)
+        else:
+            self._waiting[key] = [then]
+            self.defer(work, told)
