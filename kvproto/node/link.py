@@ -42,6 +42,8 @@ class Here:
     features: tuple[Feature, ...]
     quarantine: Quarantine
     backstage: Backstage
+    runs: dict[tuple[str, int, int], int] = attrs.Factory(dict)
+    """The latest run of each source rank, whichever link has met it."""
 
 
 @attrs.frozen
@@ -72,7 +74,7 @@ class SourceLink:
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip
-        self.endpoint.plans.defer = here.backstage.defer
+        self.endpoint.plans.defer, self.endpoint.runs = here.backstage.defer, here.runs
         self._puller = Puller(self.endpoint, here.pool, here.readers)
         self._expected: Expected | None = None
         self._deliveries: dict[int, StagedDelivery] = {}

@@ -65,6 +65,8 @@ class Endpoint:
         self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
         self.plans = Plans(self.stated)
+        self.runs: dict[tuple[str, int, int], int] = {}
+        """The greatest incarnation that this side has greeted of each engine, replica and rank."""
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""

@@ -78,6 +78,7 @@ class SinkSession(Session):
         try:
             check_welcome(self._terms, message)
             self._check_replica(message)
+            self._check_run(message)
         except RemoteError as error:
             self.give_up(error)
             return
@@ -105,6 +106,15 @@ class SinkSession(Session):
             )
             advice = f"another engine listens at {self.conn}: correct the address"
             raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
+
+    def _check_run(self, message: m.Welcome) -> None:
+        """Raise where a later run of this rank was there before (KVP-SES-OLDER)."""
+        place = message.engine, message.replica, message.rank
+        held = self.host.runs.get(place, 0)
+        if message.incarnation < held:
+            advice = f"an earlier run listens at {self.conn}: end it"
+            raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(message.incarnation), advice)
+        self.host.runs[place] = message.incarnation
 
     def _deliver_by(self, delivery: Delivery) -> None:
         self.delivery = delivery

@@ -226,6 +226,23 @@ def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
 
+def test_an_earlier_run_of_a_source_never_returns(fleet: Fleet) -> None:
+    """KVP-SES-OLDER: it was stopped while its successor took over elsewhere, and listens again."""
+    earlier, former = fleet.source(P0, 1), fleet.address(P0)
+    pool, elsewhere = allocate(geometry(1), 0, ITEMS), fleet.address(Q0)
+    put(pool, 2)
+    later = SourceNode(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
+    fleet.sources.append(later)
+    for address, source, byte in ((former, earlier, 1), (elsewhere, later, 2)):
+        fleet.sink.connect(P0, address)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert fleet.holds(P0, byte)
+    fleet.sink.connect(P0, former)
+    assert fleet.ended(fleet.ask(P0, earlier)).error.code == ErrorCode.SUPERSEDED
+    fleet.sink.connect(P0, elsewhere)
+    assert isinstance(fleet.ended(fleet.ask(P0, later)), Received)
+
+
 def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVP-SES-RESUME, over sockets: a request that is computed when nothing reaches the sink arrives by the next."""
     source = fleet.source(P0, 1)
