@@ -35,6 +35,7 @@ class Handshakes:
     def __init__(self, context: zmq.Context[Socket], allow: AllowList) -> None:
         self._allow, self._next_word = allow, 0.0
         self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ASK)
         self.inbox = Inbox(self.socket)
 
@@ -117,6 +118,7 @@ def events_of(context: zmq.Context[Socket], watched: Socket, events: int) -> Inb
     watched.monitor(name, events)
     inbox = context.socket(zmq.PAIR)
     inbox.setsockopt(zmq.RCVHWM, 0)
+    inbox.setsockopt(zmq.LINGER, 0)
     inbox.connect(name)
     return Inbox(inbox)
 

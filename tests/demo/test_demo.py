@@ -100,7 +100,9 @@ def test_demo_as_in_the_readme() -> None:
 @pytest.mark.parametrize("target", ["mla", "gqa"])
 @pytest.mark.parametrize("draft", ["mla", "gqa"])
 def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: Path) -> None:
+    """Over ipc and, where both have one kind of cache, over TCP with keys (KVP-NET-CURVE)."""
     args = ["--prefill-tp", "1", "--decode-tp", "2", "--target", target, "--draft", draft, "--prompt-file", prompts]
+    args += ["--tcp"] if target == draft else []
     result = demo(*args, "--json", "--max-new", "24")
     assert result.status == 0, result.said
     told = report(result)
@@ -165,11 +167,10 @@ def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
 
-@pytest.mark.parametrize("over", ["--tcp", "--namespaces"])
-def test_over_tcp(over: str, prompts: Path) -> None:
-    """KVP-NET-CURVE: engines that know each other by their keys."""
-    result = demo(over, "--prompt-file", prompts, "--json", "--max-new", "8")
-    if over == "--namespaces" and "no network namespaces here" in result.said:
+def test_in_two_network_namespaces(prompts: Path) -> None:
+    """KVP-NET-CURVE: engines with addresses of their own that know each other by their keys."""
+    result = demo("--namespaces", "--prompt-file", prompts, "--json", "--max-new", "8")
+    if "no network namespaces here" in result.said:
         pytest.skip(result.said)
     assert result.status == 0, result.said
     assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
