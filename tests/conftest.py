@@ -26,6 +26,7 @@ SLOW = {
     "plan/test_engines.py::test_a_model_moves_byte_by_byte_from_each_engine_to_another",
     "plan/test_plan.py::test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state",
     "reference",
+    "session/test_product.py",
     "session/test_hostile.py::test_well_formed_nonsense_costs_nobody_else_anything",
     "session/test_staged.py::test_nonsense_in_chunks_and_credits_costs_nobody_else_anything",
     "transport/test_nixl.py",
