@@ -149,7 +149,7 @@ class _Source:
             while (credit := self._notices.receive()) is not None:
                 self._link.grant(credit)
             for piece in sender.step():
-                self._notices.send(piece.chunk(1, self._sequence, 1))
+                self._notices.send(piece.notice(1, self._sequence, 1))
             if time.perf_counter() > called + PATIENCE:
                 raise TimeoutError("a stream under way")
         over = time.perf_counter()

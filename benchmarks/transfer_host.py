@@ -94,7 +94,7 @@ def packed(
         before = sender.under_way
         pieces = sender.step()
         for piece in pieces:
-            conn.send(piece.chunk(1, sequence, 1))
+            conn.send(piece.notice(1, sequence, 1))
         if not pieces and sender.under_way == before:
             multiprocessing.connection.wait([conn, agent], 0.01)
             agent.wait(0)

@@ -15,9 +15,10 @@ Json = dict[str, Any]
 _REPOSITORY = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
 VECTORS = _REPOSITORY if _REPOSITORY.is_dir() else Path(__file__).parent / "vectors"
 
-LEVELS = ("codec", "negotiation", "deal", "merge", "plan", "lowering", "verify", "late")
+LEVELS = ("codec", "negotiation", "deal", "merge", "plan", "lowering", "verify", "late", "stream", "inline")
 """Bytes and fields; version and features of a session; which rank stores which token, and where; attention over shares
-made one; who sends what to whom; which bytes go where; checksums of them; windows that begin late."""
+made one; who sends what to whom; which bytes go where; checksums of them; windows that begin late; in which
+order bytes are packed; Data under credit."""
 
 
 @attrs.frozen
@@ -52,8 +53,8 @@ def load(folder: Path = VECTORS) -> list[Case]:
             suite = json.loads(path.read_text())
             for row in suite["cases"]:
                 for level, ask in cases_of(suite, row):
-                    name = "verify" if level == "verify" else suite["suite"]
-                    clause = "KVP-VERIFY-SOURCE" if level == "verify" else row["clause"]
+                    name = level if level in _CLAUSES else suite["suite"]
+                    clause = _CLAUSES.get(level, row["clause"])
                     found.append(Case(f"{name}/{row['id']}", clause, level, ask, row["note"]))
     return found
 
@@ -88,6 +89,7 @@ def _lowered(suite: Json, row: Json) -> Asked:
     sides = {side: row[side] for side in ("source", "sink")}
     yield "lowering", (Ask({"op": "lower", **sides}, {"copies": row["expected"]}),)
     yield "verify", (Ask({"op": "checksums", **sides}, {"checksums": row["sums"]}),)
+    yield "stream", (Ask({"op": "stream", **sides}, {"stream": row["stream"]}),)
 
 
 def _late(suite: Json, row: Json) -> Asked:
@@ -96,9 +98,16 @@ def _late(suite: Json, row: Json) -> Asked:
     yield "late", (Ask(question, answer or _refused(row)),)
 
 
+def _inline(suite: Json, row: Json) -> Asked:
+    question = {"op": "inline", **{key: row[key] for key in ("length", "total", "data")}}
+    yield "inline", (Ask(question, row["expected"]),)
+
+
+_CLAUSES = {"verify": "KVP-VERIFY-SOURCE", "stream": "KVP-STG-ORDER"}
+"""Of levels that share the rows of another."""
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
     "codec/*.json": _codec, "negotiation.json": _negotiated, "dcp.json": _dealt, "plan/*.json": _planned,
-    "lowering.json": _lowered, "late.json": _late,
+    "lowering.json": _lowered, "late.json": _late, "inline.json": _inline,
 }  # fmt: skip
 
 

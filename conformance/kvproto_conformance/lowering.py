@@ -14,7 +14,7 @@ from kvproto_conformance.dcp import Deal
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
 
-__all__ = ["Place", "copies", "joined", "sums"]
+__all__ = ["Place", "copies", "joined", "stream", "sums"]
 
 Json = dict[str, Any]
 Place = tuple[int, int]
@@ -82,6 +82,19 @@ def copies(source: Json, sink: Json) -> list[list[str]]:
     return joined({to: from_ for from_, to, _ in _moved(source, sink)})
 
 
+def stream(source: Json, sink: Json) -> list[list[str]]:
+    """The same runs of bytes, in the order in which they are packed; a run ends where any of its three places does."""
+    moved = sorted(((*at[1:4], number, *at[4:]), from_, to) for from_, to, at, number in _numbered(source, sink))
+    runs: list[list[int]] = []
+    for _, from_, to in moved:
+        last = runs[-1] if runs else [-1] * 5
+        if [last[0], last[1] + last[4], last[2], last[3] + last[4]] == [*from_, *to]:
+            last[4] += 1
+        else:
+            runs.append([*from_, *to, 1])
+    return [[str(n) for n in run] for run in runs]
+
+
 def sums(source: Json, sink: Json) -> dict[str, str]:
     """Feature VERIFY: the checksum of each of the sink's groups that moved a row."""
     found: dict[str, int] = {}
@@ -106,7 +119,13 @@ def _mix(x: int) -> int:
 
 def _moved(source: Json, sink: Json) -> Iterator[tuple[Place, Place, tuple[int, ...]]]:
     """Places of every byte at source and sink; and its group, model, layer, part, row and byte of the lane axis."""
+    return ((from_, to, at) for from_, to, at, _ in _numbered(source, sink))
+
+
+def _numbered(source: Json, sink: Json) -> Iterator[tuple[Place, Place, tuple[int, ...], int]]:
+    """The same, and the number of its map."""
     here, there, seen = Side(source), Side(sink), set()
+    maps: dict[tuple[str, int, int, int], int] = {}
     for a, b, dst, model, first, last, index, lo, hi, c, d, _ in boxes(source["geometry"], sink["geometry"]):
         if (str(a), str(b)) != (source["rank"], sink["rank"]):
             continue
@@ -114,12 +133,13 @@ def _moved(source: Json, sink: Json) -> Iterator[tuple[Place, Place, tuple[int, 
         part = there.groups[str(dst)]["parts"][index]["name"]
         for layer in range(first, last):
             home = here.home(model, part, layer)
+            number = maps.setdefault((home, dst, c, d), len(maps))
             for row, from_, to in _pairs(here, home, there, str(dst), c):
                 for x in range(lo, hi):
                     at = there.byte(str(dst), layer, part, to, x)
                     assert at not in seen, "a byte of the sink is written twice"
                     seen.add(at)
-                    yield here.byte(home, layer, part, from_, x), at, (dst, model, layer, index, row, x)
+                    yield here.byte(home, layer, part, from_, x), at, (dst, model, layer, index, row, x), number
 
 
 def _pairs(here: Side, home: str, there: Side, id: str, c: int) -> Iterator[tuple[int, Place, Place]]:

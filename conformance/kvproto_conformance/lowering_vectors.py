@@ -17,7 +17,7 @@ from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Columns, Grants
-from kvproto_conformance.lowering import copies, sums
+from kvproto_conformance.lowering import copies, stream, sums
 from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, sections
 from kvproto_conformance.suites import MADE, text
 
@@ -161,7 +161,24 @@ def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
         side(dealt(kv, 2, 3), [1, 5], 12, 8),
         "rank 0 of two takes its runs of 3",
     )
+    yield (
+        "layers-of-two-models",
+        "KVP-STG-ORDER",
+        side(models(4), [5, 2, 7], 0, 11),
+        side(models(3), [3, 1, 0], 2, 7),
+        "two layers of the target, keys and values of a draft, pages of other sizes",
+    )
     yield from by_tables(kv)
+
+
+def models(page: int) -> Geometry:
+    """A target whose cache is latent, and a draft with heads."""
+    groups = (
+        gqa(0, "draft", 1, 2, 4, page, dtype=DType.U8),
+        mla(1, "target", 0, 6, page, dtype=DType.U8),
+    )
+    ranks = (Rank(rank=0, owns=(owns(groups[0], [0]), owns(groups[1], range(2)))),)
+    return Geometry(replica=0, facts=(), groups=groups, ranks=ranks)
 
 
 def by_tables(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
@@ -229,6 +246,7 @@ def made() -> str:
     rows = []
     for id_, clause, here, there, note in lowered():
         given = {"source": here, "sink": there, "expected": copies(here, there), "sums": sums(here, there)}
+        given["stream"] = stream(here, there)
         rows.append({"id": id_, "clause": clause, **given, "note": note})
     return text("lowering", rows)
 

@@ -37,6 +37,15 @@ Level `late`: `{"op": "late", "group": GROUP, "cp_rank": N, "since": [TOKEN, ...
 GRANT}`, what is served of the grant, and where that begins later than it asks, `"begins": TOKEN`; or by the error.
 `since` are the first tokens that the source still has, of each of its groups from which the sink's group is filled.
 
+Level `stream`: `{"op": "stream", "source": SIDE, "sink": SIDE}` by `{"stream": [[REGION, OFFSET, REGION, OFFSET,
+BYTES], ...]}`: the runs of level `lowering` in the order in which they are packed, as long as they are contiguous on
+both sides and in the stream.
+
+Level `inline`: `{"op": "inline", "length": N, "total": N, "data": [[OFFSET, BYTES, LAST], ...]}`: a sink expects a
+stream of so many bytes and has granted so many in all, for which these Data come. The answer is `{"unpacked": N,
+"counted": N}`, and where one was refused, which ended the transfer, `"refused": [WHICH, CODE, PATH]`, from 0. LAST is
+"true" or "false".
+
 A testee that dies or is silent is restarted.
 """
 

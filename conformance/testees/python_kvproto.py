@@ -15,7 +15,10 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.planning.geometry import owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.claims import check_held
+from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
+from kvproto.transport.inline.receiver import InlineReceiver
+from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire import decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank, VersionRange
@@ -184,10 +187,66 @@ def late(question: Json) -> Json:
     return {"window": to_json(window), **({"begins": str(begins[0].first)} if begins else {})}
 
 
+def packed(question: Json) -> Json:
+    """Where each byte of the stream is at the source, and where the sink puts it."""
+    program = lowered(question)
+    sources, sinks = ({int(op[f"{name}_region"]) for op in program.ops} for name in ("source", "sink"))
+    planes, streams = [{r: memoryview(marks(r)[i]) for r in sources} for i in range(3)], []
+    for plane in planes:
+        streams.append(bytearray(program.bytes))
+        PackedStream(program, "source", plane).pack(0, streams[-1])
+    at = np.arange(program.bytes)
+    found = []
+    for digit in (at % 255 + 1, at // 255 + 1):
+        memory = {r: np.zeros(_MEMORY, np.uint8) for r in sinks}
+        PackedStream(program, "sink", {r: m.data for r, m in memory.items()}).unpack(0, digit.astype(np.uint8))
+        found.append(memory)
+    to = {
+        int(low[i]) - 1 + 255 * (int(high[i]) - 1): (region, i)
+        for region, low, high in ((r, found[0][r], found[1][r]) for r in sinks)
+        for i in np.flatnonzero(low).tolist()
+    }
+    runs: list[list[int]] = []
+    for n in range(program.bytes):
+        place = [streams[2][n], streams[0][n] + 256 * streams[1][n], *to[n]]
+        if runs and place == [runs[-1][0], runs[-1][1] + runs[-1][4], runs[-1][2], runs[-1][3] + runs[-1][4]]:
+            runs[-1][4] += 1
+        else:
+            runs.append([*place, 1])
+    return {"stream": [[str(number) for number in run] for run in runs]}
+
+
+class Counting:
+    """Unpacks by counting."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.unpacked = length, 0
+
+    def unpack(self, offset: int, data: bytes) -> None:
+        self.unpacked += len(data)
+
+
+def inline(question: Json) -> Json:
+    """What becomes of Data at a sink."""
+    came, reader, into = Came(total=int(question["total"])), InlineReceiver(0), Counting(int(question["length"]))
+    reader.open(1, 1, into)
+    refused: Json = {}
+    for n, (offset, size, last) in enumerate(question["data"]):
+        try:
+            came.count(int(size))
+            made = {"offset": int(offset), "data": bytes(int(size)), "last": last == "true"}
+            reader.data(messages.Data(session=1, sequence=1, attempt=1, **made))
+        except KvprotoError as error:
+            reader.close(1, 1)
+            refused = refused or {"refused": [str(n), error.code.name, error.path]}
+    return {"unpacked": str(into.unpacked), "counted": str(came.bytes), **refused}
+
+
 OPS = {
     "negotiate": negotiated,
     "owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge,
-    "plan": planned, "lower": copies, "checksums": sums, "late": late,
+    "plan": planned, "lower": copies, "checksums": sums, "late": late, "stream": packed,
+    "inline": inline,
 }  # fmt: skip
 
 for line in sys.stdin:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvproto_conformance import dcp, late, lowering, negotiation, planner
+from kvproto_conformance import dcp, inline, late, lowering, negotiation, planner
 from kvproto_conformance.codec import Refusal, read_frame, read_struct, write_frame, write_struct
 
 Json = dict[str, Any]
@@ -25,6 +25,8 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "plan": lambda q: planner.plan(q["source"], q["sink"], q["features"]),
     "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])},
     "checksums": lambda q: {"checksums": lowering.sums(q["source"], q["sink"])},
+    "stream": lambda q: {"stream": lowering.stream(q["source"], q["sink"])},
+    "inline": lambda q: inline.taken(int(q["length"]), int(q["total"]), q["data"]),
     "late": lambda q: late.served(q["group"], q["cp_rank"], q["grant"], [int(token) for token in q["since"]]),
 }
 

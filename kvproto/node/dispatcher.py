@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -11,14 +12,15 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.node.progress import Part
 from kvproto.node.scheduler import Attempt
-from kvproto.transport.base import Copying, Memory, Move
-from kvproto.transport.staging.staged import Piece
+from kvproto.transport.base import Copying, Memory, Move, Piece
 from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Dispatcher"]
 
 _RETRY = 1e-3
 """Seconds until a copy that could not be started is tried again."""
+_TURN = 0.02
+"""Seconds after which `advance` looks at no further copy; the next call goes on with the others (KVP-INL-TURN)."""
 
 
 @attrs.define(eq=False)
@@ -38,11 +40,13 @@ class Dispatcher:
         self, memories: Mapping[int, Memory], unwanted: Callable[[Attempt], KvprotoError | None],
         arrived: Callable[[Attempt, Piece], None],
     ) -> None:  # fmt: skip
-        """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces in staging slots."""
+        """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces of streams."""
         self._memories, self._unwanted, self._arrived = memories, unwanted, arrived
         self._launches: list[_Launch] = []
         self._refused = False
         """Whether a copy could not be started yet."""
+        self._behind = False
+        """Whether copies are still to be looked at."""
 
     @property
     def busy(self) -> bool:
@@ -53,7 +57,7 @@ class Dispatcher:
     def poll_interval(self) -> float | None:
         """Seconds until copies under way should be looked at, where no descriptor announces their progress."""
         found = [a.peer.transport.capabilities.poll_interval for each in self._launches for a in each.attempts]
-        found += [_RETRY] * self._refused
+        found += [_RETRY] * self._refused + [0.0] * self._behind
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def reads(self, key: bytes) -> bool:
@@ -91,8 +95,12 @@ class Dispatcher:
 
     def advance(self) -> list[Attempt]:
         """Take note of copies that are complete, and stop those that nobody wants; attempts of what is over."""
-        over = []
-        for each in self._launches:
+        over, until, launches = [], time.monotonic() + _TURN, self._launches
+        self._behind = False
+        for n, each in enumerate(launches):
+            if n and time.monotonic() > until:
+                self._launches, self._behind = [*launches[n:], *launches[:n]], True
+                break
             proof = Proof.PROVEN if each.stopping is None and self._complete(each) else None
             if each.stopping is not None:
                 proof = each.copying.stop()

@@ -23,7 +23,7 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.session.push import Unpacker
-from kvproto.transport.base import StagedDelivery, Transport
+from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 from kvproto.wire.messages import Done, Grants, Offer
 
@@ -77,8 +77,8 @@ class SourceLink:
         self.endpoint.plans.defer, self.endpoint.runs = here.backstage.defer, here.runs
         self._puller = Puller(self.endpoint, here.pool, here.readers)
         self._expected: Expected | None = None
-        self._deliveries: dict[int, StagedDelivery] = {}
-        """By source rank."""
+        self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
+        """By source rank and transport."""
         self._waiting: dict[int, _Wanted] = {}
         self._numbers: dict[int, int] = {}
         """The endpoint's number of a transfer to ours."""
@@ -187,7 +187,8 @@ class SourceLink:
         for number, wanted in waiting.items():
             try:
                 self._check_axes(wanted.axes)
-                unpackers = {writer: self._unpacker(writer, wanted.grants) for writer in self.endpoint.staged()}
+                streams = self.endpoint.streamed().items()
+                unpackers = {writer: self._unpacker(writer, by, wanted.grants) for writer, by in streams}
                 inner = self.endpoint.transfer(
                     wanted.ticket, wanted.content, dict(wanted.grants), time.monotonic(), unpackers
                 )
@@ -204,10 +205,10 @@ class SourceLink:
             mine = f"axes of {sorted(known)}" if known else "none, as all caches of both sides are of tokens"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, repr(unknown[0]))
 
-    def _unpacker(self, writer: int, grants: Mapping[int, Grants]) -> Unpacker:
+    def _unpacker(self, writer: int, transport: int, grants: Mapping[int, Grants]) -> Unpacker:
         """What makes the unpacker of a source rank's stream; raises BAD_GRANT."""
         assert self._expected is not None
-        delivery, expected = self._deliveries[writer], self._expected
+        delivery, expected = self._deliveries[writer, transport], self._expected
         whole = delivery.unpacker(expected.program(writer, grants))
         return lambda begins: (
             delivery.unpacker(expected.program(writer, self._begun(grants, begins))) if begins else whole
@@ -258,14 +259,13 @@ class SourceLink:
             self._expected = Expected(described[0], described[1], self._here.pool.layout)
 
     def _registration(self, source: int) -> Registration:
-        """What one source rank may write: the pages, or staging slots in their place."""
+        """What one source rank may write: the pages, staging slots in their place, or nothing."""
         self._planned()
         assert self._expected is not None
         expected = self._expected
         nothing = expected.pair(source).nothing
-        made, staged = register(self._here.transports, self._here.pool.memories, nothing, lambda: expected.runs(source))
-        if staged is not None:
-            self._deliveries[source] = staged
+        made, packed = register(self._here.transports, self._here.pool.memories, nothing, lambda: expected.runs(source))
+        self._deliveries |= {(source, transport): each for transport, each in packed.items()}
         return made
 
     def _received(self, event: Arrived) -> Received | TransferLost:

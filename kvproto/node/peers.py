@@ -70,8 +70,8 @@ class Peers:
             if Feature.PULL in session.features:
                 self._expose(session, event, pair)
                 return
-            staged = Feature.STAGED in session.features
-            peer = map_peer(event, self._transports, pair, self._pool.memories, writes=True, staged=staged)
+            own, features = self._pool.memories, session.features
+            peer = map_peer(event, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
             session.refuse_register(error)
             return

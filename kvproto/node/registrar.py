@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -12,7 +12,7 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import Registration
 from kvproto.session.events import RegisterAsked
-from kvproto.transport.base import Connection, Mapped, Memory, Move, StagedDelivery, Transport
+from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
@@ -42,25 +42,24 @@ def features_of(
 
 def register(
     transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
-) -> tuple[Registration, StagedDelivery | None]:
+) -> tuple[Registration, dict[int, StreamDelivery]]:
     """Expose every region to one peer by each transport, in order of preference; raises NO_TRANSPORT.
 
-    `program` is any of the rank pair's; `runs` estimates the runs of a typical request. The delivery is set where the
-    peer writes staging slots in place of the pages.
+    `program` is any of the rank pair's; `runs` estimates the runs of a typical request. Deliveries, by
+    transport, are set where the peer packs bytes in place of writing the pages.
     """
     handles: dict[int, list[Handle]] = {id: [] for id in memories}
     more: list[Region] = []
-    staged: StagedDelivery | None = None
-    staged_by: TransportCode | None = None
+    packed: dict[int, StreamDelivery] = {}
     for transport in transports:
         exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(more), program, runs)
         for id, some in exposed.handles.items():
             handles[id] += some
         more += exposed.regions
-        if exposed.staged is not None:
-            staged, staged_by = exposed.staged, transport.capabilities.code
+        if exposed.packed is not None:
+            packed[transport.capabilities.code] = exposed.packed
     regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
-    return Registration((*regions, *more), staged.receiver if staged is not None else None, staged_by), staged
+    return Registration((*regions, *more), {code: each.receiver for code, each in packed.items()}), packed
 
 
 @attrs.define(eq=False)
@@ -75,8 +74,8 @@ class PeerMapping:
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
 
     @property
-    def staged(self) -> bool:
-        """Whether its pages are reached through staging slots."""
+    def packed(self) -> bool:
+        """Whether bytes are packed, as its pages cannot be written directly."""
         return self.connection.link is not None
 
     def close(self) -> None:
@@ -86,11 +85,11 @@ class PeerMapping:
 
 def map_peer(
     asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory], writes: bool,
-    staged: bool = False,
+    features: Collection[int] = (),
 ) -> PeerMapping:  # fmt: skip
     """Map every region that a column names, by the first transport of the owner's order that works here.
 
-    `writes`: whether this side writes or reads. `staged`: whether staging slots may be used. Raises why the last
+    `writes`: whether this side writes or reads. `features` are those of the session. Raises why the last
     transport did not work, or NO_TRANSPORT with what each side has.
     """
     message = asked.register
@@ -103,7 +102,7 @@ def map_peer(
     for transport in (by_code[code] for code in offered if code in by_code):
         made = PeerMapping(asked, transport, pair)
         try:
-            made.connection = transport.connect(message.regions, named, writes, staged)
+            made.connection = transport.connect(message.regions, named, writes, features)
             sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, made.connection.mapped
             transport.prepare(Move(pair.nothing, *(sides if writes else sides[::-1])))
         except KvprotoError as found:

@@ -49,7 +49,7 @@ class Attempt:
     news: int = 0
     """Of the request, when it was looked at last."""
     stream: Stream | None = None
-    """A copy through staging slots that has begun before all rows were there."""
+    """A packed copy that has begun before all rows were there."""
     ready: frozenset[Layer] = frozenset()
     """Layers that the stream was told of."""
     copies: int = 0
@@ -91,10 +91,10 @@ class Scheduler:
             return []
         if request.finished is not None:
             return self._last(attempt, request)
-        late = attempt.peer.staged and any(g.late for g in attempt.asked.transfer.grants)  # its first Chunk says more
+        late = attempt.peer.packed and any(g.late for g in attempt.asked.transfer.grants)  # its first Chunk says more
         if attempt.news == request.news or attempt.peer.reads or late:
             return []
-        if not (attempt.peer.staged or self._worth(attempt, request)):
+        if not (attempt.peer.packed or self._worth(attempt, request)):
             attempt.news = request.news
             return []
         if attempt.program is None or attempt.lowered != request.reach:
@@ -105,7 +105,7 @@ class Scheduler:
                 return []
         attempt.news, attempt.lowered = request.news, request.reach
         program = attempt.program
-        if attempt.peer.staged:
+        if attempt.peer.packed:
             return [Part(program, None, (), program.bytes, grows=True)]
         parts = attempt.progress.next(program, request.available)
         return parts if sum(p.bytes for p in parts) >= self._part_bytes else []
@@ -145,7 +145,7 @@ class Scheduler:
         return [Part(program, None, finished.events, program.bytes)]
 
     def _lower(self, attempt: Attempt, request: Request) -> CopyProgram:
-        return request.program(attempt.peer.pair, attempt.asked.transfer.grants, whole=attempt.peer.staged)
+        return request.program(attempt.peer.pair, attempt.asked.transfer.grants, whole=attempt.peer.packed)
 
     def _worth(self, attempt: Attempt, request: Request) -> bool:
         """Whether a part should go while prefill runs."""

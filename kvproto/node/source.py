@@ -23,9 +23,8 @@ from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested
 from kvproto.transport import default
-from kvproto.transport.base import Transport
+from kvproto.transport.base import Piece, Transport
 from kvproto.transport.process import this_process
-from kvproto.transport.staging.staged import Piece
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 
@@ -285,7 +284,7 @@ class SourceNode:
         attempt.last = LastPart(now, left, moved, finished.handoffs(attempt.peer.pair))
 
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
-        self.endpoint.chunk(attempt.asked, piece, attempt.begins)
+        self.endpoint.stream(attempt.asked, piece, attempt.begins)
 
     def _complete(self, told: list[Any]) -> bool:
         """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether

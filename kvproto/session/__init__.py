@@ -1,12 +1,12 @@
 """The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-`core` knows Hello to Goodbye; `push`, `pull`, `staged`, `verify` and `ping` each add one feature to it; an endpoint
+`core` knows Hello to Goodbye; `push`, `pull`, `staged`, `inline` and `ping` each add one feature to it; an endpoint
 holds all sessions of one rank.
 """
 
 from kvproto.session.phases import Party, new_incarnation
 from kvproto.session.sink_endpoint import SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
-from kvproto.session.staged import Registration
+from kvproto.session.stream import Registration
 
 __all__ = ["Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

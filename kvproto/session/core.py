@@ -53,6 +53,9 @@ class Part:
     def closed(self) -> None:
         """The session is over."""
 
+    def reconnected(self) -> None:
+        """The session goes on over another connection; notices on their way are lost."""
+
 
 class Endpoint:
     """All sessions of one rank: what they send and tell, and when they next have something to do."""
@@ -271,6 +274,11 @@ class Session:
         if self.answered(message.request, m.Hello, m.Describe, m.Register):
             self.step("Refused")
             self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
+
+    def reconnected(self) -> None:
+        """The session goes on over another connection."""
+        for part in self._parts.values():
+            part.reconnected()
 
     def resume(self, now: float) -> bool:
         """Whether this side tries to go on with a session that the peer does not know by this connection."""

@@ -16,3 +16,5 @@ TICKET_WAIT = 10.0
 """Time that a Transfer waits at the source for the prompt of its ticket. In seconds."""
 PING_SILENCE = 5.0
 """Time without a frame from the peer after which a side sends Ping; twice of it makes the peer suspect. In seconds."""
+MAX_CREDIT = 4194304
+"""Bytes of Data that a Credit may allow beyond those that were sent."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from typing import Any
 
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Endpoint, Session
+from kvproto.session.inline import SinkInline
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
 from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
@@ -15,13 +17,17 @@ from kvproto.session.pull import SinkPull
 from kvproto.session.push import Delivery, SinkPush
 from kvproto.session.refusals import refused
 from kvproto.session.registering import register, registered
-from kvproto.session.staged import Registration, SinkStaged
+from kvproto.session.staged import SinkStaged
+from kvproto.session.stream import Registration, SinkStream
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Access, ErrorCode, Feature, Role
+from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Role
 
 __all__ = ["SinkSession"]
+
+_STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SinkStaged, CreditKind.INLINE: SinkInline}
+"""What hears a stream, by what its credit counts."""
 
 
 class SinkSession(Session):
@@ -38,6 +44,8 @@ class SinkSession(Session):
         self.endpoints: dict[int, str] = {}
         """Where the ranks of the source's replica listen."""
         self.delivery = Delivery(self)
+        self.streamed_by: int | None = None
+        """The transport by which the source packs, where it does not write the pages itself."""
         self._replica = replica
         self._columns, self._terms, self._proving = columns, Terms(offered), proving
         self._exposed = Registration(())
@@ -73,6 +81,8 @@ class SinkSession(Session):
             if message.session != self.session:
                 self.notice(m.Goodbye(session=message.session, reason="another session was to be resumed"))
                 self.lose("the source has forgotten it")
+            else:
+                self.reconnected()
             return
         self.session = message.session
         try:
@@ -159,14 +169,16 @@ class SinkSession(Session):
         if message.transport not in offered:
             mine, yours = str(sorted(offered)), str(message.transport)
             raise RemoteError(ErrorCode.NO_TRANSPORT, "transport", mine, yours, "take a transport of the handles")
-        slots = self._exposed.slots
-        if message.transport == self._exposed.staged_by and slots is not None:
-            if Feature.STAGED not in self.features:
+        if (reader := self._exposed.readers.get(message.transport)) is not None:
+            stream: SinkStream = _STREAMS[reader.kind](self, reader)
+            if stream.feature not in self.features:
+                name = stream.feature.name
                 raise RemoteError(
-                    ErrorCode.FEATURE_MISSING, "transport", "STAGED", "staging slots without it", "negotiate STAGED"
+                    ErrorCode.FEATURE_MISSING, "transport", name, "packed bytes without it", f"negotiate {name}"
                 )
-            self._deliver_by(SinkStaged(self, slots))
-        elif isinstance(self.delivery, SinkPush):
+            self.streamed_by = message.transport
+            self._deliver_by(stream)
+        if isinstance(self.delivery, SinkPush):
             self.delivery.registered(message, self._proving)
 
     hears = (

@@ -17,7 +17,7 @@ from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
-from kvproto.session.staged import Registration
+from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
 from kvproto.session.transfers import SinkAttempt, SinkTransfers
@@ -155,9 +155,9 @@ class SinkEndpoint(Endpoint):
         """Features that every session has."""
         return tuple(f for f in Feature if all(f in s.features for s in self.sessions.values()))
 
-    def staged(self) -> list[int]:
-        """Source ranks whose bytes come through staging slots."""
-        return [rank for rank, session in self._ranks.items() if session.delivery.polled]
+    def streamed(self) -> dict[int, int]:
+        """Source ranks whose bytes come as a stream, and the transport of each."""
+        return {rank: s.streamed_by for rank, s in self._ranks.items() if s.streamed_by is not None}
 
     def transfer(
         self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
@@ -165,7 +165,7 @@ class SinkEndpoint(Endpoint):
     ) -> int:  # fmt: skip
         """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
 
-        `grants` by group id; `unpackers` for the streams of the ranks that are `staged`. Raises LocalError before
+        `grants` by group id; `unpackers` for the streams of the ranks that are `streamed`. Raises LocalError before
         Ready, and BUSY or TOO_LARGE beyond a source's limits; then nothing was asked.
         """
         if not self.ready or self.plan is None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any
 
 from kvproto.errors import KvprotoError
 from kvproto.session.core import Endpoint, Session
+from kvproto.session.inline import SourceInline
 from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.registering import Holder, register
-from kvproto.session.staged import SlotWriter, SourceStaged
+from kvproto.session.staged import SourceStaged
+from kvproto.session.stream import SourceStream, StreamWriter
 from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Access, Feature, Transport
+from kvproto.wire.enums import Access, CreditKind, Feature, Transport
 
 __all__ = ["SourceSession"]
+
+_STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SourceStaged, CreditKind.INLINE: SourceInline}
+"""What says a stream, by what its credit counts."""
 
 
 class SourceSession(Session):
@@ -35,6 +41,8 @@ class SourceSession(Session):
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         self._describing: int | None = None
         """Request id of a Describe whose plan is being made."""
+        self.stream: SourceStream | None = None
+        """Where bytes are packed."""
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
         self.step("Hello")
@@ -87,16 +95,17 @@ class SourceSession(Session):
     hears = (*Session.hears, (m.Describe, _describe))
 
     def accept_register(
-        self, transport: Transport, slots: SlotWriter | None = None, process: m.Process | None = None
+        self, transport: Transport, writer: StreamWriter | None = None, process: m.Process | None = None
     ) -> None:
         """The sink's memory is mapped by this transport.
 
-        `slots`: where bytes are staged, so that Credit is heard. `process`: the one that writes, where its end is proof
-        that no write of it can arrive any more (KVP-REG-PROCESS).
+        `writer`: where bytes are packed, so that Credit is heard. `process`: the one that writes, where its end is
+        proof that no write of it can arrive any more (KVP-REG-PROCESS).
         """
         accepted = self.part(Holder).accept(transport, process if not self.pulls else None)
-        if accepted and slots is not None:
-            self.install(SourceStaged(self, slots))
+        if accepted and writer is not None:
+            self.stream = _STREAMS[writer.kind](self, writer)
+            self.install(self.stream)
 
     def refuse_register(self, error: KvprotoError) -> None:
         """The sink's memory cannot be mapped."""

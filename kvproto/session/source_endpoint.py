@@ -18,7 +18,7 @@ from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.refusals import refusal
 from kvproto.session.source import SourceSession
-from kvproto.session.staged import SourceStaged, StagedPiece
+from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import decode, encode
@@ -115,6 +115,8 @@ class SourceEndpoint(Claims):
         self._supersede(peer)
         if session is not None:
             self._greetings.pop(session.conn, None)
+            if session.greeting != hello.request:
+                session.reconnected()
             session.conn, session.greeting, self._greetings[conn] = conn, hello.request, session.session
         else:
             session = self.sessions.get(self._greetings.get(conn, 0))
@@ -227,10 +229,10 @@ class SourceEndpoint(Claims):
         if (found := self._attempt(asked)) is not None:
             found[1].copying = True
 
-    def chunk(self, asked: TransferRequested, piece: StagedPiece, begins: tuple[m.Begin, ...] = ()) -> None:
-        """Bytes of the transfer are in a slot of the sink; `begins`: where its late windows begin."""
-        if (found := self._attempt(asked)) is not None:
-            found[0].part(SourceStaged).chunk(found[1], piece, begins)
+    def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
+        """Say the next piece of the stream of a transfer; `begins`: where its late windows begin."""
+        if (found := self._attempt(asked)) is not None and found[0].stream is not None:
+            found[0].stream.send(found[1], piece, begins)
 
     def _copied(
         self, asked: TransferRequested, proof: Proof = Proof.PROVEN

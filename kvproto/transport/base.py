@@ -10,7 +10,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
@@ -18,14 +18,13 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.staging.packed import Layer, Packer
-from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
-from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
+from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Handle, Region
+from kvproto.wire.messages import Chunk, Data, Handle, Region
 
 __all__ = [
-    "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory", "Move", "Provider",
-    "Regions", "StagedDelivery", "Stream", "Transport", "connect_each", "no_handle",
+    "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory", "Move",
+    "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport", "connect_each", "no_handle",
 ]  # fmt: skip
 
 
@@ -87,13 +86,20 @@ class Move:
     layers: tuple[int, int] | None = None
     """Copy layers [lo, hi) only. Stated apart from the program, so that its table of operations stays cached."""
     grows: bool = False
-    """Whether no row is there yet, so that `Copying.stream` has to be told of layers; through staging slots only."""
+    """Whether no row is there yet, so that `Copying.stream` has to be told of layers; of packed copies only."""
     background: bool = False
     """Whether more of the same request is still being computed: nobody waits for this copy, so it yields to compute."""
 
 
+class Piece(Protocol):
+    """Bytes of a packed stream that a message carries or announces."""
+
+    def notice(self, session: int, sequence: int, attempt: int) -> Chunk | Data:
+        """That message."""
+
+
 class Stream(Protocol):
-    """A copy through staging slots whose rows may become ready while it runs, and whose arrivals are announced."""
+    """A packed copy whose rows may become ready while it runs, and whose pieces are sent or announced."""
 
     @property
     def left(self) -> int:
@@ -102,8 +108,8 @@ class Stream(Protocol):
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
         """The rows of these layers, or of all, are there once these device events have happened."""
 
-    def take(self) -> list[Piece]:
-        """The pieces that have arrived since the last call, to be announced in this order."""
+    def take(self) -> Sequence[Piece]:
+        """The pieces that have arrived, or are to be sent, since the last call; in this order."""
 
 
 class Copying(Protocol):
@@ -115,7 +121,7 @@ class Copying(Protocol):
 
     @property
     def stream(self) -> Stream | None:
-        """The stream that it is, where it goes through staging slots."""
+        """The stream that it is, where its bytes are packed."""
 
     @property
     def done(self) -> bool:
@@ -147,14 +153,42 @@ class Capabilities:
     first_part_ratio: float = 0.0
     """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
     poll_interval: float | None
-    """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives `start`."""
+    """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives
+    `start`, or its peer's messages move it on."""
+
+
+class Link(Protocol):
+    """At the source: what the packed streams to one peer share."""
+
+    kind: ClassVar[CreditKind]
+    """What the peer's credit counts."""
+
+
+class Receiver(Protocol):
+    """At the sink: the packed streams of one peer, as its session reads them."""
+
+    kind: ClassVar[CreditKind]
+    """What their credit counts."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being unpacked."""
+
+    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+        """Expect the stream of a transfer."""
+
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """No more bytes come: whether all is unpacked; raises KvprotoError where bytes are missing."""
+
+    def close(self, sequence: int, attempt: int) -> bool:
+        """Discard the stream: whether nothing unpacks any more."""
 
 
 @attrs.frozen
-class StagedDelivery:
-    """A sink's side of packed bytes from one source (feature STAGED)."""
+class StreamDelivery:
+    """A sink's side of packed bytes from one source (features STAGED and INLINE)."""
 
-    receiver: StagedReceiver
+    receiver: Receiver
     unpacker: Callable[[CopyProgram], Packer]
     """Makes what scatters one transfer's stream into the pages."""
 
@@ -167,8 +201,8 @@ class Exposure:
     """For every region that was passed, by its id."""
     regions: tuple[Region, ...] = ()
     """Further regions that the peer needs: staging slots, or memory to measure the link with."""
-    staged: StagedDelivery | None = None
-    """Set where the peer writes into staging slots in place of the pages."""
+    packed: StreamDelivery | None = None
+    """Set where the peer packs bytes and does not write the pages."""
 
 
 @attrs.define(eq=False)
@@ -177,7 +211,7 @@ class Connection:
 
     mapped: dict[int, Mapped] = attrs.Factory(dict)
     link: Link | None = None
-    """To the peer's staging slots, where its pages cannot be written directly."""
+    """Where bytes are packed, as the peer's pages cannot be written directly."""
 
     def close(self) -> None:
         """Unmap all of them; no copy that uses them may be under way."""
@@ -201,10 +235,12 @@ class Transport(Protocol):
         Raises NO_TRANSPORT for memory that this transport cannot share.
         """
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
+    def connect(
+        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+    ) -> Connection:
         """Reach the peer's regions whose ids are in `used`, to write or else to read them.
 
-        `staged`: whether the session has feature STAGED. Raises NO_TRANSPORT or TRANSPORT_FAILED with the path
+        `features` are those of the session. Raises NO_TRANSPORT or TRANSPORT_FAILED with the path
         `regions[i]` of what is wrong; nothing stays mapped then.
         """
 

@@ -89,7 +89,7 @@ class Transport(IntEnum):
     SHM = 1
     """POSIX shared memory, one host."""
     INLINE = 2
-    """Inside the session itself."""
+    """Inside the session itself, between any hosts."""
     CUDA = 3
     """GPUs of one host that map each other."""
     NIXL = 4

@@ -842,6 +842,8 @@ class Data:
     """The bytes. [byte] Since 1.0."""
     last: bool
     """Whether the stream ends here. Since 1.0."""
+    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    """In the first Data of a stream: what Done will say. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

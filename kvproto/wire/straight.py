@@ -4289,11 +4289,14 @@ _Data_attempt = setter(Data, "attempt")
 _Data_offset = setter(Data, "offset")
 _Data_data = setter(Data, "data")
 _Data_last = setter(Data, "last")
+_Data_begins = setter(Data, "begins")
 
 
 def _d_Data(b: Any, p: int) -> tuple[Data, int]:
-    if b[p] != 134:
+    left = b[p]
+    if not 134 <= left <= 135:
         raise Doubt
+    left -= 134
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -4345,7 +4348,7 @@ def _d_Data(b: Any, p: int) -> tuple[Data, int]:
             f5, p = read_uint(b, f5, p)
     if b[p] != 6:
         raise Doubt
-    f6, p = read_bin(b, p + 1, 1, 8388608)
+    f6, p = read_bin(b, p + 1, 1, 262144)
     if b[p] != 7:
         raise Doubt
     f7 = b[p + 1]
@@ -4353,8 +4356,22 @@ def _d_Data(b: Any, p: int) -> tuple[Data, int]:
         raise Doubt
     f7 = f7 == 195
     p = p + 1 + 1
+    if left and b[p] == 8:
+        left -= 1
+        n, p = read_count(b, p + 1, 0, 65536)
+        v8 = []
+        for _ in range(n):
+            x8, p = _d_Begin(b, p)
+            v8.append(x8)
+        f8 = tuple(v8)
+    else:
+        f8 = None
+    if left:
+        raise Doubt
+    if f8 is not None and len(f8) > 1 and not ascends([x.group for x in f8]):
+        raise Doubt
     o = new(Data)
-    _Data_session(o, f1); _Data_sequence(o, f3); _Data_attempt(o, f4); _Data_offset(o, f5); _Data_data(o, f6); _Data_last(o, f7)
+    _Data_session(o, f1); _Data_sequence(o, f3); _Data_attempt(o, f4); _Data_offset(o, f5); _Data_data(o, f6); _Data_last(o, f7); _Data_begins(o, f8)
     return o, p
 
 
@@ -4367,6 +4384,10 @@ def _e_Data(o: Any, out: list[Any]) -> None:
     f5 = o.offset
     f6 = o.data
     f7 = o.last
+    f8 = o.begins
+    if f8 is not None and len(f8) > 1 and not ascends([x.group for x in f8]):
+        raise Doubt
+    out.append(BYTE_OF[135 - (f8 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 18446744073709551615:
@@ -4375,11 +4396,18 @@ def _e_Data(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
         raise Doubt
-    out += (b'\x86\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06',)
-    write_bin(f6, 1, 8388608, out)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06',)
+    write_bin(f6, 1, 262144, out)
     if f7.__class__ is not bool:
         raise Doubt
     out += (b'\x07', b'\xc3' if f7 else b'\xc2',)
+    if f8 is not None:
+        out.append(b'\x08')
+        if f8.__class__ is not tuple:
+            raise Doubt
+        out.append(write_count(len(f8), 0, 65536))
+        for x8 in f8:
+            _e_Begin(x8, out)
 
 
 Offer = messages.Offer

@@ -372,8 +372,9 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (3, "sequence", "u64", True, 1, None, None),
         (4, "attempt", "u32", True, 1, None, None),
         (5, "offset", "u64", True, None, None, None),
-        (6, "data", "bytes", True, 1, None, None),
+        (6, "data", "bytes", True, 1, 262144, None),
         (7, "last", "bool", True, None, None, None),
+        (8, "begins", "list<struct:Begin>", False, None, None, None),
     ),
     "Offer": (
         (1, "session", "u64", True, None, None, None),
@@ -492,6 +493,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("present_iff", ("slots", "kind", "STAGING"), "FIELD_CONFLICT"),
         ("present_iff", ("total", "kind", "INLINE"), "FIELD_CONFLICT"),
         ("ascend", ("slots",), "NOT_ASCENDING"),
+    ),
+    "Data": (
+        ("ascend", ("begins", "group"), "NOT_ASCENDING"),
     ),
     "Offer": (
         ("ascend", ("grants", "group"), "NOT_ASCENDING"),

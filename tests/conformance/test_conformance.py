@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto_conformance import late, lowering, negotiation, planner, testee
+from kvproto_conformance import inline, inline_vectors, late, lowering, negotiation, planner, testee
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import LEVELS, load
 from kvproto_conformance.codec import Refusal
@@ -116,6 +116,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": lambda q: planner.plan(q["source"], q["sink"], ()),
     "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])[:-1]},
     "checksums": lambda q: {"checksums": dict.fromkeys(lowering.sums(q["source"], q["sink"]), "0")},
+    "stream": lambda q: {"stream": sorted(lowering.stream(q["source"], q["sink"]))},
+    "inline": lambda q: inline.taken(int(q["length"]), int(q["total"]) + 1, q["data"]),
     "late": lambda q: late.served(q["group"], q["cp_rank"], {**q["grant"], "late": True}, [*map(int, q["since"])]),
 }
 
@@ -131,6 +133,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         ("lowering", {"lowering/ring-to-pages", "lowering/zigzag-alike"}),
         ("verify", {"verify/ring-to-pages", "verify/zigzag-alike"}),
         ("late", {"late/pages-0-9-0", "late/tiled-dealt-1-9-0"}),
+        ("stream", {"stream/layers-of-two-models", "stream/ring-to-pages"}),
+        ("inline", {"inline/beyond-credit", "inline/beyond-then-within"}),
     ],
 )
 def test_a_mistake_fails_the_cases_that_show_it(level: str, wrong: set[str]) -> None:
@@ -148,6 +152,10 @@ def test_an_answer_may_say_more_only_where_the_case_allows_it() -> None:
     assert run(right[:1], Always({"plan": answers[0]["plan"], "routes": []}))[0].wrong
     strict = [attrs.evolve(case, asks=(attrs.evolve(case.asks[0], more=False),)) for case in right[:1]]
     assert run(strict, Always({**answers[0], "routes": []}))[0].wrong
+
+
+def test_the_vectors_of_data_are_what_their_maker_makes() -> None:
+    assert inline_vectors.FILE.read_text() == inline_vectors.made()
 
 
 def test_the_readme_counts_the_cases_of_each_level() -> None:

@@ -131,7 +131,7 @@ class Chunks:
 
 def staged_ranks(sink: SinkNode) -> list[int]:
     """Source ranks that write staging slots of a sink."""
-    return sink._links[PREFILL].endpoint.staged()
+    return sorted(sink._links[PREFILL].endpoint.streamed())
 
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(2, 1), (1, 2)])

@@ -41,7 +41,9 @@ class Named(ShmTransport):
     def _renamed(self, handle: Handle) -> Handle:
         return attrs.evolve(handle, transport=self.capabilities.code)
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> Connection:
+    def connect(
+        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+    ) -> Connection:
         if self._fails == "connect":
             raise RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0]", "no way", self.capabilities.code.name)
         code = self.capabilities.code
@@ -54,7 +56,7 @@ class Named(ShmTransport):
             )
             for r in regions
         ]  # fmt: skip
-        self.connected.append(super().connect(shm, used, writes, staged))
+        self.connected.append(super().connect(shm, used, writes, features))
         return self.connected[-1]
 
     def prepare(self, move: Move) -> None:
@@ -105,11 +107,11 @@ def test_no_common_transport_says_what_each_side_has(stage: Stage) -> None:
 def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage: Stage) -> None:
     """A region has one id."""
     first, second = Named(Code.NIXL, extra=2), Named(Code.SHM, extra=1)
-    made, staged = register([first, second], stage.sink.memories, stage.pair.nothing, stage.pair.nothing.runs)
+    made, packed = register([first, second], stage.sink.memories, stage.pair.nothing, stage.pair.nothing.runs)
     assert [region.id for region in made.regions] == [0, 1, 2, 3]
     assert [h.transport for h in made.regions[0].handles] == [Code.NIXL, Code.SHM]
     assert (first.next_ids, second.next_ids) == ([1], [3])
-    assert (staged, made.slots, made.staged_by) == (None, None, None)
+    assert (packed, made.readers) == ({}, {})
 
 
 def test_features_are_those_of_the_transports_and_of_the_options() -> None:

@@ -48,7 +48,7 @@ class Staged(World):
             slots = Slots(SLOTS, SLOT, self.events_)
             self.slots.setdefault(name, []).append(slots)
             region = attrs.evolve(memory(pool).region, handles=(Handle(transport=Transport.NIXL, data=b""),))
-            return Registration((region,), StagedReceiver(slots), Transport.NIXL)
+            return Registration((region,), {Transport.NIXL: StagedReceiver(slots)})
 
         return registration
 
@@ -82,7 +82,7 @@ class Staged(World):
     ) -> None:  # fmt: skip
         """The source says that bytes of the last transfer asked of it are in a slot."""
         serve = self.events(address, "TransferRequested")[-1]
-        self.sources[address].chunk(serve, Piece(slot, offset, bytes_, last), begins)
+        self.sources[address].stream(serve, Piece(slot, offset, bytes_, last), begins)
         self.run()
 
     def stream(self, address: str = "s0") -> None:
@@ -367,7 +367,7 @@ class Unstaged(Staged):
 
 def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
     world = Unstaged()
-    assert world.sinks["d0"].staged() == []
+    assert world.sinks["d0"].streamed() == {}
     world.ask()
     (session,) = world.sources["s0"].sessions
     chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=SLOT, last=False)

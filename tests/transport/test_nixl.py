@@ -38,7 +38,7 @@ from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
-from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.messages import Handle, Region
 from tests.plan import oracle
 from tests.plan.test_program import hold
@@ -141,7 +141,7 @@ def test_bytes_arrive_direct_and_staged(transport: str, monkeypatch: pytest.Monk
                 while conn.poll(0):
                     link.grant(conn.recv())
                 for piece in sender.step():
-                    conn.send(piece.chunk(1, 1, 1))
+                    conn.send(piece.notice(1, 1, 1))
                     chunks += 1
                 if not link.granted:
                     agent.wait(0.01)
@@ -583,9 +583,9 @@ def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
         pages = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
         for regions, staged in ((pages, True), ([*pages, *exposed.regions], False)):
             with pytest.raises(RemoteError) as caught:
-                source.connect(regions, memory, writes=True, staged=staged)
+                source.connect(regions, memory, writes=True, features=(Feature.STAGED,) * staged)
             assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
-        connection = source.connect([*pages, *exposed.regions], memory, writes=True, staged=True)
+        connection = source.connect([*pages, *exposed.regions], memory, writes=True, features=(Feature.STAGED,))
         assert connection.link is not None
         assert connection.link.slot_bytes == 512
         connection.close()
@@ -598,9 +598,9 @@ def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
         exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
         assert (exposed.regions, exposed.staged) == ((), None)
         regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
-        connection = source.connect(regions, memory, writes=True, staged=False)
+        connection = source.connect(regions, memory, writes=True, features=())
         assert connection.mapped.keys() == memory.keys()
         connection.close()
         with pytest.raises(RemoteError) as caught:
-            source.connect(regions, memory, writes=False, staged=False)
+            source.connect(regions, memory, writes=False, features=())
         assert caught.value.code == ErrorCode.NO_TRANSPORT

@@ -118,7 +118,7 @@ def test_streams_arrive_whole_in_any_order_of_events(own: int, theirs: int, size
             wire.append(credit)
         elif act == 1:
             i = rng.randrange(len(senders))
-            wire += [p.chunk(1, i + 1, 1) for p in senders[i].step()]
+            wire += [p.notice(1, i + 1, 1) for p in senders[i].step()]
         elif act == 2 and wire:
             message = wire.pop(0)
             if isinstance(message, Credit):

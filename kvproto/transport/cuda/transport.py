@@ -50,7 +50,9 @@ class CudaTransport(base.Transport):
         _addresses(memory)
         return base.Exposure({id: each.region.handles for id, each in memory.items()})
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> base.Connection:
+    def connect(
+        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+    ) -> base.Connection:
         """Map each region; raises as `kvproto.transport.cuda.memory.connect`."""
         device = self.copier.device
         return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device))

@@ -128,7 +128,7 @@ class _Packed(BenchPath):
             before = sender.under_way
             pieces = sender.step()
             for piece in pieces:
-                self._conn.send(piece.chunk(1, self._sequence, 1))
+                self._conn.send(piece.notice(1, self._sequence, 1))
             if not pieces and sender.under_way == before and self.source == HOST:  # a GPU wakes nobody
                 multiprocessing.connection.wait([self._conn, self._agent.fileno()], 0.01)
                 self._agent.wait(0)

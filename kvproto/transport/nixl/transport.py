@@ -100,12 +100,14 @@ class NixlTransport(base.Transport):
         self.backend.prepare(program, "sink", memory)
         return base.Exposure(
             dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),),
-            base.StagedDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
+            base.StreamDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
         )  # fmt: skip
 
     # as a source
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> base.Connection:
+    def connect(
+        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+    ) -> base.Connection:
         """Reach the peer's pages, or learn that they are behind staging slots; check that GPUs are reached fast.
 
         Raises NO_TRANSPORT (KVP-REG-STAGING, or to read), TRANSPORT_FAILED for a slow link.
@@ -115,7 +117,7 @@ class NixlTransport(base.Transport):
         ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
         made = base.connect_each(regions, ours.union(used), self._reach)
         try:
-            made.link = self._stage(made.mapped, staged)
+            made.link = self._stage(made.mapped, Feature.STAGED in features)
         except KvprotoError:
             made.close()
             raise

@@ -44,7 +44,9 @@ class ShmTransport(base.Transport):
         _buffers(memory)
         return base.Exposure({id: each.region.handles for id, each in memory.items()})
 
-    def connect(self, regions: Sequence[Region], used: Collection[int], writes: bool, staged: bool) -> base.Connection:
+    def connect(
+        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+    ) -> base.Connection:
         """Map each region; raises as `kvproto.transport.shm.memory.connect`."""
         return base.connect_each(regions, used, shared.connect)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import numpy as np
@@ -61,7 +61,7 @@ class Piece:
     bytes: int
     last: bool
 
-    def chunk(self, session: int, sequence: int, attempt: int) -> Chunk:
+    def notice(self, session: int, sequence: int, attempt: int) -> Chunk:
         """The notice to send."""
         return Chunk(
             session=session, sequence=sequence, attempt=attempt, slot=self.slot, offset=self.offset, bytes=self.bytes,
@@ -77,6 +77,8 @@ class Link:
 
     Raises OUT_OF_RANGE where either side has fewer than three slots.
     """
+
+    kind: ClassVar[CreditKind] = CreditKind.STAGING
 
     def __init__(self, own: Staging, target: Target) -> None:
         self.own, self.target = own, target
@@ -243,6 +245,8 @@ class StagedReceiver:
 
     Raises OUT_OF_RANGE where there are fewer than three slots.
     """
+
+    kind: ClassVar[CreditKind] = CreditKind.STAGING
 
     def __init__(self, own: Staging) -> None:
         _enough(own.slots, own.slot_bytes)

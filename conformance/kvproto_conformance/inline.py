@@ -1,0 +1,31 @@
+"""The suite's own sink of Data: transfers.md, inline, word by word. It shares no code with kvproto."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["taken"]
+
+
+def taken(length: int, total: int, data: list[list[str]]) -> dict[str, Any]:
+    """What is unpacked and counted of these Data, and which was refused first and ended the transfer."""
+    unpacked = counted = 0
+    refused: list[str] = []
+    for n, (offset, size, last) in enumerate(data):
+        at, end = int(offset), int(offset) + int(size)
+        error = ""
+        if counted + int(size) > total:
+            error = "CREDIT data"
+        elif refused:
+            counted += int(size)
+        else:
+            counted += int(size)
+            if at != unpacked or end > length:
+                error = "OUT_OF_RANGE offset"
+            elif (last == "true") != (end == length):
+                error = "FIELD_CONFLICT last"
+            else:
+                unpacked = end
+        if error and not refused:
+            refused = [str(n), *error.split()]
+    return {"unpacked": str(unpacked), "counted": str(counted), **({"refused": refused} if refused else {})}

@@ -1,0 +1,116 @@
+"""Streams inside the session: Data, and Credit of bytes (feature INLINE).
+
+Both sides count the bytes of Data from Registered on, and again from 0 when the session is resumed: the source those
+that it has sent, the sink those that came. The sink grants what came and a window, so no more than the window is ever
+on its way. What is packed and unpacked belongs to a transport.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+
+from kvproto.errors import RemoteError
+from kvproto.session.core import Session
+from kvproto.session.limits import MAX_CREDIT
+from kvproto.session.push import SinkPush
+from kvproto.session.stream import SinkStream, SourceStream, StreamPiece, StreamReader, StreamWriter
+from kvproto.session.transfers import SourceAttempt
+from kvproto.wire import messages as m
+from kvproto.wire.enums import CreditKind, ErrorCode, Feature
+
+__all__ = ["Came", "DataReader", "DataWriter", "SinkInline", "SourceInline"]
+
+
+class DataWriter(StreamWriter, Protocol):
+    """At the source: the streams of one session."""
+
+    def allow(self, bytes: int) -> None:
+        """So many more bytes may be packed."""
+
+    def restart(self) -> None:
+        """What was packed may be lost: streams under way have failed, and nothing may be packed (KVP-INL-RESUMED)."""
+
+
+class DataReader(StreamReader, Protocol):
+    """At the sink: the streams of one source."""
+
+    window: int
+    """Bytes that may be on their way."""
+
+    def data(self, data: m.Data) -> None:
+        """Unpack the next bytes; raises RemoteError (KVP-INL-NEXT, KVP-INL-LAST)."""
+
+
+class SourceInline(SourceStream):
+    """The source's half: it hears Credit and says Data."""
+
+    kind = CreditKind.INLINE
+
+    def __init__(self, session: Session, writer: DataWriter) -> None:
+        super().__init__(session)
+        self._writer = writer
+        self._sent = self._total = 0
+
+    def reconnected(self) -> None:
+        self._sent = self._total = 0
+        self._writer.restart()
+
+    def grant(self, credit: m.Credit) -> None:
+        """KVP-INL-CREDIT."""
+        total, most = credit.total or 0, self._sent + MAX_CREDIT
+        if not self._total <= total <= most:
+            mine, advice = f"{self._total} to {most}", "grant what was unpacked, and a window"
+            raise RemoteError(ErrorCode.CREDIT, "total", mine, str(total), advice)
+        self._writer.allow(total - self._total)
+        self._total = total
+
+    def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
+        said = super().send(attempt, piece, begins)
+        self._sent += len(said.data) if isinstance(said, m.Data) else 0
+        return said
+
+
+@attrs.define
+class Came:
+    """Bytes of Data that a sink has heard, and those that it has granted."""
+
+    bytes: int = 0
+    total: int = 0
+
+    def count(self, bytes: int) -> None:
+        """More have come; raises CREDIT beyond the total, and counts none then (KVP-INL-BEYOND, KVP-INL-COUNT)."""
+        if self.bytes + bytes > self.total:
+            mine, yours = f"{self.total} bytes in all", f"{self.bytes + bytes} bytes"
+            raise RemoteError(ErrorCode.CREDIT, "data", mine, yours, "wait for Credit")
+        self.bytes += bytes
+
+
+class SinkInline(SinkStream):
+    """The sink's half: it says Credit and hears Data."""
+
+    feature = Feature.INLINE
+
+    def __init__(self, session: Session, reader: DataReader) -> None:
+        super().__init__(session, reader)
+        self._streams = reader
+        self._came = Came()
+
+    def reconnected(self) -> None:
+        self._came = Came()
+
+    def _data(self, message: m.Data, now: float) -> None:
+        self._came.count(len(message.data))
+        self._check_begins(self._piece_of(message), message)
+        self._streams.data(message)
+
+    hears = (*SinkPush.hears, (m.Data, _data))
+
+    def credit(self) -> m.Credit | None:
+        """What came is unpacked: grant it again, in parts of a quarter of the window at least."""
+        total = self._came.bytes + self._streams.window
+        if total - self._came.total < max(self._streams.window // 4, 1):
+            return None
+        self._came.total = total
+        return m.Credit(session=self._session.session, kind=CreditKind.INLINE, total=total)

@@ -1,0 +1,165 @@
+"""Transfers whose bytes are packed into a stream, under credit: what staging slots and Data have in common.
+
+Streams belong to a transport; the protocols here say what a session needs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import attrs
+
+from kvproto.errors import RemoteError
+from kvproto.session.core import Part, Session
+from kvproto.session.push import SinkPush, Unpacker, check_begins
+from kvproto.session.table import SessionState
+from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt
+from kvproto.wire import messages as m
+from kvproto.wire.enums import CreditKind, ErrorCode, Feature
+
+__all__ = ["Registration", "SinkStream", "SourceStream", "StreamPiece", "StreamReader", "StreamWriter"]
+
+
+class StreamWriter(Protocol):
+    """At the source: what the streams of one session share."""
+
+    kind: ClassVar[CreditKind]
+    """What its credit counts."""
+
+
+class StreamPiece(Protocol):
+    """At the source: the next bytes of a stream."""
+
+    def notice(self, session: int, sequence: int, attempt: int) -> m.Chunk | m.Data:
+        """What says so to the sink."""
+
+
+class StreamReader(Protocol):
+    """At the sink: streams from one source, named by sequence and attempt."""
+
+    kind: ClassVar[CreditKind]
+    """What its credit counts."""
+
+    def open(self, sequence: int, attempt: int, packer: Any) -> None:
+        """Expect a stream."""
+
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """No more bytes come: whether all is unpacked; raises KvprotoError where bytes are missing (KVP-STG-END)."""
+
+    def close(self, sequence: int, attempt: int) -> bool:
+        """Discard the stream: whether nothing unpacks any more."""
+
+
+@attrs.frozen
+class Registration:
+    """What a sink registers with one source rank."""
+
+    regions: tuple[m.Region, ...] = attrs.field(repr=False)
+    readers: Mapping[int, StreamReader] = {}
+    """What unpacks the source's streams, by the transports that do not write the pages themselves."""
+
+
+class SourceStream(Part):
+    """The source's half of any stream: it hears Credit, and says what is packed."""
+
+    kind: CreditKind
+
+    def _credit(self, message: m.Credit, now: float) -> None:
+        self._session.step("Credit")
+        if message.kind != self.kind:
+            mine, yours = f"{self.kind.name} in this session", CreditKind(message.kind).name
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", mine, yours)
+        self.grant(message)
+
+    hears = ((m.Credit, _credit),)
+
+    def grant(self, credit: m.Credit) -> None:
+        """Take a Credit of this kind; raises RemoteError, CREDIT."""
+        raise NotImplementedError
+
+    def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
+        """Say a piece of the stream of an attempt; the first says where late windows begin (KVP-GRANT-LATE)."""
+        said = piece.notice(self._session.session, attempt.sequence, attempt.attempt)
+        self._session.move(attempt, type(said).__name__)
+        self._session.notice(attrs.evolve(said, begins=begins) if begins and not said.offset else said)
+        return said
+
+
+class SinkStream(SinkPush):
+    """The sink's half of any stream: it says Credit and hears the pieces.
+
+    This side alone writes the pages, so what it knows of its own unpacking is proof, whatever the source says.
+    """
+
+    feature: Feature
+    """Without which the source may not choose it."""
+
+    polled = True
+
+    def __init__(self, session: Session, reader: StreamReader) -> None:
+        super().__init__(session)
+        self._reader = reader
+        self._unopened: dict[tuple[int, int], Unpacker] = {}
+        """Of attempts of which nothing has said yet where their windows begin."""
+        self._begins: dict[tuple[int, int], Mapping[int, int]] = {}
+        """Where the windows of the others begin."""
+
+    def _piece_of(self, message: m.Chunk | m.Data) -> SinkAttempt:
+        """Move the attempt that a piece is of; raises UNEXPECTED_MESSAGE."""
+        transfers = self._session.part(SinkTransfers)
+        attempt = transfers.find(message)
+        if attempt is None:
+            mine = "a transfer that is not over"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, str(message.sequence))
+        transfers.heard(attempt)
+        self._session.move(attempt, type(message).__name__)
+        return attempt
+
+    def _check_begins(self, attempt: SinkAttempt, message: m.Chunk | m.Data) -> None:
+        """Open the stream by its first piece; raises BAD_GRANT (KVP-GRANT-BEGINS)."""
+        key = attempt.sequence, attempt.attempt
+        if key in self._unopened or (message.begins is not None and key in self._begins):
+            self._begin_at(attempt, check_begins(attempt, message.begins))
+
+    def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
+        assert unpacker is not None
+        self._unopened[attempt.sequence, attempt.attempt] = unpacker
+        if not attempt.late:
+            self._open(attempt, {})
+
+    def _open(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        """Expect the stream, now that it is known where its windows begin."""
+        unpacker = self._unopened.pop((attempt.sequence, attempt.attempt))
+        self._begins[attempt.sequence, attempt.attempt] = begins
+        self._reader.open(attempt.sequence, attempt.attempt, unpacker(begins))
+
+    def _begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        key = attempt.sequence, attempt.attempt
+        if key in self._unopened:  # its stream is empty
+            self._open(attempt, begins)
+        elif self._begins[key] != begins:
+            mine, yours = (str(dict(sorted(each.items()))) for each in (self._begins[key], begins))
+            raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first piece says")
+
+    def finish(self, attempt: SinkAttempt) -> bool:
+        return self._reader.finish(attempt.sequence, attempt.attempt)
+
+    def stop(self, attempt: SinkAttempt) -> bool:
+        for known in (self._unopened, self._begins):
+            known.pop((attempt.sequence, attempt.attempt), None)
+        return self._reader.close(attempt.sequence, attempt.attempt)
+
+    def free(self, attempt: SinkAttempt) -> bool:
+        return True
+
+    def advance(self) -> None:
+        """Grant what is free."""
+        credit = self.credit() if self._session.state == SessionState.READY else None
+        if credit is not None:
+            self._session.step("Credit")
+            self._session.notice(credit)
+
+    def credit(self) -> m.Credit | None:
+        """A Credit for what has become free, if there is any."""
+        raise NotImplementedError
