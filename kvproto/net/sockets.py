@@ -243,8 +243,7 @@ class Dialer:
             made.connect(address)
             line = _Line(Inbox(made), events)
         except zmq.ZMQError as e:
-            for each in opened:
-                each.close(0)
+            _shut(opened)
             mine, yours = "an address that ZeroMQ connects to", f"{address}: {e}"
             advice = "raise the limit of open files (ulimit -n)" if e.errno == errno.EMFILE else "correct the address"
             raise LocalError(ErrorCode.INTERNAL, "address", mine, yours, advice) from e
@@ -308,9 +307,16 @@ def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[So
 
 def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
     """Sockets first: a context waits for them, for ever where it is collected as garbage with them, or at exit."""
+    _shut(sockets)
+    context.term()
+
+
+def _shut(sockets: Iterable[Socket]) -> None:
+    """Events first: ZeroMQ's own thread stands still where the socket that it would tell of one is closed."""
+    for each in sockets:
+        each.disable_monitor()
     for each in sockets:
         each.close()
-    context.term()
 
 
 def _alive(address: str) -> bool:
