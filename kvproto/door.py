@@ -7,9 +7,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import starmap
 from types import NoneType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, type_name
 from kvproto.events import Event
@@ -19,7 +21,12 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket, check_name
+from kvproto.seeing.counts import Counts, Sample, sample
+from kvproto.seeing.feed import Feed
+from kvproto.seeing.names import BASE
+from kvproto.seeing.observer import Observer
 from kvproto.session import Party, new_incarnation
+from kvproto.session.records import Census
 from kvproto.transport import load
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
@@ -30,6 +37,8 @@ Result = TypeVar("Result")
 
 _KEPT = 4096
 """Events kept for `events`, the latest."""
+_PATIENCE = 1.0
+"""Seconds that `metrics` waits for a turn to end."""
 
 
 def party_of(name: str, pool: Pool) -> Party:
@@ -90,6 +99,8 @@ class Handle(Generic[Result]):
     def __init__(self, door: Door, ticket: Ticket) -> None:
         self.ticket = ticket
         self._door, self._key = door, bytes(ticket.key)
+        self.began = time.monotonic()
+        """When it was handed over, by time.monotonic."""
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
         self._result: Result | None = None
@@ -162,18 +173,32 @@ class Handle(Generic[Result]):
             self._door._driver.later(lambda call=call: call(self))  # type: ignore[misc]
 
 
+class RankNode(Node, Protocol):
+    """A node of a rank that has peers."""
+
+    def census(self) -> Census:
+        """Its peers now, and what was sent again so far."""
+
+
 class Door:
     """A Source or a Sink: a node, and who drives it."""
 
-    def __init__(self, name: str, pool: Pool, node: Node, options: Options) -> None:
+    def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
         self.name, self.pool, self.options = name, pool, options
         self._handles_lock = threading.Lock()
         self._draining = False
         self._told: deque[Event] = deque(maxlen=_KEPT)
         self._who = f"{type(self).__name__} {name!r}"
+        self._census, self._samples = node.census, list[Sample]()
         pool._use(self._who)
         try:
-            self._driver = Driver(node, self._who, self._deliver, options.thread, options.callbacks)
+            self._observer = self._observed()
+            try:
+                self._driver = Driver(node, self._who, self._deliver, options.thread, options.callbacks)
+                self._observer.start()
+            except BaseException:
+                self._observer.close()
+                raise
         except BaseException:
             pool._unuse(self._who)
             raise
@@ -192,6 +217,20 @@ class Door:
         while self._told:
             found.append(self._told.popleft())
         return found
+
+    def metrics(self) -> list[Sample]:
+        """What it has done and what is under way, by the names of spec/v1/metrics.md: plain values, fit for JSON.
+
+        From any thread. Where a turn takes longer than a second, what the last call returned. Raises LocalError without
+        Options(metrics=True).
+        """
+        if self._observer.counts is None:
+            advice = "open it with Options(metrics=True)"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "metrics", "metrics that are counted", "none", advice)
+        found = self._driver.look(self._observer.samples, _PATIENCE)
+        if found is not None:
+            self._samples = found
+        return self._samples
 
     def step(self, timeout: float = 0.0) -> list[Event]:
         """One turn, after waiting up to `timeout` seconds for something to do; returns what `events` would.
@@ -218,6 +257,7 @@ class Door:
             advice = f"it was closed while the request was under way: {reason}"
             handle._end(None, LocalError(ErrorCode.ABORTED, self._who, "open", "closed", advice))
         self._driver._call_back()
+        self._observer.close()
         self.pool._unuse(self._who)
 
     def drain(self) -> None:
@@ -266,7 +306,27 @@ class Door:
             for handle in list(self._handles()):
                 handle._end(None, event)
             return
-        self._told.append(self._tell(event))
+        told = self._tell(event)
+        self._told.append(told)
+        self._observer.hear(told)
+
+    def _observed(self) -> Observer:
+        """Who hears its events beside the engine, as the options say."""
+        place = self.geometry.replica, self.pool.rank
+        role = type(self).__name__.lower()
+        base = dict(zip(BASE, (self.name, *map(str, place), role), strict=True))
+        feed = self.options.feed
+        counts = Counts() if self.options.metrics or feed is not None else None
+        opened = Feed(str(feed).replace("{rank}", str(self.pool.rank)), self.metrics) if feed is not None else None
+        return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)
+
+    def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """On the node: what is under way now, by metric and values of its labels."""
+        census = self._census()
+        yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
+        yield "kvproto_peers", (), census.peers
+        yield "kvproto_suspects", (), census.suspects
+        yield "kvproto_resends_total", (), census.resends
 
     def _tell(self, event: Any) -> Event:
         """The engine's event for one of the node's; ends the handle that it is about."""

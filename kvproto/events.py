@@ -87,6 +87,8 @@ class Sent:
         bytes: By the name of the sink's group.
         seconds: For what was left to copy when prefill was over.
         left: Bytes of that.
+        peer: The sink rank's engine and rank, for people.
+        epoch: Of the sink's registration.
     """
 
     request: Request
@@ -94,6 +96,8 @@ class Sent:
     bytes: Mapping[str, int]
     seconds: float
     left: int
+    peer: str = ""
+    epoch: int = 0
 
 
 @attrs.frozen

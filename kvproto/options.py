@@ -64,6 +64,9 @@ class Options:
         first_part_ratio: Source: copy the first part when it is so many times what is still to come; None: what suits
             the link.
         lease: Source, with pull: seconds that a sink may read before it must ask for more.
+        metrics: Whether to count what `metrics()` tells, which costs next to nothing; `kvproto.metrics` shows it.
+        feed: Where a Unix socket is made that `kvproto top` and `kvproto tail` follow, in a directory that only this
+            user may enter, with "{rank}" where ranks differ; it cannot be used to change anything. Counts metrics too.
         quarantine: Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY.
     """
 
@@ -105,5 +108,7 @@ class Options:
         default=PART_BYTES, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
     )
     first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
+    metrics: bool = False
+    feed: str | Path | None = None
     lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
     quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -31,7 +31,9 @@ class Fetch(Handle[Arrived]):
         self.pages_free = False
         """Whether the pages of a lost request may be used again; PagesFree says so too."""
         self.number = 0
-        """Names the transfer in logs."""
+        """Counts the fetches of this sink."""
+        self.epoch = sink._node.epoch
+        """Of the registration of its pages."""
 
     def abort(self, reason: str = "aborted") -> None:
         """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once
@@ -153,6 +155,13 @@ class Sink(Door):
         """Pages by group name that may still be written by a peer, so that nobody may use them yet."""
         names = {g.id: g.name for g in self.geometry.groups}
         return {names[group]: count for group, count in self._node.quarantined.items()}
+
+    def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        yield from super()._gauges()
+        held = self.quarantined
+        for group in self.pool.layout.columns:
+            name = self.pool.layout.group(group).name
+            yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
     def _tell(self, event: Any) -> Event:
         match event:

@@ -44,6 +44,8 @@ class Request(Handle[Over]):
         self.prompt = prompt
         """What is computed."""
         self._source = source
+        self.computed_at: float | None = None
+        """When prefill was over, by time.monotonic."""
         self._finished = False
         self._tables: dict[int, IntArray] = {}
         """Pages that rows were said to be in, by group id."""
@@ -100,7 +102,7 @@ class Request(Handle[Over]):
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
         self._agree(items, number, axes, held)
-        self._finished = True
+        self._finished, self.computed_at = True, time.monotonic()
         finished_ = Finished(items, number, outcome, data, after, held)
         # a large request is left to the I/O thread, so that its copy does not hold the engine up
         small = number * self._source._token_bytes <= _AT_ONCE
@@ -260,7 +262,10 @@ class Source(Door):
     def _tell(self, event: Any) -> Event:
         match event:
             case Copied():
-                return Sent(self._requests[event.key], event.sink, event.bytes, event.seconds, event.left)
+                return Sent(
+                    self._requests[event.key], event.sink, event.bytes, event.seconds, event.left, event.peer,
+                    event.epoch,
+                )  # fmt: skip
             case RequestUnwanted():
                 return Unwanted(self._requests[event.key])
             case RequestOver():

@@ -36,6 +36,7 @@ API = (
     "kvproto",
     "kvproto.events",
     "kvproto.asyncio",
+    "kvproto.metrics",
     "kvproto.errors",
     "kvproto.wire",
     "kvproto.planning",

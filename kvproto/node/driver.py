@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.session.limits import RESEND
@@ -25,6 +25,7 @@ from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Driver", "Node"]
 
+T = TypeVar("T")
 _log = logging.getLogger("kvproto")
 
 
@@ -113,6 +114,15 @@ class Driver:
         self.check()
         self._inbox.append((work, failed))
         self._ring()
+
+    def look(self, ask: Callable[[], T], patience: float) -> T | None:
+        """What `ask` says between two turns; None where a turn takes longer than `patience` seconds."""
+        if not self._lock.acquire(timeout=patience):
+            return None
+        try:
+            return ask()
+        finally:
+            self._lock.release()
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
         """Run a callback of the engine, outside the lock; `wake`: no turn is under way that would run it."""

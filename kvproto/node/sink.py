@@ -17,6 +17,8 @@ from kvproto.node.registrar import Spread, features_of
 from kvproto.node.told import Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
+from kvproto.session.records import Census
+from kvproto.session.registering import EPOCH
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.transport.process import Watch
@@ -67,6 +69,8 @@ class SinkNode:
         self._dying: list[tuple[SourceLink, int]] = []
         """Sessions whose writer has ended, and whose last frames are still to be heard."""
         self._told: list[Any] = []
+        self._resends = 0
+        """Of links that are gone."""
 
     # what the engine says
 
@@ -104,6 +108,20 @@ class SinkNode:
         link = self._transfers.get(number)
         if link is not None:
             link.abort(number, error)
+
+    @property
+    def epoch(self) -> int:
+        """Of the memory that is registered."""
+        return EPOCH
+
+    def census(self) -> Census:
+        """Its sources now, and what was sent again since it was made."""
+        found = [link.endpoint.census() for link in self._all()]
+        return Census(
+            sum(each.peers for each in found),
+            sum(each.suspects for each in found),
+            self._resends + sum(each.resends for each in found),
+        )
 
     @property
     def quarantined(self) -> dict[int, int]:
@@ -190,6 +208,7 @@ class SinkNode:
             link.close("over")
             self._flush()
             self._former.remove(link)
+            self._resends += link.endpoint.resends
             self._dialer.drop(lambda key, gone=link.key: key[0] != gone)  # type: ignore[misc]
             for key in [k for k in self._watches if k[0] == link.key]:
                 watch = self._watches.pop(key)

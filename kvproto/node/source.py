@@ -22,6 +22,7 @@ from kvproto.node.told import Copied, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested
+from kvproto.session.records import Census
 from kvproto.transport import default
 from kvproto.transport.base import Piece, Transport
 from kvproto.transport.process import this_process
@@ -128,6 +129,10 @@ class SourceNode:
     def reads(self, key: bytes) -> bool:
         """Whether a copy still reads the items of this request."""
         return self._dispatcher.reads(key)
+
+    def census(self) -> Census:
+        """Its sinks now, and what was sent again so far."""
+        return self.endpoint.census()
 
     # turns
 
@@ -330,7 +335,7 @@ class SourceNode:
             return []
         self.endpoint.done(asked, now, program.bytes, *said)
         self._flush()
-        return [Copied(asked.key, attempt.peer.pair.sink.rank, last.bytes, now - last.began, last.left)]
+        return [self._copied(attempt, last.bytes, now - last.began, last.left)]
 
     def _fetched(self, event: Fetched) -> list[Any]:
         """A sink rank has read what it was offered."""
@@ -338,7 +343,12 @@ class SourceNode:
         if attempt is None or attempt.program is None or event.bytes != attempt.program.bytes:
             return []
         moved, seconds = bytes_by_name(attempt.peer, attempt.program), time.monotonic() - since
-        return [Copied(attempt.asked.key, attempt.peer.pair.sink.rank, moved, seconds, attempt.program.bytes)]
+        return [self._copied(attempt, moved, seconds, attempt.program.bytes)]
+
+    def _copied(self, attempt: Attempt, moved: Mapping[str, int], seconds: float, left: int) -> Copied:
+        asked, session = attempt.asked, self.endpoint.sessions.get(attempt.asked.session)
+        peer, rank = session.name if session is not None else "", attempt.peer.pair.sink.rank
+        return Copied(asked.key, rank, moved, seconds, left, peer, asked.transfer.epoch)
 
     def close(self, reason: str) -> None:
         """Goodbye to all, then let go of everything."""

@@ -27,6 +27,10 @@ class Copied:
     """For what was left when prefill was over."""
     left: int
     """Bytes of that."""
+    peer: str = ""
+    """The sink rank's engine and rank, for people."""
+    epoch: int = 0
+    """Of the sink's registration."""
 
 
 @attrs.frozen

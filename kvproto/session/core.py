@@ -25,7 +25,7 @@ from kvproto.session.limits import PATIENCE, RESEND
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.phases import Described, Party, Stated
 from kvproto.session.plans import Planned, Plans
-from kvproto.session.records import Attempt, Request
+from kvproto.session.records import Attempt, Census, Request
 from kvproto.session.refusals import refusal, refused
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
 from kvproto.session.timers import Timers
@@ -70,6 +70,8 @@ class Endpoint:
         self.plans = Plans(self.stated)
         self.runs: dict[tuple[str, int, int], int] = {}
         """The greatest incarnation that this side has greeted of each engine, replica and rank."""
+        self.resends = 0
+        """Requests that were sent again."""
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
@@ -110,6 +112,11 @@ class Endpoint:
         """Resend, give up, expire: whatever is due."""
         self.timers.run(now)
         self._after(now)
+
+    def census(self) -> Census:
+        """The peers of its sessions now, and what was sent again so far."""
+        known = [session for session in self.sessions.values() if session.open and session.known]
+        return Census(len(known), sum(session.suspect for session in known), self.resends)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""
@@ -177,6 +184,11 @@ class Session:
     def open(self) -> bool:
         """Whether the session is not over."""
         return self.state != SessionState.CLOSED
+
+    @property
+    def known(self) -> bool:
+        """Whether the peer has said who it is."""
+        return self._peer is not None
 
     @property
     def name(self) -> str:
@@ -362,6 +374,7 @@ class Session:
         if now >= request.until:
             self.lose(f"no answer to {request.kind.__name__} in {PATIENCE:.0f} s")
             return
+        self.host.resends += request.timer is not None
         request.timer = self.host.timers.at(min(now + RESEND, request.until), partial(self._again, request))
         self.host.send(self.conn, request.frame)
 

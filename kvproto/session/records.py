@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -11,7 +11,18 @@ from kvproto.errors import RemoteError
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 
-__all__ = ["Attempt", "Request"]
+__all__ = ["Attempt", "Census", "Request"]
+
+
+class Census(NamedTuple):
+    """What an endpoint has, for who looks on."""
+
+    peers: int
+    """Sessions that are open."""
+    suspects: int
+    """Those of them whose peer is suspect."""
+    resends: int
+    """Requests sent again, in its life."""
 
 
 @attrs.define(eq=False)

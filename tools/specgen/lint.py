@@ -42,6 +42,7 @@ def lint(facts: Facts) -> None:
         _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
         _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")
     _parts(facts)
+    _metrics(facts)
     for name in ("field_ids", "features"):
         row = facts["grease"][name]
         _need((row["last"] - row["first"]) % row["step"] == 0, f"grease {name}: the last is not of the series")
@@ -63,6 +64,20 @@ def _parts(facts: Facts) -> None:
         _keys(row, {"kinds", "has", "may", "aliases", "doc"}, set(), f"group {name}")
         _need(set(row["kinds"]) <= facts["enum"]["ItemKind"]["values"].keys(), f"group {name}: kinds")
         _need(set(row["has"] + row["may"]) <= parts.keys(), f"group {name}: parts")
+
+
+def _metrics(facts: Facts) -> None:
+    known, buckets = {*facts["metric_label"], "code", "group"}, facts["metric_buckets"]["second"]
+    for name, row in facts["metric"].items():
+        _keys(row, {"type", "unit", "roles", "labels", "since", "doc"}, set(), f"metric {name}")
+        _need(row["type"] in ("counter", "gauge", "histogram"), f"metric {name}: type")
+        _need(
+            name.endswith("_total") == (row["type"] == "counter"),
+            f"metric {name}: counters, and no others, end in _total",
+        )
+        _need(row["unit"] in {*_UNITS, "second"} and set(row["labels"]) <= known, f"metric {name}: unit, labels")
+        _need({*row["roles"]} <= {"source", "sink"}, f"metric {name}: roles")
+    _need(buckets == sorted(set(buckets)), "buckets ascend")
 
 
 def _enums(facts: Facts) -> None:

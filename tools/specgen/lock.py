@@ -64,6 +64,11 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"machine.{name}.{before}, {message}", f"{after} {' or '.join(features) or '-'}"
     for name, row in facts["fact"].items():
         yield f"fact.{name}", row["rule"]
+    for name, row in facts["metric"].items():
+        yield f"metric.{name}", f"{row['type']} {row['unit']} {' '.join(row['labels'])}".rstrip()
+    for name, values in facts["metric_label"].items():
+        yield f"metric_label.{name}", " ".join(values)
+    yield "metric_buckets.second", " ".join(map(str, facts["metric_buckets"]["second"]))
     for name, row in facts["part"].items():
         scales = ["; scales", row["scales"]] if "scales" in row else []
         yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"], *scales])

@@ -124,6 +124,22 @@ def plan_limits(facts: Facts) -> str:
     return limits(facts, "plan")
 
 
+def metrics(facts: Facts) -> str:
+    """Metrics, the values of their labels, and their buckets."""
+    out = ["Every metric has the labels `engine`, `replica` and `rank` of the side that shows it, and its `role`.", ""]
+    out += ["| metric | type | unit | shown by | labels | |", "|---|---|---|---|---|---|"]
+    for name, row in facts["metric"].items():
+        labels = ", ".join(f"`{label}`" for label in row["labels"]) or "-"
+        out.append(
+            f"| `{name}` | {row['type']} | {row['unit']} | {', '.join(row['roles'])} | {labels} | {row['doc']} |"
+        )
+    out += ["", "| label | value | |", "|---|---|---|"]
+    for name, values in facts["metric_label"].items():
+        out += [f"| `{name}` | `{value}` | {doc} |" for value, doc in values.items()]
+    out += ["| `code` | names of [errors](errors.md) | |", "| `group` | names of the side's own groups | |", ""]
+    return "\n".join([*out, f"Buckets, in seconds: {', '.join(f'{b:g}' for b in facts['metric_buckets']['second'])}."])
+
+
 def index(facts: Facts) -> str:
     """Every clause, by page."""
     out = ["| clause | page | role | key word | error |", "|---|---|---|---|---|"]
@@ -231,6 +247,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "negotiation.md": {"features": features},
     "model.md": {"facts": fact_names},
     "planning.md": {"plan-limits": plan_limits},
+    "metrics.md": {"metrics": metrics},
     "parts.md": {"parts": parts, "groups": part_groups},
     "zeromq.md": {"net-limits": net_limits},
     "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},

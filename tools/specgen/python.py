@@ -6,7 +6,15 @@ import json
 
 from tools.specgen.registry import HEAD, Facts, moves
 
-__all__ = ["enums_module", "limits_module", "messages_module", "parts_module", "tables_module", "transitions_module"]
+__all__ = [
+    "enums_module",
+    "limits_module",
+    "messages_module",
+    "metrics_module",
+    "parts_module",
+    "tables_module",
+    "transitions_module",
+]
 
 _INTS = {"u8", "u16", "u32", "u64"}
 
@@ -163,6 +171,25 @@ def limits_module(facts: Facts, scope: str) -> str:
             unit = " In seconds." if row["unit"] == "ms" else ""
             out += [f"{name.upper()} = {value!r}", f'"""{row["doc"]}{unit}"""']
     return "\n".join(out) + "\n"
+
+
+def metrics_module(facts: Facts) -> str:
+    """kvproto/seeing/names.py"""
+    out = [
+        f'"""Names, types and labels of metrics of v1. {HEAD}"""',
+        "",
+        'BASE = ("engine", "replica", "rank", "role")',
+        '"""Labels of every metric."""',
+        "",
+        "METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {",
+    ]
+    for name, row in facts["metric"].items():
+        doc = row["doc"] if row["unit"] == "none" else f"{row['doc']} [{row['unit']}]"
+        labels = "".join(f"{json.dumps(label)}, " for label in row["labels"]).rstrip()
+        out.append(f"    {json.dumps(name)}: ({json.dumps(row['type'])}, ({labels}), {json.dumps(doc)}),")
+    out += ["}", '"""Name to type, labels beside those of every metric, and what it says."""', ""]
+    out += [f"BUCKETS = ({json.dumps(facts['metric_buckets']['second'])[1:-1]})"]
+    return "\n".join([*out, '"""Upper ends of the buckets of histograms, in seconds."""']) + "\n"
 
 
 def transitions_module(facts: Facts) -> str:

@@ -1,0 +1,117 @@
+"""Feeds of Sources and Sinks, followed at their sockets or read from a file that was kept of one."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvproto.seeing.names import BASE, BUCKETS
+from kvproto.wire.plain import read_json
+
+__all__ = ["Feed", "Line", "plain", "said", "taken"]
+
+Line = dict[str, Any]
+_LONGEST = 1 << 20
+"""Bytes of a line, at most."""
+
+
+@attrs.define(eq=False)
+class Feed:
+    """Lines of one feed."""
+
+    path: str
+    file: Any
+    live: bool
+    rest: bytes = b""
+    ended: bool = False
+
+    @classmethod
+    def open(cls, path: str, selector: selectors.BaseSelector) -> Feed:
+        """Of a socket, which the selector watches, or of a file; raises OSError."""
+        path = path.removeprefix("ipc://")
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return cls(path, open(path, "rb"), False)
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.connect(path)
+        except OSError as error:
+            made.close()
+            raise OSError(f"{path}: {error.strerror}: nobody feeds it, or eight follow already") from error
+        feed = cls(path, made, True)
+        selector.register(made, selectors.EVENT_READ, feed)
+        return feed
+
+    def take(self) -> Iterator[Line]:
+        """What has come; raises ValueError for what is no feed."""
+        try:
+            data = self.file.recv(1 << 16) if self.live else self.file.read(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > _LONGEST:
+            raise ValueError(f"{self.path}: a line is longer than {_LONGEST} bytes: this is no feed of kvproto")
+        for line in filter(None, lines):
+            made = read_json(line, self.path)
+            if not _is_line(made):
+                raise ValueError(f"{self.path}: this is no feed of kvproto")
+            yield made
+
+
+def _is_line(made: Any) -> bool:
+    """Whether this is what a feed says."""
+    kind = made.get("kind") if isinstance(made, dict) else None
+    if kind == "metrics":
+        samples = made.get("samples")
+        return _is_number(made.get("time")) and isinstance(samples, list) and all(map(_is_sample, samples))
+    return kind == "lost" or (kind == "event" and _is_number(made.get("time")))
+
+
+def _is_sample(made: Any) -> bool:
+    if not (isinstance(made, dict) and isinstance(made.get("labels"), dict) and isinstance(made.get("name"), str)):
+        return False
+    value = made.get("value")
+    numbers = value if isinstance(value, list) and len(value) == len(BUCKETS) + 2 else [value]
+    return set(BASE) <= made["labels"].keys() and all(map(_is_number, numbers))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e15
+
+
+def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float | None) -> Iterator[tuple[Feed, Line]]:
+    """Lines of all feeds as they come, until the time, or until all have ended."""
+    for feed in feeds:
+        while not (feed.live or feed.ended):
+            yield from ((feed, line) for line in feed.take())
+    while not all(feed.ended for feed in feeds):
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        for key, _ in selector.select(left):
+            yield from ((key.data, line) for line in key.data.take())
+            if key.data.ended:
+                selector.unregister(key.fileobj)
+
+
+def said(line: Line) -> str:
+    """A line for people: time, level, event, then its fields."""
+    if line["kind"] == "lost":
+        return plain(f"... {line.get('lines')} lines were lost, as this was too slow")
+    clock = time.strftime("%H:%M:%S", time.localtime(float(line.get("time", 0))))
+    who = f"{line.get('engine')}/{line.get('replica')}/{line.get('rank')}"
+    rest = {k: v for k, v in line.items() if k not in ("kind", "time", "level", "event", *BASE)}
+    said = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
+    return plain(f"{clock} {line.get('level'):<7} {who} {line.get('role')} {line.get('event')} {said}".rstrip())
+
+
+def plain(text: str) -> str:
+    """On one line, with nothing in it that drives a terminal (KVP-SEE-TEXT)."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

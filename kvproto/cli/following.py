@@ -1,0 +1,53 @@
+"""`kvproto tail` and `kvproto top`: what happens at Sources and Sinks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import selectors
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvproto.cli.feeds import Feed, said, taken
+from kvproto.cli.top import top
+from kvproto.errors import KvprotoError
+
+__all__ = ["add", "run"]
+
+
+def add(commands: Any) -> None:
+    """The commands and their options."""
+    where = "socket of Options(feed=...), or a file with what `kvproto tail --json` wrote"
+    tail = commands.add_parser("tail", help="print what happens at a Source or Sink")
+    tail.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
+    tail.add_argument(
+        "--json", action="store_true", help="every line of the feed, metrics too, for programs and for `top FILE`"
+    )
+    top = commands.add_parser("top", help="show Sources and Sinks as they work, in a terminal")
+    top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
+    top.add_argument("--once", action="store_true", help="print the state once, after two seconds of looking")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow until all feeds end; the exit status."""
+    try:
+        with selectors.DefaultSelector() as selector:
+            feeds = [Feed.open(path, selector) for path in args.feed]
+            if args.command == "tail":
+                return _tail(feeds, selector, args.json)
+            return top(feeds, selector, args.once)
+    except (OSError, ValueError, KvprotoError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+def _tail(feeds: Sequence[Feed], selector: selectors.BaseSelector, whole: bool) -> int:
+    for _, line in taken(feeds, selector, None):
+        if whole:
+            print(json.dumps(line), flush=True)
+        elif line["kind"] != "metrics":
+            print(said(line), flush=True)
+    return 0

@@ -1,0 +1,61 @@
+"""Prometheus metrics of Sources and Sinks, by the names of spec/v1/metrics.md; `pip install 'kvproto[metrics]'`.
+
+    sink = Sink("decode", pool, sources, Options(metrics=True))
+    prometheus_client.REGISTRY.register(Collector(sink))
+
+An engine whose metrics are shown by another process sends it what `Sink.metrics()` returns, which is plain values, and
+has a Collector there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector as _Collector
+
+from kvproto.door import Door
+from kvproto.seeing.counts import Sample
+from kvproto.seeing.names import BASE, BUCKETS, METRICS
+
+__all__ = ["Collector"]
+
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_ENDS = [*map(str, BUCKETS), "+Inf"]
+
+
+class Collector(_Collector):
+    """What a `prometheus_client` registry asks at each scrape: one for all Sources and Sinks of a registry."""
+
+    def __init__(self, *shown: Door | Callable[[], Iterable[Sample]]) -> None:
+        """`shown`: Sources and Sinks with Options(metrics=True), or functions that return what their `metrics` did."""
+        self._shown = [each.metrics if isinstance(each, Door) else each for each in shown]
+
+    def describe(self) -> Iterable[Metric]:
+        """The metrics without their values, so that a registry need not ask for them."""
+        return self._families().values()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        families = self._families()
+        for sample in [each for ask in self._shown for each in ask()]:
+            name, value = sample["name"], sample["value"]
+            if (family := families.get(name)) is None:  # of a later version
+                continue
+            labels = [sample["labels"][label] for label in (*BASE, *METRICS[name][1])]
+            if isinstance(value, list):
+                if isinstance(family, HistogramMetricFamily):
+                    *counts, total = value
+                    family.add_metric(labels, list(zip(_ENDS, accumulate(counts), strict=True)), total)
+            elif isinstance(family, CounterMetricFamily | GaugeMetricFamily):
+                family.add_metric(labels, value)
+        yield from families.values()
+
+    def _families(self) -> dict[str, _Family]:
+        return {
+            name: _FAMILIES[type_](name, doc, labels=(*BASE, *labels)) for name, (type_, labels, doc) in METRICS.items()
+        }
+
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

@@ -1,0 +1,92 @@
+"""Who hears the events of one Source or Sink beside its engine: counts, the log `kvproto.events`, a feed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from kvproto.events import Event
+from kvproto.seeing.counts import Counts, Sample
+from kvproto.seeing.feed import Feed
+from kvproto.seeing.records import LEVELS, Record, of_peers, record_of
+
+__all__ = ["Observer"]
+
+_log = logging.getLogger("kvproto.events")
+_log.addHandler(logging.NullHandler())  # silent until the engine says where logs go
+
+_MOST = 20
+"""Records a second of what peers do, so that none fills a disk."""
+
+
+@attrs.define
+class Observer:
+    """Hears each event once, under the node's lock."""
+
+    base: dict[str, str]
+    """Labels of every metric, and fields of every record."""
+    gauges: Callable[[], Iterable[Sample]]
+    """What is under way now; to be asked under the node's lock."""
+    counts: Counts | None = None
+    feed: Feed | None = None
+    _second: int = 0
+    _written: int = 0
+    _left_out: int = 0
+
+    def hear(self, event: Event) -> None:
+        """Count it, log it, and pass it on to whoever follows."""
+        if self.counts is not None:
+            self.counts.hear(event)
+        level = LEVELS[type(event)]
+        logged, followed = _log.isEnabledFor(level), self.feed is not None and self.feed.followed
+        if not (logged or followed) or (isinstance(event, of_peers) and self._too_many()):
+            return
+        record: Record = {**self.base, **record_of(event)}
+        if self._left_out:
+            record["left_out"], self._left_out = self._left_out, 0
+        if logged:
+            _log.log(level, "%s", _Line(record), extra=record)
+        if followed and self.feed is not None:
+            self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
+
+    def samples(self) -> list[Sample]:
+        """All metrics; to be asked under the node's lock."""
+        counted = [] if self.counts is None else self.counts.samples(self.base)
+        return [*counted, *self.gauges()]
+
+    def start(self) -> None:
+        """Begin to write the feed."""
+        if self.feed is not None:
+            self.feed.start()
+
+    def close(self) -> None:
+        """Nothing more is heard."""
+        if self.feed is not None:
+            self.feed.close()
+
+    def _too_many(self) -> bool:
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._written = second, 0
+        self._written += 1
+        self._left_out += self._written > _MOST
+        return self._written > _MOST
+
+
+@attrs.frozen
+class _Line:
+    """A record as text, made where a handler wants one."""
+
+    record: Record
+
+    def __str__(self) -> str:
+        event, rest = self.record["event"], {k: v for k, v in self.record.items() if k != "event"}
+        return f"{event} {' '.join(f'{name}={_quoted(value)}' for name, value in rest.items())}"
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6f}" if isinstance(value, float) else str(value)
+    return repr(text) if not text or set(text) & set(" ='\"") else text

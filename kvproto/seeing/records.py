@@ -1,0 +1,122 @@
+"""An event as a record of plain fields, for logs and feeds: no secret in it, and nothing that drives a terminal.
+
+Every record says who it is of: engine, replica, rank and role. Events of a request name it by `transfer`
+(KVP-SEE-ID), which is the same on all ranks of both sides.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from kvproto import events as e
+from kvproto.errors import KvprotoError
+
+if TYPE_CHECKING:
+    from kvproto.sink import Fetch
+    from kvproto.source import Request
+
+__all__ = ["LEVELS", "Record", "of_peers", "record_of", "transfer_name"]
+
+Record = dict[str, Any]
+_LONGEST = 300
+_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
+_ADDRESS = re.compile(r"\b(ipc|tcp)://[^\s,;)\"']+")
+
+LEVELS: dict[type, int] = {
+    e.Arrived: logging.DEBUG,
+    e.PagesFree: logging.INFO,
+    e.Lost: logging.WARNING,
+    e.Sent: logging.DEBUG,
+    e.Unwanted: logging.INFO,
+    e.Freed: logging.DEBUG,
+    e.Undelivered: logging.WARNING,
+    e.Expired: logging.WARNING,
+    e.Connected: logging.INFO,
+    e.Disconnected: logging.INFO,
+    e.Suspected: logging.WARNING,
+    e.Recovered: logging.INFO,
+    e.Refused: logging.WARNING,
+    e.ProtocolError: logging.WARNING,
+}
+"""Of each event; what goes well for a request is DEBUG."""
+of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError)
+"""Events that a peer may cause as often as it likes."""
+
+
+def transfer_name(key: bytes) -> str:
+    """What logs call the transfer of a ticket (KVP-SEE-ID)."""
+    return sha256(key).digest()[:8].hex()
+
+
+def record_of(event: e.Event) -> Record:
+    """The fields of an event."""
+    return {"event": _WORDS.sub("_", type(event).__name__).lower(), **_FIELDS[type(event)](event)}
+
+
+def shown(text: object) -> str:
+    """What a peer or an error has said, on one line, not long, and without addresses (KVP-SEE-TEXT, KVP-SECRET-LOG)."""
+    said = _ADDRESS.sub(r"\1://(hidden)", str(text))
+    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
+    return said if said.isprintable() else said.encode("unicode_escape").decode()
+
+
+def _fetch(fetch: Fetch) -> Record:
+    ticket = fetch.ticket
+    peer = f"{ticket.engine} replica {ticket.replica}" if ticket.replica else ticket.engine
+    return {"transfer": transfer_name(bytes(ticket.key)), "peer": shown(peer), "epoch": fetch.epoch}
+
+
+def _request(request: Request) -> Record:
+    return {"transfer": transfer_name(bytes(request.ticket.key))}
+
+
+def _error(error: KvprotoError) -> Record:
+    return {"code": error.code.name, "path": shown(error.path), "error": shown(error)}
+
+
+def _arrived(event: e.Arrived) -> Record:
+    return {**_fetch(event.fetch), "bytes": sum(event.bytes.values()), "seconds": event.seconds}
+
+
+def _sent(event: e.Sent) -> Record:
+    about = {"peer": shown(event.peer), "epoch": event.epoch}
+    return {**_request(event.request), **about, "bytes": sum(event.bytes.values()), "seconds": event.seconds}
+
+
+def _lost(event: e.Lost) -> Record:
+    return {**_fetch(event.fetch), **_error(event.error), "pages_free": event.pages_free}
+
+
+def _undelivered(event: e.Undelivered) -> Record:
+    rank, error = next(iter(event.lost.items()))
+    return {**_request(event.request), "ranks": sorted(event.lost), "rank_of_error": rank, **_error(error)}
+
+
+def _closed(event: e.Disconnected) -> Record:
+    return {"peer": shown(event.peer), "reason": shown(event.reason)}
+
+
+def _refused(event: e.Refused) -> Record:
+    return {"peer": shown(event.peer), "by": "us" if event.by_us else "peer", **_error(event.error)}
+
+
+_FIELDS: dict[type, Callable[[Any], Record]] = {
+    e.Arrived: _arrived,
+    e.PagesFree: lambda event: _fetch(event.fetch),
+    e.Lost: _lost,
+    e.Sent: _sent,
+    e.Unwanted: lambda event: _request(event.request),
+    e.Freed: lambda event: _request(event.request),
+    e.Undelivered: _undelivered,
+    e.Expired: lambda event: _request(event.request),
+    e.Connected: lambda event: {"peer": shown(event.peer)},
+    e.Disconnected: _closed,
+    e.Suspected: lambda event: {"peer": shown(event.peer)},
+    e.Recovered: lambda event: {"peer": shown(event.peer)},
+    e.Refused: _refused,
+    e.ProtocolError: lambda event: {"peer": shown(event.peer), **_error(event.error)},
+}
