@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c const
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
 
-.PHONY: demo demo-gpu test quick engines check format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
+.PHONY: demo demo-gpu test quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -45,6 +45,11 @@ check: $(VENV)/.check
 	@$(PY) benchmarks/tables.py --check
 	@$(PY) benchmarks/dcp_report.py --check
 	@$(PY) -m tools.layout_vectors --check
+
+# The models of spec/v1/lifecycle, searched by Debian's spin.
+check-model: $(VENV)/.check
+	@command -v spin > /dev/null || { echo "installing spin"; apt-get install -y -qq spin > /dev/null 2>&1 || true; }
+	@$(PY) -m tools.model
 
 format: $(VENV)/.check
 	@$(VENV)/bin/ruff check --fix -q .

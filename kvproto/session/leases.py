@@ -2,7 +2,8 @@
 
 Theory. A lease is a duration, and a frame may wait anywhere on its way. The source counts it from when it sends its
 answer. The sink counts it from when it first sent the request that was answered, the Transfer or the Renew: the source
-cannot have begun to count before that, so the lease never ends later at the sink than at the source.
+cannot have begun to count before that, so the lease never ends later at the sink than at the source. The sink counts it
+1/64 shorter, since its clock may be slower (KVP-PUL-SPEED).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ __all__ = ["Lease", "Loan"]
 
 _RENEW, _START = 0.5, 0.25
 """Shares of a lease: with less than `_RENEW` left it is renewed, with less than `_START` no copy begins."""
+_COUNTED = 63 / 64 / 1000
+"""Seconds that a sink counts for each millisecond that is stated."""
 
 
 @attrs.define(eq=False)
@@ -51,7 +54,8 @@ class Lease:
     @classmethod
     def of(cls, offer: Offer, asked: float) -> Lease:
         """The lease of an Offer whose Transfer was first sent at `asked`."""
-        return cls(offer, asked + offer.lease / 1000, offer.lease / 1000)
+        length = offer.lease * _COUNTED
+        return cls(offer, asked + length, length)
 
     def over(self, now: float) -> bool:
         """Whether nothing may be read any more (KVP-PUL-READ)."""
@@ -68,5 +72,5 @@ class Lease:
 
     def renewed(self, lease: int) -> None:
         """Take a lease of `lease` ms from when the Renew was sent, and no longer than the Offer's."""
-        self.length = min(lease, self.offer.lease) / 1000
+        self.length = min(lease, self.offer.lease) * _COUNTED
         self.end, self.renewal = max(self.end, self.sent + self.length), None

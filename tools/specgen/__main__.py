@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, lock, markdown, named, python, straight, vectors
+from tools.specgen import clauses, lock, markdown, named, promela, python, straight, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
 
@@ -34,6 +34,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "kvproto/net/limits.py": python.limits_module(facts, "net"),
         ROOT / "kvproto/seeing/names.py": python.metrics_module(facts),
         ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
+        SPEC / "lifecycle/moves.pml": promela.moves_model(facts),
         SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
         **markdown.pages(facts),
         **vectors.vectors(facts),
