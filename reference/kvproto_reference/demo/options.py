@@ -24,7 +24,7 @@ PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
 FRAMEWORKS = ("torch", "jax")
-TRANSPORT_HELP = "how the bytes move: shm, cuda, nixl, or any other that is installed (default shm)"
+TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other that is installed (default shm)"
 
 
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until they repeat (default cyclic)"
@@ -219,7 +219,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
     for wrong, says in (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
-        (args.pull and args.transport == "nixl", "--pull needs --transport shm or cuda: over nixl prefill writes"),
+        (args.pull and args.transport in ("nixl", "inline"),
+         "--pull needs --transport shm or cuda: over nixl and inline prefill sends"),
         (jax and args.dtype != "float32", "--framework jax computes in float32: choose torch for other types"),
         (jax and gpus and len(set(devices[:ranks])) < ranks,
          f"--framework jax needs a GPU for each of its {ranks} ranks, --devices names {','.join(map(str, devices))}"),
@@ -229,8 +230,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
          "--pp, --virtual and --draft-tp are torch's: --framework jax has no stages, and the draft on all ranks"),
         (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),
         (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
-        (args.devices and args.transport == "shm",
-         "--devices needs --transport cuda or nixl: shm moves memory of the host"),
+        (args.devices and args.transport in ("shm", "inline"),
+         "--devices needs --transport cuda or nixl: shm and inline move memory of the host"),
         (not 0 <= args.replica < REPLICAS, f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}"),
         (role == "decode" and args.cp > 1, "--cp is prefill's; ranks of decode deal tokens by --dcp"),
         (flashinfer and not gpus,
