@@ -303,6 +303,7 @@ class Door:
     def _deliver(self, event: Any) -> None:
         """Under the node's lock: an event of the node, or what ends it."""
         if isinstance(event, BaseException):
+            self._observer.failed(event)
             for handle in list(self._handles()):
                 handle._end(None, event)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import selectors
 import sys
@@ -31,6 +32,8 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow until all feeds end; the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a terminal that cannot write them
     try:
         with selectors.DefaultSelector() as selector:
             feeds = [Feed.open(path, selector) for path in args.feed]

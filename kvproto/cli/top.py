@@ -58,7 +58,7 @@ class _State:
             return "-"
         sums = list(accumulate(counted[:-1]))
         at = next(i for i, some in enumerate(sums) if some >= share * sums[-1])
-        return f"≤{BUCKETS[at] * 1e3:g} ms" if at < len(BUCKETS) else f">{BUCKETS[-1]:g} s"
+        return f"<={BUCKETS[at] * 1e3:g} ms" if at < len(BUCKETS) else f">{BUCKETS[-1]:g} s"
 
 
 def _total(series: _Series, name: str, values: tuple[str, ...]) -> float:

@@ -125,7 +125,10 @@ class Feed:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             conn, _ = self._listener.accept()
-        except OSError:  # it has gone again, or no descriptors are left
+        except BlockingIOError:  # it has gone again
+            return
+        except OSError:  # no descriptors are left: others may end
+            time.sleep(_EVERY / 10)
             return
         if len(self._followers) >= _FOLLOWERS:
             conn.close()

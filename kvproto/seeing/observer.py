@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
+from kvproto.errors import KvprotoError
 from kvproto.events import Event
 from kvproto.seeing.counts import Counts, Sample
 from kvproto.seeing.feed import Feed
-from kvproto.seeing.records import LEVELS, Record, of_peers, record_of
+from kvproto.seeing.records import LEVELS, Record, of_peers, record_of, shown
 
 __all__ = ["Observer"]
 
@@ -47,10 +48,13 @@ class Observer:
         record: Record = {**self.base, **record_of(event)}
         if self._left_out:
             record["left_out"], self._left_out = self._left_out, 0
-        if logged:
-            _log.log(level, "%s", _Line(record), extra=record)
-        if followed and self.feed is not None:
-            self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
+        self._write(level, record, followed)
+
+    def failed(self, error: BaseException) -> None:
+        """No further turn is possible: log why."""
+        said = repr(error) if not isinstance(error, KvprotoError) else error
+        record: Record = {**self.base, "event": "failed", "error": shown(said)}
+        self._write(logging.CRITICAL, record, self.feed is not None and self.feed.followed)
 
     def samples(self) -> list[Sample]:
         """All metrics; to be asked under the node's lock."""
@@ -66,6 +70,12 @@ class Observer:
         """Nothing more is heard."""
         if self.feed is not None:
             self.feed.close()
+
+    def _write(self, level: int, record: Record, followed: bool) -> None:
+        if _log.isEnabledFor(level):
+            _log.log(level, "%s", _Line(record), extra=record)
+        if followed and self.feed is not None:
+            self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
     def _too_many(self) -> bool:
         second = int(time.monotonic())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvproto.sink import Fetch
     from kvproto.source import Request
 
-__all__ = ["LEVELS", "Record", "of_peers", "record_of", "transfer_name"]
+__all__ = ["LEVELS", "Record", "of_peers", "record_of", "shown", "transfer_name"]
 
 Record = dict[str, Any]
 _LONGEST = 300

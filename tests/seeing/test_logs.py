@@ -129,3 +129,16 @@ def test_a_log_that_nobody_set_up_is_silent(tmp_path: Path, capfd: pytest.Captur
         bad.send(b"garbage")
         both.until(lambda: of(both, told.ProtocolError))
     assert capfd.readouterr().err == ""
+
+
+def test_a_sink_that_can_go_on_no_more_says_so(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two(tmp_path, STEPPED) as both:
+        connected(both)
+        monkeypatch.setattr(both.sink._node, "turn", lambda ready: [][0])
+        with pytest.raises(IndexError):
+            both.sink.step()
+        [record] = fields(log, "failed")
+    assert (record["levelname"], record["engine"]) == ("CRITICAL", "decode")
+    assert "list index out of range" in record["error"]

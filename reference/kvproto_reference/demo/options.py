@@ -81,6 +81,8 @@ class EngineOptions:
     """What computes attention in torch: a name of KERNELS."""
     captured: bool = False
     """Whether decode's steps of one token are CUDA graphs."""
+    feed: bool = False
+    """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
@@ -108,6 +110,7 @@ class EngineOptions:
         options = Options(
             transports=(self.transport,), measured=self.costs.measured if self.costs else (), verify=self.verify,
             pull=self.pull, insecure=self.insecure, keys=self.keys,
+            feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
         )  # fmt: skip
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
 
@@ -157,6 +160,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--framework", choices=FRAMEWORKS, default="torch", help="what computes (default torch)")
     add_back_end(parser)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
+    add("--feed", action="store_true", help="let `kvproto top DIR/feed-*` and `kvproto tail` look on")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
@@ -186,7 +190,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
-        costs=args.costs and load(args.costs),
+        costs=args.costs and load(args.costs), feed=args.feed,
         verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
         source_key=_key(vars(args).get("source_key")), seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
