@@ -139,6 +139,13 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
     }
 
 
+def test_inside_the_session(prompts: Path) -> None:
+    """Transport inline: the bytes are messages, over TCP with keys."""
+    result = demo("--transport", "inline", "--tcp", "--prompt-file", prompts, "--json", "--max-new", "8")
+    assert result.status == 0, result.said
+    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+
+
 @pytest.mark.parametrize("tp", [("1", "2"), ("2", "1")])
 def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
     args = ["--prefill-tp", tp[0], "--decode-tp", tp[1], "--json", "--max-new", "8"]

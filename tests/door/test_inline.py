@@ -51,7 +51,7 @@ def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_first_transport_that_works_is_taken(tmp_path: Path, first: str) -> None:
     """KVP-REG-INLINE: not inline, where the source does not offer the feature."""
     theirs = Options(transports=[InlineTransport(), "shm"], thread=False)
-    ours = inline(thread=False) if first == "inline" else Options(thread=False)
+    ours = Options(transports=first, thread=False)
     with two(tmp_path, ours, theirs) as both:
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})

@@ -54,7 +54,7 @@ def refused(name: str) -> LocalError:
 
 
 def test_kvproto_installs_its_transports() -> None:
-    assert {"cuda", "nixl", "shm"} <= set(names())
+    assert {"cuda", "inline", "nixl", "shm"} <= set(names())
     for name in names():
         assert find(name).name == name
 
