@@ -199,7 +199,7 @@ def test_no_peer_makes_series(tmp_path: Path) -> None:
                 sink = Sink(name, Pool.allocate(GEOMETRY, PAGES), {"prefill": f"ipc://{tmp_path}/prefill"}, SEEN)
                 stack.enter_context(sink)
                 both.until(lambda sink=sink: any(isinstance(e, told.Connected) for e in sink.step(0.001)))
-                bad.send(f"garbage {i}".encode())
+                bad.send(f"{i}, garbage".encode())
         both.until(lambda: len(of(both, told.ProtocolError)) == 9)
         after, text = values(both.source), scraped(both.source)
     assert after.keys() == before.keys()
