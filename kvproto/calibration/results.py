@@ -107,7 +107,7 @@ def load(path: Path) -> Probe:
     """Read the file; raises LocalError with the path of the file and of what is wrong in it."""
     advice = "write one with `kvproto probe --out FILE`"
     try:
-        data = read_json(path.read_bytes(), str(path))
+        data = read_json(path.read_bytes(), str(path), finite=False)  # what reads the fields says where
     except OSError as error:
         said = error.strerror or type(error).__name__
         raise LocalError(ErrorCode.OUT_OF_RANGE, str(path), "a file of `kvproto probe`", said, advice) from None

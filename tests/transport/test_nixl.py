@@ -596,7 +596,7 @@ def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
     memory = {0: SharedMemory(4096), 3: SharedMemory(64)}
     with closing(NixlTransport(WriteMode.DIRECT)) as sink, closing(NixlTransport()) as source:
         exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
-        assert (exposed.regions, exposed.staged) == ((), None)
+        assert (exposed.regions, exposed.packed) == ((), None)
         regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
         connection = source.connect(regions, memory, writes=True, features=())
         assert connection.mapped.keys() == memory.keys()
