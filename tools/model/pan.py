@@ -21,6 +21,10 @@ _SEARCHED = re.compile(r"^ *(\d+) states, stored", re.M)
 _MEMORY = re.compile(r"^ *([\d.]+)\s+total actual memory usage", re.M)
 _STEP = re.compile(r" *[a-z_]+( [\w:,-]+)*$")
 _NO_STEP = "what spin itself checks"
+_SOUGHT = "47110815"
+_READ = """#include <stdlib.h>
+static int sought(void) { static int row = -2; if (row == -2) row = atoi(getenv("ROW")); return row; }
+"""
 _UNFINISHED = ("max search depth too small", "Search not completed", "pan: out of memory", "pan: reached -DMEMLIM")
 
 
@@ -59,10 +63,19 @@ class Program:
         self.path, self._model = Path(self._folder.name), str(MODELS / f"{model}.pml")
         names = {**define, **{f"WITHOUT_{guard}": 1 for guard in without}}
         self._defines = [f"-D{name}={value}" for name, value in names.items()]
-        self._run(["spin", *self._defines, *(["-DTRACES=1"] if rows else []), "-a", self._model])
+        self._run(["spin", *self._defines, "-a", self._model])
+        if rows:
+            self._seek()
         order = ["-DBFS"] if shortest else []
         limits = ["-DSAFETY", "-DVECTORSZ=2048", f"-DMEMLIM={_MEMORY_MB}", *order]
         self._run(["gcc", "-O1", "-w", *limits, "-o", "pan", "pan.c"])
+
+    def _seek(self) -> None:
+        """Make the number of the row that is sought one that the search reads when it starts."""
+        for path in self.path.glob("pan.*"):
+            path.write_text(path.read_text().replace(_SOUGHT, "sought()"))
+        head = self.path / "pan.h"
+        head.write_text(_READ + head.read_text())
 
     def search(self, row: int = -1) -> Outcome:
         """All states; or, in a model compiled with TRACES, until a row of the table is walked."""
@@ -82,7 +95,7 @@ class Program:
         trail = str(next(self.path.glob("*.trail")))
         command = ["spin", *self._defines, "-t", "-T", "-B", "-k", trail, self._model]
         lines = self._run(command, codes=(0, 1)).splitlines()
-        return tuple(line.strip() for line in lines if _STEP.match(line)) or (_NO_STEP,)
+        return tuple(line.strip() for line in lines if _STEP.match(line) and " trail " not in line) or (_NO_STEP,)
 
     def _run(self, command: Sequence[str], row: int = -1, codes: Sequence[int] = (0,)) -> str:
         env = {**os.environ, "ROW": str(row)}

@@ -8,20 +8,14 @@ mtype = { LEGAL, OWNED, WHOLE, REPEATED, ENDED, RELEASED, SUPERSEDED, UNCHANGED 
 #define BROKEN(property) printf("broken %e\n", property); assert(false)
 #define CHECK(condition, property) if :: (condition) :: else -> BROKEN(property) fi
 
-#ifdef TRACES /* a search for one row: its number is in the environment, and reaching it ends the search */
-c_decl {
-  static int wanted(void) {
-    static int row = -2;
-    if (row == -2) row = getenv("ROW") ? atoi(getenv("ROW")) : -1;
-    return row;
-  }
-}
-#define ROW(n, before, message, after) printf("row %e %e %e\n", before, message, after); assert(c_expr { wanted() != n })
-#else
-#define ROW(n, before, message, after) printf("row %e %e %e\n", before, message, after); assert(n >= 0)
-#endif
+#define SOUGHT 47110815 /* no row; a search for one row puts its number here (tools/model/pan.py) */
+#define ROW(n, before, message, after) printf("row %e %e %e\n", before, message, after); assert(n != SOUGHT)
 
+#ifdef TOLD /* after each step, where both sides are: for traces that are replayed */
+#define SETTLED SHOW; a_message = 0; one = 0; two = 0; three = 0
+#else
 #define SETTLED a_message = 0; one = 0; two = 0; three = 0
+#endif
 
 #include "moves.pml"
 

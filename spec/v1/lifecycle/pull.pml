@@ -41,6 +41,7 @@ bool changed; /* while somebody reads */
 byte x;
 mtype m;
 #define DONE m = 0; x = 0; SETTLED
+#define SHOW printf("now 0 %e %e\n", sink, source)
 #define QUIET (len(to_source[0]) + len(to_sink[0]) == 0)
 #define LATER(a, b) (a > b -> a : b)
 

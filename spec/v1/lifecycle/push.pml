@@ -31,6 +31,13 @@
 #ifndef DEATHS /* of a source */
 #define DEATHS 0
 #endif
+#ifdef STAGED
+#define PIECE Chunk
+#define transfer_PIECE transfer_Chunk
+#elif defined(INLINE)
+#define PIECE Data
+#define transfer_PIECE transfer_Data
+#endif
 #ifndef LIES /* a Done that the sink has to refuse */
 #define LIES 0
 #endif
@@ -61,6 +68,12 @@ bool good[PARTS];   /* Done has come */
 bool proven[PARTS]; /* Drained said PROVEN */
 bool told[PARTS];   /* Drained said UNPROVABLE, or the writer is gone */
 bool sink_open[WRITERS] = true;
+#ifdef WITHOUT_CANCEL
+bool pending[PARTS]; /* its Transfer is not answered */
+#define PENDING(p, yes) pending[p] = yes
+#else
+#define PENDING(p, yes) skip
+#endif
 bool buried[WRITERS]; /* the transport has proof of the writer's death */
 
 /* the sources */
@@ -72,7 +85,8 @@ bool aborted[PARTS], refused[PARTS], copying[PARTS], drain[PARTS], unprovable[2 
 bool source_open[WRITERS] = true, alive[WRITERS] = true;
 byte low[WRITERS]; /* the low-water mark */
 
-byte aborts = ABORTS, failures = FAILURES, giving_up = LOST, deaths = DEATHS, lies = LIES;
+byte aborts = ABORTS, failures = FAILURES, giving_up = LOST, deaths = DEATHS, lies = LIES, pieces = 1;
+#define SHOW for (one : 0 .. PARTS - 1) { printf("now %d %e %e\n", one, sink[one], source[one]) }
 byte w, r, a, p, k, x, all, refusing;
 mtype m;
 #define DONE m = 0; w = 0; r = 0; a = 0; p = 0; k = 0; x = 0; all = 0; refusing = 0; SETTLED
@@ -111,7 +125,7 @@ inline ask(next) {
   for (w : 0 .. WRITERS - 1) {
     p = PART(w, r);
     sink[p] = transfer_new; good[p] = false; proven[p] = false; told[p] = false;
-    transfer_Transfer(sink[p]); to_source[w]!Transfer,r,next,0
+    transfer_Transfer(sink[p]); to_source[w]!Transfer,r,next,0; PENDING(p, true)
   }
 }
 
@@ -178,6 +192,7 @@ inline sink_hears() {
   to_sink[w]?m,r,a,x;
   printf("deliver 1 %d %e %d %d\n", w, m, r, a);
   p = PART(w, r);
+  if :: m == Accepted || m == Failed || m == Done -> PENDING(p, false) :: else fi;
   if
   :: a != attempt[r] -> /* about an attempt that is over */
     if :: (m == Done || m == Failed) && sink_open[w] -> to_source[w]!DoneAck,r,a,0 :: else fi
@@ -213,6 +228,11 @@ inline sink_hears() {
       :: sink[p] == transfer_aborting -> transfer_Done(sink[p])
       :: else
       fi
+#ifdef PIECE
+    :: sink_open[w] && m == PIECE ->
+      if :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]) :: else fi;
+      if :: sink[p] == transfer_accepted || sink[p] == transfer_aborting -> transfer_PIECE(sink[p]) :: else fi
+#endif
     :: sink_open[w] && m == Drained ->
       if
       :: sink[p] == transfer_aborting ->
@@ -284,7 +304,7 @@ end: do
   }
 #ifdef WITHOUT_CANCEL /* Abort ends the request that it aborts */
   :: d_step {
-    sink_open[me] && sink[PART(me, my)] == transfer_aborting && QUIET(me, my);
+    sink_open[me] && pending[PART(me, my)] && sink[PART(me, my)] != transfer_asked && QUIET(me, my);
     to_source[me]!Transfer,my,attempt[my],0; printf("resend 0 %d Transfer %d %d\n", me, my, attempt[my]); DONE
   }
 #endif
@@ -471,6 +491,12 @@ end: do
     alive[me] && copying[PART(me, my)] && ROOM(to_sink[me], 1) && WRITTEN(me, my);
     w = me; r = my; p = PART(w, r); printf("copied %d %d\n", w, r); copied(true, true); DONE
   }
+#ifdef PIECE
+  :: d_step { /* a piece of the packed stream goes to the sink */
+    pieces > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted && ROOM(to_sink[me], 1);
+    pieces--; transfer_PIECE(AT(me, my)); to_sink[me]!PIECE,my,seen[PART(me, my)],0; printf("piece %d %d\n", me, my); DONE
+  }
+#endif
   :: d_step { /* it fails, and writes of it may still land */
     failures > 0 && alive[me] && copying[PART(me, my)] && ROOM(to_sink[me], 1);
     w = me; r = my; p = PART(w, r); failures--; one = !IN_FLIGHT(me, my); printf("fails %d %d %d\n", w, r, one); copied(one, false); DONE
