@@ -51,6 +51,8 @@ class Request(Handle[Over]):
         """Pages that rows were said to be in, by group id."""
         self._since: dict[int, int] = {}
         """First tokens whose pages are there, by group id."""
+        self._ends: dict[tuple[int, int], int] = {}
+        """Tokens computed so far, by model and layer."""
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
@@ -64,7 +66,7 @@ class Request(Handle[Over]):
         rows are still there, of all groups that hold rows of tokens or by name (None: as said before): pages before it
         may be in use again, what the table names there means nothing, and a sink that asks for them is refused
         (KVP-GRANT-HELD). Harmless once the request is over, as it is when its deadline passes. Raises LocalError for
-        pages or tokens that cannot be.
+        pages or tokens that cannot be, and for fewer tokens than before of one of the layers.
         """
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
@@ -78,7 +80,13 @@ class Request(Handle[Over]):
             if not _is_span(layers) or not 0 <= layers[0] <= layers[1] <= depth:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
             span = int(layers[0]), int(layers[1])
+        named = [(model, layer) for layer in range(*span)]
+        before = max((self._ends.get(layer, 0) for layer in named), default=0)
+        if tokens < before:
+            advice = "tokens counts from the start of the prompt, those of earlier calls included"
+            raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{before} or more, as said before", str(tokens), advice)
         self._agree(items, tokens, axes, held)
+        self._ends |= dict.fromkeys(named, tokens)
         computed = Computed(items, tokens, span, model, after, held)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
 

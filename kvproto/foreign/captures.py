@@ -133,10 +133,21 @@ def _text(data: bytes) -> Iterator[Raw]:
     lines = text.split("\n")
     if all(map(_is_hex, lines)):
         yield from _hex(lines)
-    elif text.lstrip()[:1] in ("{", "["):
+    elif text.lstrip()[:1] in ("{", "[") and not _is_log(lines):
         yield from _json(text, lines)
     else:
         yield from _log(lines)
+
+
+def _is_log(lines: list[str]) -> bool:
+    """Whether the first line is no JSON, as of "[2025-05-06 06:24:25] ...", and a line has what a table marks."""
+    if not any(marker in line for line in lines for marker in _marked()):
+        return False
+    try:
+        read_json(next(filter(str.strip, lines)), "messages[0]")
+    except WireError:
+        return True
+    return False
 
 
 def _is_hex(line: str) -> bool:
@@ -187,13 +198,17 @@ def _json(text: str, lines: list[str]) -> Iterator[Raw]:
             yield Raw(path, value, ("map",))
 
 
-_SAID = re.compile(r"(\b\w{1,60}=|'\w{1,60}': )('[^']{0,400}'|\"[^\"]{0,400}\"|[^\s,()]{1,400})")
+_SAID = re.compile(r"(\b\w{1,60}=|'\w{1,60}': )('[^']{0,400}'|\"[^\"]{0,400}\"|[^\s,()}]{1,400})")
+
+
+def _marked() -> dict[str, str]:
+    """The engine of each marker."""
+    return {m.marker: e.name for e in engines().values() for m in e.messages if m.marker}
 
 
 def _log(lines: list[str]) -> Iterator[Raw]:
     """Lines that begin what some table has a marker for; NAME=VALUE or 'NAME': VALUE in them."""
-    marked = {m.marker: e.name for e in engines().values() for m in e.messages if m.marker}
-    count = 0
+    marked, count = _marked(), 0
     for line in lines:
         for marker, name in marked.items():
             if marker in line:

@@ -17,7 +17,7 @@ from kvproto.foreign.tables import words
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.engines import ENGINES, Setup, pools
 from kvproto.planning.families import MOST_LAYERS
-from kvproto.planning.geometry import Geometry, Owns, validate
+from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
 from kvproto.wire.plain import refuse
@@ -208,9 +208,22 @@ class Fleet:
         else:
             geometry = lay_out([self._cache(have, page, dtype)], Parallel(**sizes), facts=facts)
         validate(geometry)
+        self._hold_words(geometry, "config.json" if config is not None else "the other words")
         for rank in self.ranks.values():
             self._hold(rank, geometry, sizes)
         return geometry
+
+    def _hold_words(self, geometry: Geometry, basis: str) -> None:
+        """Refuse a word that the Description contradicts, or one that was said and is no size of it."""
+        for word, sizes in _sizes(geometry).items():
+            value, where = self.shared.get(word), self.where.get(word, "")
+            path = f"say {word}" if where == "said" else where
+            if value is not None and sizes and value not in sizes:
+                wanted = f"{' or '.join(map(str, sorted(sizes)))}, by {basis}"
+                raise LocalError(ErrorCode.FIELD_CONFLICT, path, wanted, str(value), "one of the two is wrong")
+            if where == "said" and not sizes:
+                wanted = f"words with an effect: by {basis} no cache has a {word}"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, path, wanted, str(value), "leave it out")
 
     def _cache(self, have: Mapping[str, Any], page: int, dtype: DType) -> Cache:
         ids = next((r["entry_layers"] for r in self.ranks.values() if r.get("entry_layers")), None)
@@ -272,6 +285,27 @@ def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
     inner = config.get("text_config")
     nested = {"text_config": {**inner, "torch_dtype": name}} if isinstance(inner, dict) else {}
     return {**config, "torch_dtype": name, **nested}
+
+
+def _sizes(geometry: Geometry) -> dict[str, set[int]]:
+    """What the target's caches have of each word that a config says too."""
+    found: dict[str, set[int]] = {"kv_heads": set(), "head_dim": set(), "latent": set(), "layers": set()}
+    layers: dict[int, set[int]] = {}
+    for share in (share for rank in geometry.ranks for share in rank.owns):
+        layers.setdefault(share.group, set()).update(map(int, share.layers))
+    groups = [g for g in geometry.groups if g.model == 0]
+    for group in groups:
+        for part in group.parts:
+            elements = lane_bytes(part) * 8 // BITS[part.dtype]
+            if part.name in ("k", "v"):
+                found["kv_heads"].add(part.lanes)
+                found["head_dim"].add(elements)
+            elif part.name == "latent":
+                found["latent"].add(part.lanes * elements)
+    paged = [g for g in groups if {p.name for p in g.parts} & {"k", "v", "latent"}]
+    for some in (groups, paged):  # those with a recurrent state count or do not
+        found["layers"].add(len(set().union(*(layers.get(g.id, ()) for g in some))))
+    return found
 
 
 def _shape(rank: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -169,7 +169,10 @@ def _values(of: Engine, message: Message, release: str, value: Any, path: str, d
             raise refuse(ErrorCode.BAD_TYPE, path, "an array", type(value).__name__)
         return _positional(of, message, release, rows, value, path, done)
     if message.form == "log":
-        done += [row.name for row in rows if row.name in value]
+        done += [message.marker, *(row.name for row in rows if row.name in value)]
+        if len(done) == 1:
+            wanted = f"one of the fields {', '.join(row.name for row in rows)}"
+            raise refuse(ErrorCode.MISSING_FIELD, f"{path}.{rows[0].name}", wanted, "none of them")
         return {r.name: from_frame(r.type, value[r.name].encode(), f"{path}.{r.name}") for r in rows if r.name in value}
     return _keyed(of, message, release, rows, value, path, done)
 

@@ -83,9 +83,8 @@ class Listener:
             self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self.close()
-            raise LocalError(
-                ErrorCode.INTERNAL, "address", address, str(e), "choose another address, or stop its owner"
-            ) from e
+            wanted, advice = "an address that is free on this machine", "choose another address, or stop its owner"
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", wanted, f"{address}: {e}", advice) from e
         self._inbox = Inbox(made)
         self._inboxes = [self._inbox, self._connections.inbox]
         self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []

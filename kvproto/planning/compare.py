@@ -102,7 +102,8 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
     advice = "serve the same models and caches"
     if group.model and not known:
         advice += ", or choose feature COLD_DRAFT on both sides, with which a draft starts cold (Options.cold_draft)"
-    return incompatible(ErrorCode.PART_MISSING, path, "(absent)", f"model {group.model}", advice)
+    mine = f"{', '.join(sorted(known))} of model {group.model}" if known else "(absent)"
+    return incompatible(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
 
 
 def unscaled(group: Group, part: str, layer: int) -> PlanError:

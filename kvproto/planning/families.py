@@ -35,7 +35,7 @@ HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
 """How names begin that only hybrids have."""
 UNREAD = (
     "_block_types", "block_configs", "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
-    "hybrid_layer_ids", "hybrid_layer_pattern", "is_encoder_decoder", "layer_group_size", "n_mamba_heads",
+    "hybrid_layer_ids", "hybrid_layer_pattern", "layer_group_size", "n_mamba_heads",
 )  # fmt: skip
 """What gives some layers another cache, or none, in a way that is not read here."""
 MOST_LAYERS = 1 << 12
@@ -245,7 +245,7 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
 def text(config: Config) -> Config:
     """The language model of a checkpoint that also sees or hears, with what its class implies.
 
-    Raises LocalError for a field of another type than its name says.
+    Raises LocalError for a field of another type than its name says, and for an encoder-decoder.
     """
     if not isinstance(config, Mapping):
         raise bad("config", "an object, as a config.json is", type(config).__name__)
@@ -253,6 +253,9 @@ def text(config: Config) -> Config:
     inner = config.get("text_config")
     merged = {**config, **inner} if inner else config
     _check(merged)
+    if merged.get("is_encoder_decoder") or merged.get("decoder_layers"):
+        wanted = "a decoder: encoder-decoders are not read, state their caches by Cache.gqa, Cache.cross, Cache.encoder"
+        raise bad("config.is_encoder_decoder", wanted, merged.get("model_type", "an encoder-decoder"))
     implied = IMPLIED.get(str(merged.get("model_type")), {})
     return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
 

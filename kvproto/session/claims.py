@@ -292,7 +292,8 @@ def _check(claim: _Claim, asking: _User) -> None:
         raise claim.error
     if claim.content is not None and claim.content != transfer.content:
         mine, yours = claim.content.hex(), bytes(transfer.content).hex()
-        raise RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, "route the same prompt to both")
+        advice = "tokens, adapter, salts or lengths of axes differ: state the same Prompt on both sides"
+        raise RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, advice)
     sink = session.peer.engine, session.peer.replica
     if claim.bound not in (None, sink):
         yours = f"{sink[0]} replica {sink[1]}"

@@ -142,11 +142,23 @@ def test_page_tables_of_one_request_agree(both: Two) -> None:
     request.computed({"kv": [3, 1, 0, 0]}, 6)
     refused(lambda: request.finish({"kv": [3, 4, 2]}), ErrorCode.BAD_GRANT, 'pages["kv"][1]', "page 1", "page 4")
     refused(lambda: request.computed({"kv": [5, 1, 2]}, 10), ErrorCode.BAD_GRANT, 'pages["kv"][0]', "page 3", "page 5")
-    request.computed({"kv": [3]}, 4)
     found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
     request.finish({"kv": [3, 1, 2]})
     found.wait(10)
     assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+def test_tokens_computed_only_rise(both: Two) -> None:
+    """Of each layer: a layer may be behind another one."""
+    request = both.source.request(both.ticket, PROMPT)
+    request.computed({"kv": [3, 1]}, 8, layers=(0, 1))
+    request.computed({"kv": [3]}, 4, layers=(1, 2))
+    refused(lambda: request.computed({"kv": [3]}, 4, layers=(0, 1)), ErrorCode.BAD_GRANT, "tokens", "8 or more", "4")
+    refused(lambda: request.computed({"kv": [3]}, 4), ErrorCode.BAD_GRANT, "tokens", "8 or more", "4")
+    request.computed({"kv": [3, 1]}, 8)
+    found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
+    request.finish({"kv": [3, 1, 2]})
+    found.wait(10)
 
 
 def test_pages_that_another_fetch_writes(both: Two) -> None:

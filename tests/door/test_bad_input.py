@@ -290,6 +290,7 @@ def test_a_prompt_that_differs(both: Two) -> None:
     with pytest.raises(KvprotoError) as caught:
         found.wait(10)
     assert caught.value.code == ErrorCode.CONTENT_MISMATCH
+    assert "tokens, adapter, salts or lengths of axes differ" in caught.value.advice
     assert found.pages_free
     request.fail("nobody needs it")
     still_works(both)
@@ -367,7 +368,7 @@ def test_addresses(tmp_path: Path) -> None:
             Source("prefill", pool, address)
         with pytest.raises(LocalError, match=word):
             Sink("decode", pool, {"prefill": address})
-    with Source("prefill", pool, free), pytest.raises(LocalError, match="in use"):
+    with Source("prefill", pool, free), pytest.raises(LocalError, match=r"OUT_OF_RANGE at listen: .* in use"):
         Source("again", pool, free)
     wide = Pool.allocate(lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4)], Parallel(tp=2)), 4)
     with pytest.raises(LocalError, match="rank"):

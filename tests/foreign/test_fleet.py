@@ -111,6 +111,45 @@ def test_what_cannot_be_said_is_refused(said: dict[str, str], path: str) -> None
     assert refused.value.path == path
 
 
+@pytest.mark.parametrize(("word", "value"), [("kv_heads", "3"), ("head_dim", "32"), ("layers", "7")])
+def test_a_word_said_otherwise_than_the_config_has_it(word: str, value: str) -> None:
+    right = {"kv_heads": "8", "head_dim": "64", "layers": "3"}
+    fleet("vllm-live.log", said={"page": "16"}).describe({**CONFIG, "num_key_value_heads": 4})
+    bare = {"tp": "4", "page": "16", "dtype": "bfloat16"}
+    put = dict(one("sglang", "0.5.23", "bootstrap.put", "plain").record["json"], attn_tp_rank=0, pp_rank=0, pp_size=1)
+    bare = {name: text for name, text in bare.items() if name not in of(json.dumps(put).encode()).known()}
+    of(json.dumps(put).encode(), {**bare, **right}).describe(CONFIG)
+    with pytest.raises(LocalError) as refused:
+        of(json.dumps(put).encode(), {**bare, **right, word: value}).describe(CONFIG)
+    assert (refused.value.code.name, refused.value.path) == ("FIELD_CONFLICT", f"say {word}")
+    assert refused.value.mine == f"{right[word]}, by config.json"
+
+
+def test_a_capture_that_states_otherwise_than_the_config() -> None:
+    with pytest.raises(LocalError, match="FIELD_CONFLICT at messages") as refused:
+        fleet("vllm-live.log", said={"page": "16"}).describe(CONFIG)
+    assert (refused.value.mine, refused.value.yours) == ("8, by config.json", "4")
+
+
+def test_a_word_without_an_effect_is_refused() -> None:
+    latent = {"tp": "1", "page": "16", "dtype": "bfloat16", "latent": "576", "layers": "2"}
+    line = b"server_args={'model_path': 'm'}"
+    of(line, latent).describe()
+    with pytest.raises(LocalError, match="say kv_heads: expected words with an effect"):
+        of(line, {**latent, "kv_heads": "8"}).describe()
+
+
+@pytest.mark.parametrize("stamp", ["", "[2025-05-06 06:24:25] ", "[2026-02-16 14:02:09] INFO engine.py:156: "])
+def test_a_log_of_sglang_is_read_line_by_line(stamp: str) -> None:
+    before = "[2025-05-06 06:24:24] Attention backend not specified. Use fa3 backend by default.\n"
+    said = "server_args=ServerArgs(model_path='m', dtype='auto', kv_cache_dtype='fp8_e5m2', page_size=64, pp_size=2)"
+    logged = of(f"{before}{stamp}{said}\n".encode())
+    assert (logged.name, logged.readings[0].message.name) == ("sglang 0.4.6.post5 to 0.5.22", "log.server_args")
+    assert {"page": 64, "dtype": "F8E5M2", "pp": 2}.items() <= logged.known().items()
+    with pytest.raises(KvprotoError, match=r"MISSING_FIELD at messages\[0\].model_path.*page_size, kv_cache_dtype"):
+        of(f"{before}{stamp}server_args=ServerArgs(tp_size=8)\n".encode())
+
+
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_a_draft_and_a_latent_are_held_against_the_buffers_too(dcp: int) -> None:
     """With DCP a draft's pages are as wide as those of all ranks together, and it has the heads of its TP rank."""
@@ -139,6 +178,14 @@ def test_windowed_layers_are_not_held_against_the_buffers() -> None:
     }
     made = fleet("sglang-live.jsonl", said={"page": "16", "dtype": "bfloat16"}).describe(config)
     assert [group.name for group in made.groups] == ["target", "target window"]
+
+
+def test_each_sample_line_of_the_documentation_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
+    samples = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    read_as = {of(line.encode()).readings[0].message.name for line in samples}
+    logs = {message.name for engine in engines().values() for message in engine.messages if message.form == "log"}
+    assert read_as == {"nixl.transfer", "bootstrap.put", "nixl.params"} | logs
 
 
 def test_the_page_of_the_documentation_names_every_message_and_word() -> None:

@@ -156,7 +156,7 @@ def apart(rng: random.Random, held: list[tuple[int, str, int]]) -> Geometry:
 
 def test_a_name_that_nobody_knows_is_said_to_be_absent() -> None:
     error = refusal(named("k"), named("acme.k_residual"))
-    assert (error.mine, error.yours) == ("(absent)", "model 0")
+    assert (error.mine, error.yours) == ("k of model 0", "acme.k_residual of model 0")
 
 
 def test_names_of_ones_own_pair_with_themselves() -> None:

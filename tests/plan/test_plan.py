@@ -298,7 +298,7 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
     "kind": (PAGED, changed(kind=ItemKind.SLOT), ErrorCode.KIND_MISMATCH, "groups[draft].kind", "PAGE", "SLOT"),
     "rows": (PAGED, changed(tokens_per_row=4), ErrorCode.ROW_MISMATCH, "groups[draft].tokens_per_row", "1", "4"),
     "layer": (PAGED, engine(2, [GQA], [3]), ErrorCode.LAYER_MISSING, "groups[draft].parts[k]", "no layer 2", "layer 2 of model 1"),
-    "part": (engine(2, [MLA], [2]), PAGED, ErrorCode.PART_MISSING, "groups[draft].parts[k]", "(absent)", "model 1"),
+    "part": (engine(2, [MLA], [2]), PAGED, ErrorCode.PART_MISSING, "groups[draft].parts[k]", "(absent)", "k of model 1"),
     "opaque": (changed(parts=part(encoding="tiled")), PAGED, ErrorCode.LAYOUT_OPAQUE, "groups[draft].parts[k].encoding", "tiled", "None"),
     "factor": (changed(parts=part(lanes=12, lane_bytes=100)), changed(parts=part(lanes=8, lane_bytes=150)), ErrorCode.LANE_MISMATCH,
                "groups[draft].parts[k].lane_bytes", "100", "150"),
