@@ -57,11 +57,15 @@ inline owner_hears() {
 proctype Owner(byte my) { /* of one epoch */
 end: do
   :: d_step { memory[my] == unregistered && (my == 1 || memory[my - 1] != unregistered) && ROOM(to_holder[0], 1);
-    session_Register(owner); memory[my] = mapping; to_holder[0]!Register,OF_NONE,my,0; printf("register %d\n", my); DONE }
-  :: d_step { memory[my] == mapping && QUIET(OF_NONE, my) && ROOM(to_holder[0], 1); to_holder[0]!Register,OF_NONE,my,0; printf("register %d again\n", my); DONE }
+    session_Register(owner); memory[my] = mapping; to_holder[0]!Register,OF_NONE,my,0; printf("register %d\n", my);
+      DONE }
+  :: d_step { memory[my] == mapping && QUIET(OF_NONE, my) && ROOM(to_holder[0], 1);
+    to_holder[0]!Register,OF_NONE,my,0; printf("register %d again\n", my); DONE }
   :: d_step { memory[my] == mapped && ROOM(to_holder[0], 1);
-    session_Unregister(owner); memory[my] = RETURNED; to_holder[0]!Unregister,OF_NONE,my,0; printf("unregister %d\n", my); DONE }
-  :: d_step { memory[my] == asked_back && QUIET(OF_NONE, my) && !wanted[my] && ROOM(to_holder[0], 1); to_holder[0]!Unregister,OF_NONE,my,0; printf("unregister %d again\n", my); DONE }
+    session_Unregister(owner); memory[my] = RETURNED; to_holder[0]!Unregister,OF_NONE,my,0;
+      printf("unregister %d\n", my); DONE }
+  :: d_step { memory[my] == asked_back && QUIET(OF_NONE, my) && !wanted[my] && ROOM(to_holder[0], 1);
+    to_holder[0]!Unregister,OF_NONE,my,0; printf("unregister %d again\n", my); DONE }
   od
 }
 
@@ -70,7 +74,8 @@ end: do
   :: d_step { phase[me] == unasked && (memory[1] == mapped || memory[2] == mapped) && ROOM(to_holder[0], 1);
     asks[me] = (memory[2] == mapped -> 2 : 1); phase[me] = waiting;
     to_holder[0]!Transfer,me,asks[me],0; printf("ask %d in epoch %d\n", me, asks[me]); DONE }
-  :: d_step { phase[me] == waiting && !copying[me] && QUIET(me, asks[me]) && ROOM(to_holder[0], 1); to_holder[0]!Transfer,me,asks[me],0; printf("ask %d again\n", me); DONE }
+  :: d_step { phase[me] == waiting && !copying[me] && QUIET(me, asks[me]) && ROOM(to_holder[0], 1);
+    to_holder[0]!Transfer,me,asks[me],0; printf("ask %d again\n", me); DONE }
   od
 }
 
@@ -97,7 +102,8 @@ inline give_back() {
 inline holder_hears() {
   to_holder[0]?m,r,e,x; printf("holder hears %e of transfer %d, epoch %d\n", m, r, e);
   if
-  :: m == Register -> session_Register(holder); session_Registered(holder); maps[e] = maps[e] || !gone[e]; to_owner[0]!Registered,OF_NONE,e,0
+  :: m == Register -> session_Register(holder); session_Registered(holder); maps[e] = maps[e] || !gone[e];
+    to_owner[0]!Registered,OF_NONE,e,0
   :: m == Unregister -> session_Unregister(holder); wanted[e] = true; give_back()
   :: m == Transfer ->
     if
@@ -126,10 +132,12 @@ proctype Copy(byte me) {
 end: do
   :: d_step { flying[me]; flying[me] = false; printf("land %d in epoch %d\n", me, into[me]);
     CHECK(memory[into[me]] != freed, OWNED); DONE }
-  :: d_step { copying[me] && !flying[me] && ROOM(to_owner[0], 2); copying[me] = false; e = into[me]; printf("copied %d\n", me);
+  :: d_step { copying[me] && !flying[me] && ROOM(to_owner[0], 2); copying[me] = false; e = into[me];
+    printf("copied %d\n", me);
     to_owner[0]!Done,me,e,0; give_back(); DONE }
   :: d_step { failures > 0 && copying[me] && flying[me] && ROOM(to_owner[0], 2); /* its write may still land */
-    failures--; copying[me] = false; e = into[me]; unprovable[e] = true; printf("fails %d\n", me); to_owner[0]!Failed,me,e,0; give_back(); DONE }
+    failures--; copying[me] = false; e = into[me]; unprovable[e] = true; printf("fails %d\n", me);
+      to_owner[0]!Failed,me,e,0; give_back(); DONE }
   od
 }
 
@@ -138,8 +146,10 @@ proctype Rest() {
   atomic {
     timeout;
     CHECK(phase[0] != waiting && phase[1] != waiting, ENDED);
-    CHECK(memory[1] != asked_back && memory[2] != asked_back && (memory[1] != kept || unprovable[1]) && (memory[2] != kept || unprovable[2]), RELEASED)
+    CHECK(memory[1] != asked_back && memory[2] != asked_back && (memory[1] != kept || unprovable[1]) &&
+      (memory[2] != kept || unprovable[2]), RELEASED)
   }
 }
 
-init { atomic { run Owner(1); run Owner(2); run Asking(0); run Asking(1); run Copy(0); run Copy(1); run Holder(); run Rest() } }
+init { atomic { run Owner(1); run Owner(2); run Asking(0); run Asking(1); run Copy(0); run Copy(1); run Holder();
+  run Rest() } }

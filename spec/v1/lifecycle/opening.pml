@@ -1,8 +1,8 @@
 /* One sink and one source from Hello to ready, over connections that break (session.md; registration.md).
 
-   The source mints a session for each Hello that it takes for new; a frame that comes by another connection than its session's
-   is answered UNKNOWN_SESSION, upon which the sink resumes. LEGAL breaks where a correct side hears what its table has no row
-   for; ENDED, where both could go on and do not. With PULL both sides register, with STAGED the sink grants slots. */
+   The source mints a session for each Hello that it takes for new; a frame that comes by another connection than its
+   session's is answered UNKNOWN_SESSION, upon which the sink resumes. LEGAL breaks where a correct side hears what its table
+   has no row for; ENDED, where both could go on and do not. With PULL both sides register, with STAGED the sink grants slots. */
 
 #include "common.pml"
 
@@ -61,11 +61,15 @@ inline sink_hears() {
     :: else
     fi
   :: sink == session_greeted && m == Goodbye -> session_Goodbye(sink); lose_session()
-  :: sink != session_closed && s != id && m != Welcome && !(m == Refused && x == Hello) && !(sink == session_greeted && m == Goodbye)
+  :: sink != session_closed && s != id && m != Welcome && !(m == Refused && x == Hello) &&
+    !(sink == session_greeted && m == Goodbye)
   :: sink != session_closed && s == id && m == Description && describing ->
-    describing = false; session_Description(sink); session_Register(sink); registering = true; to_source[0]!Register,s,0,0
-  :: sink != session_closed && s == id && m == Refused && x == Describe && describing -> describing = false; session_Refused(sink)
-  :: sink != session_closed && s == id && m == Refused && x == Register && registering -> registering = false; session_Refused(sink)
+    describing = false; session_Description(sink); session_Register(sink); registering = true;
+      to_source[0]!Register,s,0,0
+  :: sink != session_closed && s == id && m == Refused && x == Describe && describing -> describing = false;
+    session_Refused(sink)
+  :: sink != session_closed && s == id && m == Refused && x == Register && registering -> registering = false;
+    session_Refused(sink)
   :: sink != session_closed && s == id && m == Registered && registering ->
     registering = false; session_Registered(sink);
 #ifdef STAGED
@@ -79,22 +83,26 @@ inline sink_hears() {
     :: else /* it has overtaken Registered, or is being mapped */
     fi
 #endif
-  :: sink != session_closed && s == id && m == Ping && id != 0 -> session_Ping(sink); session_Pong(sink); to_source[0]!Pong,s,n,0
-  :: sink != session_closed && s == id && m == Pong && id != 0 -> session_Pong(sink); if :: n == ping -> ping = 0 :: else fi
+  :: sink != session_closed && s == id && m == Ping && id != 0 -> session_Ping(sink); session_Pong(sink);
+    to_source[0]!Pong,s,n,0
+  :: sink != session_closed && s == id && m == Pong && id != 0 -> session_Pong(sink);
+    if :: n == ping -> ping = 0 :: else fi
   :: sink != session_closed && s == id && m == Error ->
     if
     :: hello == 0 && (x == Describe && describing || x == Register && registering || x == Ping && ping != 0) ->
       said++; hello = said; session_Hello(sink); to_source[0]!Hello,0,said,id
     :: else
     fi
-  :: sink != session_closed && s == id && m == Goodbye && sink != session_greeted -> session_Goodbye(sink); lose_session()
+  :: sink != session_closed && s == id && m == Goodbye && sink != session_greeted -> session_Goodbye(sink);
+    lose_session()
   :: else
   fi
 }
 
 inline source_hears_hello() {
   if
-  :: x != 0 && LIVES(source[x]) -> opened[by[x]] = (opened[by[x]] == x -> 0 : opened[by[x]]); by[x] = connection; greeting[x] = n; opened[connection] = x; to_sink[0]!Welcome,x,n,0
+  :: x != 0 && LIVES(source[x]) -> opened[by[x]] = (opened[by[x]] == x -> 0 : opened[by[x]]); by[x] = connection;
+    greeting[x] = n; opened[connection] = x; to_sink[0]!Welcome,x,n,0
   :: !(x != 0 && LIVES(source[x])) && draining -> to_sink[0]!Refused,0,n,Hello
   :: else ->
     s = opened[connection];
@@ -120,9 +128,11 @@ inline source_hears() {
     :: m == Describe ->
       if
 #ifdef UNFIT
-      :: source[s] == session_open -> session_Describe(source[s]); session_Refused(source[s]); to_sink[0]!Refused,s,0,Describe
+      :: source[s] == session_open -> session_Describe(source[s]); session_Refused(source[s]);
+        to_sink[0]!Refused,s,0,Describe
 #else
-      :: source[s] == session_open -> session_Describe(source[s]); session_Description(source[s]); to_sink[0]!Description,s,0,0
+      :: source[s] == session_open -> session_Describe(source[s]); session_Description(source[s]);
+        to_sink[0]!Description,s,0,0
 #endif
       :: source[s] != session_open -> to_sink[0]!Description,s,0,0
       fi
@@ -146,19 +156,24 @@ inline source_hears() {
 
 proctype Sink() {
 end: do
-  :: d_step { sink == session_idle; said = 1; hello = 1; session_Hello(sink); to_source[0]!Hello,0,1,0; printf("dial\n"); DONE }
+  :: d_step { sink == session_idle; said = 1; hello = 1; session_Hello(sink); to_source[0]!Hello,0,1,0;
+    printf("dial\n"); DONE }
   :: d_step { nempty(to_sink[0]) && ROOM(to_source[0], 2); sink_hears(); DONE }
   :: d_step { hello != 0 && SILENT; to_source[0]!Hello,0,hello,id; printf("resend 0 0 Hello 0 %d\n", hello); DONE }
-  :: d_step { describing && hello == 0 && SILENT; to_source[0]!Describe,id,0,0; printf("resend 0 0 Describe %d 0\n", id); DONE }
-  :: d_step { registering && hello == 0 && SILENT && !asked_to_map[id]; to_source[0]!Register,id,0,0; printf("resend 0 0 Register %d 0\n", id); DONE }
-  :: d_step { ping != 0 && hello == 0 && SILENT; to_source[0]!Ping,id,ping,0; printf("resend 0 0 Ping %d %d\n", id, ping); DONE }
+  :: d_step { describing && hello == 0 && SILENT; to_source[0]!Describe,id,0,0;
+    printf("resend 0 0 Describe %d 0\n", id); DONE }
+  :: d_step { registering && hello == 0 && SILENT && !asked_to_map[id]; to_source[0]!Register,id,0,0;
+    printf("resend 0 0 Register %d 0\n", id); DONE }
+  :: d_step { ping != 0 && hello == 0 && SILENT; to_source[0]!Ping,id,ping,0;
+    printf("resend 0 0 Ping %d %d\n", id, ping); DONE }
   :: d_step { pings > 0 && id != 0 && LIVES(sink) && ping == 0 && ROOM(to_source[0], 1);
     pings--; ping = 1; session_Ping(sink); to_source[0]!Ping,id,1,0; printf("ping 0\n"); DONE }
   :: d_step { goodbyes > 0 && id != 0 && LIVES(sink) && ROOM(to_source[0], 1);
     goodbyes--; session_Goodbye(sink); to_source[0]!Goodbye,id,0,0; lose_session(); printf("goodbye 0\n"); DONE }
 #ifdef PULL
   :: d_step { mapping_here && LIVES(sink) && ROOM(to_source[0], 1);
-    mapping_here = false; mapped_here = true; session_Registered(sink); to_source[0]!Registered,id,1,0; printf("map 1\n"); DONE }
+    mapping_here = false; mapped_here = true; session_Registered(sink); to_source[0]!Registered,id,1,0;
+      printf("map 1\n"); DONE }
   :: d_step { refusals > 0 && mapping_here && LIVES(sink) && ROOM(to_source[0], 1);
     refusals--; mapping_here = false; session_Refused(sink); to_source[0]!Refused,id,1,0; printf("refuse 1\n"); DONE }
 #endif
@@ -186,10 +201,13 @@ end: do
 #endif
     printf("map 0\n"); DONE }
   :: d_step { refusals > 0 && asked_to_map[me] && LIVES(source[me]) && ROOM(to_sink[0], 1);
-    refusals--; asked_to_map[me] = false; session_Refused(source[me]); to_sink[0]!Refused,me,0,Register; printf("refuse 0\n"); DONE }
-  :: d_step { exposing[me] && LIVES(source[me]) && by[me] == connection && SILENT && !mapping_here && sink == session_ready && hello == 0;
+    refusals--; asked_to_map[me] = false; session_Refused(source[me]); to_sink[0]!Refused,me,0,Register;
+      printf("refuse 0\n"); DONE }
+  :: d_step { exposing[me] && LIVES(source[me]) && by[me] == connection && SILENT && !mapping_here &&
+    sink == session_ready && hello == 0;
     to_sink[0]!Register,me,1,0; printf("resend 1 0 Register %d 1\n", me); DONE }
-  :: d_step { me == id && pings > 0 && LIVES(source[me]) && source[me] != session_open && by[me] == connection && source_ping == 0 && ROOM(to_sink[0], 1);
+  :: d_step { me == id && pings > 0 && LIVES(source[me]) && source[me] != session_open && by[me] == connection &&
+    source_ping == 0 && ROOM(to_sink[0], 1);
     pings--; source_ping = 1; session_Ping(source[me]); to_sink[0]!Ping,me,1,0; printf("ping 1\n"); DONE }
   :: d_step { me == minted && goodbyes > 0 && LIVES(source[me]) && by[me] == connection && ROOM(to_sink[0], 1);
     goodbyes--; session_Goodbye(source[me]); to_sink[0]!Goodbye,me,0,0; printf("goodbye 1\n"); DONE }

@@ -1,6 +1,7 @@
 /* Items that a sink reads under a lease, with clocks of different speed (transfers.md, Draft: pull).
 
-   Time is ticks of the source's clock; the sink's clock stands still for DRIFT of them. `changed` is known to nobody: the
+   Time is ticks of the source's clock;
+     the sink's clock stands still for DRIFT of them. `changed` is known to nobody: the
    source has used its items for something else while the sink was reading them. A copy that is used although they were
    breaks UNCHANGED. */
 
@@ -48,7 +49,8 @@ mtype m;
 inline stop() {
   wrong = true;
   if
-  :: !reading && sink != transfer_aborting && sink != transfer_ended -> transfer_Abort(sink); renewing = false; to_source[0]!Abort,0,1,0
+  :: !reading && sink != transfer_aborting && sink != transfer_ended -> transfer_Abort(sink); renewing = false;
+    to_source[0]!Abort,0,1,0
   :: else
   fi
 }
@@ -80,9 +82,11 @@ inline sink_hears() {
 
 proctype Sink() {
 end: do
-  :: d_step { sink == transfer_new; asked_at = sink_clock; transfer_Transfer(sink); to_source[0]!Transfer,0,1,0; printf("ask 0 1\n"); DONE }
+  :: d_step { sink == transfer_new; asked_at = sink_clock; transfer_Transfer(sink); to_source[0]!Transfer,0,1,0;
+    printf("ask 0 1\n"); DONE }
   :: d_step { nempty(to_sink[0]) && ROOM(to_source[0], 2); sink_hears(); DONE }
-  :: d_step { sink == transfer_offered && !reading && !wrong && sink_clock < sink_end; reading = true; changed = false; printf("read\n"); DONE }
+  :: d_step { sink == transfer_offered && !reading && !wrong && sink_clock < sink_end; reading = true;
+    changed = false; printf("read\n"); DONE }
   :: d_step { reading && ROOM(to_source[0], 1);
     reading = false; printf("read_over\n");
     if
@@ -96,9 +100,12 @@ end: do
     fi;
     DONE
   }
-  :: d_step { sink == transfer_offered && !wrong && !renewing && renewals > 0 && sink_clock + 2 >= asked_at + LEASE && ROOM(to_source[0], 1);
-    renewals--; renewing = true; renewed_at = sink_clock; transfer_Renew(sink); to_source[0]!Renew,0,1,sink_clock; printf("renew\n"); DONE }
-  :: d_step { aborts > 0 && !wrong && sink != transfer_new && sink != transfer_ended && ROOM(to_source[0], 1); aborts--; printf("abort 0\n"); stop(); DONE }
+  :: d_step { sink == transfer_offered && !wrong && !renewing && renewals > 0 && sink_clock + 2 >= asked_at + LEASE &&
+    ROOM(to_source[0], 1);
+    renewals--; renewing = true; renewed_at = sink_clock; transfer_Renew(sink); to_source[0]!Renew,0,1,sink_clock;
+      printf("renew\n"); DONE }
+  :: d_step { aborts > 0 && !wrong && sink != transfer_new && sink != transfer_ended && ROOM(to_source[0], 1);
+    aborts--; printf("abort 0\n"); stop(); DONE }
   :: d_step { sink == transfer_asked && QUIET; to_source[0]!Transfer,0,1,0; printf("resend 0 0 Transfer 0 1\n"); DONE }
   :: d_step { sink == transfer_aborting && QUIET; to_source[0]!Abort,0,1,0; printf("resend 0 0 Abort 0 1\n"); DONE }
   :: d_step { renewing && QUIET; to_source[0]!Renew,0,1,renewed_at; printf("resend 0 0 Renew 0 1\n"); DONE }
@@ -108,21 +115,25 @@ end: do
 inline source_hears() {
   to_source[0]?m,one,two,x; printf("deliver 0 0 %e 0 1\n", m);
   if
-  :: m == Transfer && !asked && !aborted -> asked = true; transfer_Transfer(source); transfer_Accepted(source); to_sink[0]!Accepted,0,1,0
+  :: m == Transfer && !asked && !aborted -> asked = true; transfer_Transfer(source); transfer_Accepted(source);
+    to_sink[0]!Accepted,0,1,0
   :: m == Transfer && asked && !aborted -> to_sink[0]!Accepted,0,1,0
   :: m == Abort ->
     if :: source != transfer_ended || !aborted -> transfer_Abort(source); transfer_Drained(source) :: else fi;
     aborted = true; lent = false; to_sink[0]!Drained,0,1,1
-  :: m == Pulled && source == transfer_offered -> lent = false; released = true; transfer_Pulled(source); to_sink[0]!Released,0,1,0
+  :: m == Pulled && source == transfer_offered -> lent = false; released = true; transfer_Pulled(source);
+    to_sink[0]!Released,0,1,0
   :: m == Error && source == transfer_offered -> lent = false; transfer_Error(source)
   :: m == Renew && lent && (source_clock < source_end || granted == x + 1) ->
-    if :: granted != x + 1 -> transfer_Renew(source); transfer_Renewed(source); granted = x + 1; source_end = LATER(source_end, source_clock + LEASE) :: else fi;
+    if :: granted != x + 1 -> transfer_Renew(source); transfer_Renewed(source); granted = x + 1;
+      source_end = LATER(source_end, source_clock + LEASE) :: else fi;
     to_sink[0]!Renewed,0,1,x
 #ifdef WITHOUT_RENEW /* a lease that has ended is renewed */
   :: m == Renew && lent && source_clock >= source_end && granted != x + 1 ->
     granted = x + 1; source_end = source_clock + LEASE; to_sink[0]!Renewed,0,1,x
 #else
-  :: m == Renew && !(lent && (source_clock < source_end || granted == x + 1)) -> to_sink[0]!Error,0,1,0 /* KVP-PUL-RENEW */
+  :: m == Renew && !(lent && (source_clock < source_end || granted == x + 1)) ->
+    to_sink[0]!Error,0,1,0 /* KVP-PUL-RENEW */
 #endif
   :: else
   fi
@@ -131,16 +142,20 @@ inline source_hears() {
 proctype Source() {
 end: do
   :: d_step { nempty(to_source[0]) && ROOM(to_sink[0], 1); source_hears(); DONE }
-  :: d_step { source == transfer_accepted && ROOM(to_sink[0], 1); lent = true; source_end = source_clock + LEASE; transfer_Offer(source);
+  :: d_step { source == transfer_accepted && ROOM(to_sink[0], 1); lent = true; source_end = source_clock + LEASE;
+    transfer_Offer(source);
     to_sink[0]!Offer,0,1,0; printf("offer\n"); DONE }
-  :: d_step { lies > 0 && source == transfer_accepted && ROOM(to_sink[0], 1); lies--; lied = true; lent = true; source_end = source_clock + LEASE;
+  :: d_step { lies > 0 && source == transfer_accepted && ROOM(to_sink[0], 1); lies--; lied = true; lent = true;
+    source_end = source_clock + LEASE;
     transfer_Offer(source); to_sink[0]!Offer,0,1,LIE; printf("lie 0 0\n"); DONE }
-  :: d_step { source == transfer_offered && QUIET; to_sink[0]!Offer,0,1,(lied -> LIE : 0); printf("resend 1 0 Offer 0 1\n"); DONE }
+  :: d_step { source == transfer_offered && QUIET; to_sink[0]!Offer,0,1,(lied -> LIE : 0);
+    printf("resend 1 0 Offer 0 1\n"); DONE }
   :: d_step { /* its items are used for something else (KVP-PUL-OFFER) */
 #ifdef WITHOUT_LEASE
     source == transfer_offered && !changed && reading;
 #else
-    (source == transfer_offered || source == transfer_ended) && (!lent || source_clock >= source_end) && !changed && reading;
+    (source == transfer_offered || source == transfer_ended) && (!lent || source_clock >= source_end) && !changed &&
+      reading;
 #endif
     changed = true; printf("change\n"); DONE }
   :: d_step { LOSABLE(to_source[0]); lose(to_source[0], 0, 0); DONE }

@@ -126,7 +126,8 @@ inline sink_hears() {
     :: sink_open[w] && m == Done && (x != LIE || sink[p] == transfer_ended || sink[p] == transfer_aborting) ->
       to_source[w]!DoneAck,r,a,0;
       if
-      :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]); transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true
+      :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]); transfer_Done(sink[p]); transfer_DoneAck(sink[p]);
+        good[p] = true
       :: sink[p] == transfer_accepted -> transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true
       :: sink[p] == transfer_aborting -> transfer_Done(sink[p])
       :: else
@@ -157,7 +158,8 @@ end: do
   }
 #if ATTEMPTS > 1
   :: d_step { /* try a transfer again, on other pages (KVP-END-ATTEMPT) */
-    MAY_TRY(me) && attempt[me] == 1 && owner[PAGE(me, 2)] == 0 && ALL(sink_open) && ALL_ROOM(1) && !good[PART(0, me)] && !good[PART(WRITERS - 1, me)];
+    MAY_TRY(me) && attempt[me] == 1 && owner[PAGE(me, 2)] == 0 && ALL(sink_open) && ALL_ROOM(1) &&
+      !good[PART(0, me)] && !good[PART(WRITERS - 1, me)];
     r = me; printf("ask %d 2\n", r); ask(2); DONE
   }
 #endif

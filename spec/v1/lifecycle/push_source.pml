@@ -40,7 +40,8 @@ inline hear_transfer() {
       if
       :: source_open[w] && !refusing -> transfer_Accepted(source[p]); to_sink[w]!Accepted,r,a,0
       :: source_open[w] && refusing ->
-        failures--; transfer_Failed(source[p]); refused[p] = true; to_sink[w]!Failed,r,a,ENGINE; printf("refuse %d %d\n", w, r)
+        failures--; transfer_Failed(source[p]); refused[p] = true; to_sink[w]!Failed,r,a,ENGINE;
+          printf("refuse %d %d\n", w, r)
       :: !source_open[w] -> transfer_Failed(source[p]); refused[p] = true; to_sink[w]!Failed,r,a,REFUSED
       fi
     fi
@@ -49,7 +50,8 @@ inline hear_transfer() {
 
 inline drained() {
   if
-  :: drain[p] -> transfer_Drained(source[p]); to_sink[w]!Drained,r,seen[p],!unprovable[WRITE(w, r, seen[p])]; drain[p] = false
+  :: drain[p] -> transfer_Drained(source[p]); to_sink[w]!Drained,r,seen[p],!unprovable[WRITE(w, r, seen[p])];
+    drain[p] = false
   :: else
   fi
 }
@@ -89,7 +91,8 @@ inline source_hears() {
   :: m == Transfer -> hear_transfer()
   :: m == Abort -> hear_abort()
   :: m == DoneAck && source_open[w] && r >= low[w] && seen[p] == a ->
-    if :: source[p] == transfer_done || source[p] == transfer_failed || source[p] == transfer_aborting -> transfer_DoneAck(source[p]) :: else fi
+    if :: source[p] == transfer_done || source[p] == transfer_failed || source[p] == transfer_aborting ->
+      transfer_DoneAck(source[p]) :: else fi
   :: m == Error && source_open[w] && r >= low[w] && seen[p] == a ->
     if :: source[p] == transfer_done -> transfer_Error(source[p]) :: else fi
   :: else
@@ -114,9 +117,11 @@ inline copied(proof, well) {
 /* The source's side of one session. */
 proctype Source(byte me) {
 end: do
-  :: d_step { alive[me] && nempty(to_source[me]) && ROOM(to_sink[me], 2); w = me; refusing = false; source_hears(); DONE }
+  :: d_step { alive[me] && nempty(to_source[me]) && ROOM(to_sink[me], 2); w = me; refusing = false; source_hears();
+    DONE }
   :: d_step { /* the engine cannot have it */
-    alive[me] && to_source[me]?[Transfer,_,_,_] && ROOM(to_sink[me], 2) && failures > 0; w = me; refusing = true; source_hears(); DONE
+    alive[me] && to_source[me]?[Transfer,_,_,_] && ROOM(to_sink[me], 2) && failures > 0; w = me; refusing = true;
+      source_hears(); DONE
   }
 #if LOST > 0
   :: d_step { /* patience is over at the source */
@@ -174,27 +179,35 @@ end: do
   }
 #ifdef PIECE
   :: d_step { /* a piece of the packed stream goes to the sink */
-    pieces > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted && ROOM(to_sink[me], 1);
-    pieces--; transfer_PIECE(AT(me, my)); to_sink[me]!PIECE,my,seen[PART(me, my)],0; printf("piece %d %d\n", me, my); DONE
+    pieces > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted &&
+      ROOM(to_sink[me], 1);
+    pieces--; transfer_PIECE(AT(me, my)); to_sink[me]!PIECE,my,seen[PART(me, my)],0; printf("piece %d %d\n", me, my);
+      DONE
   }
 #endif
   :: d_step { /* it fails, and writes of it may still land */
     failures > 0 && alive[me] && copying[PART(me, my)] && ROOM(to_sink[me], 1);
-    w = me; r = my; p = PART(w, r); failures--; one = !IN_FLIGHT(me, my); printf("fails %d %d %d\n", w, r, one); copied(one, false); DONE
+    w = me; r = my; p = PART(w, r); failures--; one = !IN_FLIGHT(me, my); printf("fails %d %d %d\n", w, r, one);
+      copied(one, false); DONE
   }
   :: d_step {
-    alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_done && ROOM(to_sink[me], 1) && QUIET(me, my);
-    to_sink[me]!Done,my,seen[PART(me, my)],lied[PART(me, my)]; printf("resend 1 %d Done %d %d\n", me, my, seen[PART(me, my)]); DONE
+    alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_done && ROOM(to_sink[me], 1) &&
+      QUIET(me, my);
+    to_sink[me]!Done,my,seen[PART(me, my)],lied[PART(me, my)];
+      printf("resend 1 %d Done %d %d\n", me, my, seen[PART(me, my)]); DONE
   }
   :: d_step {
-    alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_failed && !refused[PART(me, my)] && ROOM(to_sink[me], 1) && QUIET(me, my);
-    to_sink[me]!Failed,my,seen[PART(me, my)],ENGINE; printf("resend 1 %d Failed %d %d\n", me, my, seen[PART(me, my)]); DONE
+    alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_failed && !refused[PART(me, my)] &&
+      ROOM(to_sink[me], 1) && QUIET(me, my);
+    to_sink[me]!Failed,my,seen[PART(me, my)],ENGINE; printf("resend 1 %d Failed %d %d\n", me, my, seen[PART(me, my)]);
+      DONE
   }
 #if LIES > 0
   :: d_step { /* a Done that the sink refuses */
     lies > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted &&
     !IN_FLIGHT(me, my) && ROOM(to_sink[me], 1);
-    lies--; p = PART(me, my); copying[p] = false; lied[p] = LIE; transfer_Done(source[p]); to_sink[me]!Done,my,seen[p],LIE; printf("lie %d %d\n", me, my); DONE
+    lies--; p = PART(me, my); copying[p] = false; lied[p] = LIE; transfer_Done(source[p]);
+      to_sink[me]!Done,my,seen[p],LIE; printf("lie %d %d\n", me, my); DONE
   }
 #endif
   od
