@@ -105,7 +105,9 @@ def _check_path(path: str) -> None:
         raise _bad("an existing directory", str(folder), "make it with mode 0700")
     mode = folder.stat()
     if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
-        raise _bad("a directory of this user with mode 0700", str(folder), f"chmod 700 {folder}")
+        raise _bad(
+            "a directory of this user with mode 0700", str(folder), "make one for the sockets alone: mkdir -m 700"
+        )
 
 
 def _check_host(address: str, rest: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.net.keys import check_public
+from kvproto.net.keys import at_once, check_public
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
@@ -98,7 +98,7 @@ class AllowList:
 
     def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=at_once) as file:
                 table = tomllib.load(file)
         except OSError as error:
             advice = "list the clients that may connect, each as [[client]]"

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "make_keys", "read_keys"]
+__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "at_once", "make_keys", "read_keys"]
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
@@ -54,7 +54,7 @@ def read_keys(folder: str | Path) -> KeyPair:
     path = Path(folder) / SECRET
     advice = f"`kvproto keygen {folder}` makes a pair"
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=at_once) as file:
             mode, text = os.fstat(file.fileno()), file.read(_CHARACTERS + 2)
     except OSError as error:
         raise _bad(str(path), "a file with a secret key", str(error.strerror), advice) from error
@@ -65,6 +65,11 @@ def read_keys(folder: str | Path) -> KeyPair:
         found = f"{len(text.strip())} characters" if len(text.strip()) < _CHARACTERS else "something else"
         raise _bad(str(path), f"a key of {_CHARACTERS} characters of Z85", found, advice)
     return KeyPair(zmq.curve_public(text.strip()), text.strip())
+
+
+def at_once(path: str, flags: int) -> int:
+    """An opener that does not wait, as opening a FIFO would."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def check_public(path: str, given: object) -> bytes:

@@ -65,6 +65,12 @@ def test_a_key_file_that_cannot_be(tmp_path: Path, text: bytes | None, mode: int
     assert KEY not in str(caught.value)
 
 
+def test_a_pipe_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret.key", 0o600)
+    with pytest.raises(LocalError, match="40 characters"):
+        read_keys(tmp_path)
+
+
 LIST = f"""
 [[client]]
 key = "{KEY}"
