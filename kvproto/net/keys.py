@@ -17,7 +17,7 @@ from zmq.utils import z85
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "at_once", "make_keys", "read_keys"]
+__all__ = ["PUBLIC", "SECRET", "KeyPair", "at_once", "check_public", "make_keys", "read_keys"]
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
