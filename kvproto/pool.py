@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.aliasing import overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type
 from kvproto.node.columns import Column, columns_of
@@ -42,8 +43,8 @@ class Pool:
         "slot"), "token" (or "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token
         dim", joint K and V "part page token head dim". An axis of one element may be left out. Of a part in sections
         pass a tensor for each, under names such as "latent[0:1024]". With `shared` several layers may be given one
-        tensor, as layers that share a cache have it; such a pool is for a Source. Raises LocalError, which names the
-        tensor and the axis.
+        tensor, as layers that share a cache have it; such a pool is for a Source. Layers and parts that
+        share some bytes and not all are refused. Raises LocalError, which names the tensor and the axis.
         """
         check_type("shared", shared, bool, "True or False")
         check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")
@@ -75,6 +76,11 @@ class Pool:
                 group=group.id, items=items, region=np.array([region for region, _ in homes], np.uint32),
                 offset=offset, item_stride=item, row_stride=row, lane_stride=lane,
             )  # fmt: skip
+            if both := overlapping(geometry, rank, made[group.id]):
+                one, other = sorted(columns[k].path for k in both)
+                wanted = f"bytes that {one} does not have" if one != other else "layers and parts that lie apart"
+                advice = "let each layer and part lie apart; layers that share a cache share all of it (`shared`)"
+                raise LocalError(ErrorCode.BAD_COLUMNS, other, wanted, "some of the same bytes", advice)
         self._open(RankLayout(geometry, rank, made), shared)
 
     @classmethod

@@ -13,7 +13,7 @@ where the layout alone rules an overlap out:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import attrs
 import numpy as np
@@ -27,7 +27,7 @@ from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["Overlaps"]
+__all__ = ["Overlaps", "overlapping"]
 
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
@@ -149,6 +149,54 @@ def _apart_modulo(cluster: _Extents, modulus: int) -> bool:
     begin = (cluster["offset"] % modulus)[order]
     end = begin + width[order]
     return bool((begin[1:] >= end[:-1]).all() and end[-1] - modulus <= begin[0])
+
+
+def overlapping(geometry: Geometry, rank: int, columns: Columns) -> tuple[int, int] | None:
+    """Two columns of a group that have some bytes in common and not all, whichever items; None where all lie apart."""
+    seen: set[bytes] = set()
+    for cluster in _clusters(*_extents(geometry, rank, {columns.group: columns})):
+        shape = cluster[[name for name in _EXTENT.names or () if name != "column"]].tobytes()
+        if shape in seen or _apart(cluster):
+            continue
+        seen.add(shape)
+        rows = [(int(c["offset"]), int(c["lane_bytes"]), _axes(c), int(c["column"])) for c in cluster]
+        known: dict[tuple[object, ...], bool] = {}
+        for (at, size, axes, one), (begin, width, others, other) in combinations(rows, 2):
+            pair = begin - at, size, axes, width, others
+            if pair not in known:
+                known[pair] = pair != (0, size, axes, size, axes) and _meet(*pair)
+            if known[pair]:
+                return one, other
+    return None
+
+
+_Axes = tuple[tuple[int, int], ...]
+
+
+def _axes(column: np.void) -> _Axes:
+    """Stride and extent of the axes of more than one element, the longest stride first."""
+    found = ((int(column[stride]), int(column[extent])) for extent, stride in _AXES)
+    return tuple(sorted((axis for axis in found if axis[1] > 1), reverse=True))
+
+
+def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
+    """Whether some lane of `size` bytes shares a byte with some of `width` bytes of a column that begins `at` later.
+
+    The strides of each column nest, so for an axis of both few distances of their elements are close enough to try.
+    """
+    if not axes and not others:
+        return -width < at < size
+    stride = max(found[0][0] for found in (axes, others) if found)
+    # element j of the other's axis less element i of ours
+    most = least = 0
+    if axes and axes[0][0] == stride:
+        least, axes = 1 - axes[0][1], axes[1:]
+    if others and others[0][0] == stride:
+        most, others = others[0][1] - 1, others[1:]
+    reach, far = (n + sum(s * (e - 1) for s, e in some) for n, some in ((size, axes), (width, others)))
+    # those j - i at which -far < at + (j - i) stride < reach
+    first, last = max(least, (-far - at) // stride + 1), min(most, -((at - reach) // stride) - 1)
+    return any(_meet(at + n * stride, size, axes, width, others) for n in range(first, last + 1))
 
 
 @attrs.frozen(eq=False)

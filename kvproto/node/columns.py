@@ -33,6 +33,8 @@ class Column:
     item_stride: int
     row_stride: int
     lane_stride: int
+    path: str
+    """Of the tensor, for people."""
 
 
 def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> tuple[int, list[Column]]:
@@ -127,11 +129,12 @@ def _column(
     _element(group, joint if len(sizes) > 1 else (part,), view, path)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
+    _neighbours(axis, group.parts[part].lane_bytes, path)
     items, item_stride = axis["page"]
     # the stride of an axis of one element says nothing: state one that keeps runs long
     lane = axis["head"][1] if lanes > 1 else group.parts[part].lane_bytes
     row = axis["token"][1] if group.rows > 1 else min(item_stride, view.length)
-    return Column(view, view.address + at, min(item_stride, view.length), row, lane), items
+    return Column(view, view.address + at, min(item_stride, view.length), row, lane, path), items
 
 
 _INTEGERS = {0, 1}
@@ -155,6 +158,16 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
     found = axis.get(word, (1, 0))[0]
     if found != wanted:
         raise _bad(f'{path} axis "{word}"', str(wanted), f"{found}" if word in axis else "no such axis")
+
+
+def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:
+    """Raise LocalError where pages, tokens or heads of `size` bytes overlap their neighbours, by their strides."""
+    found = sorted((axis[word][1], axis[word][0], word) for word in ("page", "token", "head") if word in axis)
+    for stride, extent, word in found:
+        if extent > 1 and stride < size:
+            wanted = f"a stride of at least {size} bytes, or neighbours overlap"
+            raise _bad(f'{path} axis "{word}"', wanted, f"{stride} bytes", "pass a tensor whose elements lie apart")
+        size += stride * (extent - 1) if extent > 1 else 0
 
 
 _AXES = 'say what each axis is by `axes`, such as "page token head dim"'

@@ -63,7 +63,7 @@ def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[
         for name, given in named.items():
             if name.endswith("dtype") and (given is not None or name != "scale_dtype"):
                 check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
-            elif name not in ("name", "layers", "parts", "blocks", "part", "split", "axis") and given is not None:
+            elif name not in ("name", "layers", "parts", "blocks", "part", "split", "axis", "of") and given is not None:
                 check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 
@@ -201,12 +201,21 @@ class Cache:
 
     @classmethod
     @_checked
-    def page_scales(cls, name: str, layers: int | Iterable[int], *, kv_heads: int, page: int, model: int = 0) -> Cache:
-        """One F32 scale a page and KV head, of K and of V; equal pages on both sides. Clause KVP-GRANT-PARTIAL.
+    def page_scales(
+        cls, name: str, layers: int | Iterable[int], *, page: int, kv_heads: int | None = None, of: str = "kv",
+        model: int = 0,
+    ) -> Cache:  # fmt: skip
+        """One F32 scale a page and KV head, of K and of V; or one a page, `of="latent"`. Clause KVP-GRANT-PARTIAL.
 
-        The scale of a page that is not full moves too. A scale of a whole tensor is a fact.
+        Pages are equal on both sides. The scale of a page that is not full moves too. A scale of a whole tensor is a
+        fact.
         """
-        parts = tuple(g.Part(name=p, dtype=DType.F32, lanes=kv_heads, lane_bytes=4) for p in ("k_scale", "v_scale"))
+        if of not in ("kv", "latent"):
+            raise _bad("Cache.of", "'kv' or 'latent'", repr(of))
+        if (kv_heads is None) == (of == "kv"):
+            raise _bad("Cache.kv_heads", "the KV heads of K and V, and none of a latent", f"{kv_heads} of {of!r}")
+        names = ("k_scale", "v_scale") if of == "kv" else ("latent_scale",)
+        parts = tuple(g.Part(name=p, dtype=DType.F32, lanes=kv_heads or 1, lane_bytes=4) for p in names)
         return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page, partial=True)
 
     @classmethod

@@ -15,7 +15,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
 
-__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing", "scaled_by", "unscaled"]
+__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing", "name_of", "scaled_by", "unscaled"]
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from kvproto.errors import LocalError, RemoteError, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
+from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.limits import MAX_RANKS
@@ -135,6 +136,7 @@ def lay_out(
     sizes.check()
     for i, spec in enumerate(specs):
         _check(spec, f"specs[{i}]", depth)
+    _check_scales(specs)
     made = [_Laid.of(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
         tuple(share for laid in made if (share := laid.share(stage, nth)) is not None)
@@ -240,6 +242,34 @@ def _check(spec: Cache, path: str, depth: int | None) -> None:
     for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):
         if sum(b.lanes for b in blocks) != part.lanes or any(b.unit < 1 or b.lanes % b.unit for b in blocks):
             raise _bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
+
+
+def _check_scales(specs: Sequence[Cache]) -> None:
+    """Raise LocalError for scales whose values no cache has, or whose last row would not move with its values.
+
+    Scales alone are no mistake: nothing of that model is stated that would arrive without them.
+    """
+    stated = {
+        (spec.group.model, name_of(part.name), layer): spec.group
+        for spec in specs for part in spec.group.parts for layer in spec.layers
+    }  # fmt: skip
+    valued = {model for model, name, _ in stated if not scaled_by(name)}
+    for group, part, layers in ((spec.group, part, spec.layers) for spec in specs for part in spec.group.parts):
+        of, path = scaled_by(part.name), f"{group.name!r}.parts[{part.name}]"
+        for layer in layers if of else ():
+            values = stated.get((group.model, of or "", layer))
+            if values is None and group.model in valued:
+                there = sorted({name for model, name, at in stated if (model, at) == (group.model, layer)})
+                advice = f"state what they scale too, or scales of what is there (of a latent: {_OF_LATENT})"
+                yours = f"{', '.join(there)}, no {of}"
+                raise LocalError(ErrorCode.PART_MISSING, path, f"{of} of layer {layer}, which it scales", yours, advice)
+            if values and group.tokens_per_row > values.tokens_per_row and not group.partial:
+                mine = f"a partial group, as a row stands for {group.tokens_per_row} tokens and one of {of} for fewer"
+                advice = f"the scale of a page that is not full would stay behind: use Cache.page_scales ({_OF_LATENT})"
+                raise LocalError(ErrorCode.ROW_MISMATCH, path, mine, "whole rows alone", advice)
+
+
+_OF_LATENT = 'of="latent"'
 
 
 def _deep(spec: Cache) -> bool:

@@ -187,6 +187,40 @@ def test_scales_of_pages_come_with_the_rows_that_they_scale(options: Options, tm
             assert not came[yours[0]].any()
 
 
+def test_layers_that_overlap_in_part(tmp_path: Path) -> None:
+    """They are refused by the tensors' names; those that interleave in any way that strides can say are not."""
+    geometry = lay_out([Cache.mla("kv", 2, page=4, **LATENT)])
+    whole = np.from_dlpack(allocate(2 * PAGES * 64))
+    for begin, shared in ((32, False), (32, True), (PAGES * 64 - 1, False)):
+        both = [whole[at : at + PAGES * 64].reshape(PAGES, 4, 1, 16) for at in (0, begin)]
+        with pytest.raises(LocalError) as refused:
+            Pool(geometry, {"kv": both}, shared=shared)
+        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_COLUMNS, 'tensors["kv"][1]')
+        assert 'tensors["kv"][0]' in refused.value.mine
+    Pool(geometry, {"kv": [whole[at : at + PAGES * 64].reshape(PAGES, 4, 1, 16) for at in (0, PAGES * 64)]}).close()
+    # layers in each row and in each page; K and V in each row of a page that is padded
+    Pool(geometry, {"kv": whole.reshape(PAGES, 4, 2, 16)}, axes="page token layer dim").close()
+    Pool(geometry, {"kv": whole.reshape(PAGES, 2, 4, 16)}, axes="page layer token dim").close()
+    heads = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=2, page=4, dtype=DType.U8)])
+    padded = np.lib.stride_tricks.as_strided(whole, (PAGES, 2, 4, 2, 2, 2), (100, 48, 10, 5, 2, 1))
+    Pool(heads, {"kv": padded}, axes="page layer token part head dim").close()
+    crossed = np.lib.stride_tricks.as_strided(whole, padded.shape, (100, 48, 10, 3, 2, 1))
+    with pytest.raises(LocalError, match="some of the same bytes"):
+        Pool(heads, {"kv": crossed}, axes="page layer token part head dim")
+
+
+@pytest.mark.parametrize(
+    ("word", "strides"), [("page", (32, 16, 8, 1)), ("token", (64, 8, 8, 1)), ("head", (64, 16, 4, 1))]
+)
+def test_neighbours_that_overlap(word: str, strides: tuple[int, ...]) -> None:
+    geometry = lay_out([Cache.paged("kv", 1, parts={"acme.x": (DType.U8, 2, 8)}, page=4)])
+    whole = np.from_dlpack(allocate(PAGES * 64))
+    given = np.lib.stride_tricks.as_strided(whole, (PAGES, 4, 2, 8), strides)
+    with pytest.raises(LocalError) as refused:
+        Pool(geometry, {"kv": [given]})
+    assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_COLUMNS, f'tensors["kv"][0] axis "{word}"')
+
+
 def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
     own = tensors(1)
     pool = Pool(lay_out([Cache.mla("kv", 2, page=4, **LATENT)]), {"kv": own * 2}, shared=True)
@@ -198,19 +232,17 @@ def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
 
 def test_scales_of_pages_are_fetched_from_where_a_page_begins(tmp_path: Path) -> None:
     """KVP-GRANT-PARTIAL: the sink's own call says so, and the last page, which is not full, comes with its scale."""
-    caches = [Cache.mla("kv", 1, page=4, **LATENT), Cache.page_scales("scales", 1, kv_heads=2, page=4)]
+    caches = [Cache.mla("kv", 1, page=4, **LATENT), Cache.page_scales("scales", 1, of="latent", page=4)]
     here, there = (Pool.allocate(lay_out(caches), PAGES) for _ in "ab")
-    for part in ("k_scale", "v_scale"):
-        array = here.array("scales", 0, part)
-        array[:] = np.random.default_rng(1).integers(0, 256, array.shape, np.uint8)
+    array = here.array("scales", 0, "latent_scale")
+    array[:] = np.random.default_rng(1).integers(0, 256, array.shape, np.uint8)
     mine, yours = [3, 1, 2, 7, 9, 4, 5], [5, 0, 9, 2, 1, 7, 8]
     tables = {"kv": mine, "scales": mine}, {"kv": yours, "scales": yours}
     with handing(tmp_path, here, there, Options(thread=False)) as both:
         with pytest.raises(LocalError) as refused:
             both.sink.fetch(both.ticket, PROMPT, tables[1], cached=5)
         assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'cached["scales"]')
-        hand_over(both, tables, cached={"kv": 5, "scales": 4})
-        for part in ("k_scale", "v_scale"):
-            came, sent = there.array("scales", 0, part), here.array("scales", 0, part)
-            assert np.array_equal(came[yours[1:]], sent[mine[1:]])
-            assert not came[yours[0]].any()
+        hand_over(both, tables, cached=4)
+        came = there.array("scales", 0, "latent_scale")
+        assert np.array_equal(came[yours[1:]], array[mine[1:]])
+        assert not came[yours[0]].any()

@@ -200,6 +200,32 @@ def test_page_scales_want_equal_pages() -> None:
     assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "groups[scales].tokens_per_row")
 
 
+def test_scales_of_what_is_not_there() -> None:
+    """Refused with the parts that are there, so that nothing arrives without what makes it numbers."""
+    latent = Cache.mla("kv", 2, latent=6, rope=2, page=16)
+    with pytest.raises(LocalError) as caught:
+        lay_out([latent, Cache.page_scales("scales", 2, kv_heads=1, page=16)])
+    assert (caught.value.code, caught.value.path) == (ErrorCode.PART_MISSING, "'scales'.parts[k_scale]")
+    assert caught.value.yours == "k_scale, latent, v_scale, no k"
+    with pytest.raises(LocalError, match="latent of layer 2"):
+        lay_out([latent, Cache.page_scales("scales", 3, of="latent", page=16)])
+    lay_out([latent, Cache.page_scales("scales", 2, of="latent", page=16)])
+    for wrong in ({"of": "latent", "kv_heads": 1}, {}, {"of": "rope"}):
+        with pytest.raises(LocalError):
+            Cache.page_scales("scales", 2, page=16, **wrong)
+
+
+def test_scales_of_several_tokens_move_before_their_row_is_full() -> None:
+    latent = Cache.mla("kv", 1, latent=6, rope=2, page=16)
+    whole = Cache.compressed("scales", 1, dim=1, tokens_per_row=16, page_rows=1, dtype=DType.F32, part="latent_scale")
+    with pytest.raises(LocalError) as caught:
+        lay_out([latent, whole])
+    assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "'scales'.parts[latent_scale]")
+    assert 'page_scales (of="latent")' in (caught.value.advice or "")
+    rows = Cache.compressed("kv", 1, dim=8, tokens_per_row=16, page_rows=1)  # a row is there as soon as its scale is
+    lay_out([rows, whole])
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] = {
     # config.json, and of each group: name, kind, layers, bytes of all lanes of a row
     "Llama": (

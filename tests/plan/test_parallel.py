@@ -141,7 +141,7 @@ def test_sizes_of_one_cache_that_its_ranks_cannot_have(make: Any, sizes: dict[st
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
-@pytest.mark.parametrize("cache", [Cache.page_scales("rows", 1, kv_heads=4, page=16),
+@pytest.mark.parametrize("cache", [Cache.page_scales("rows", 1, of="latent", page=16),
     Cache.compressed("rows", 1, dim=4, tokens_per_row=4, page_rows=2, part="c4")])  # fmt: skip
 def test_runs_of_a_deal_hold_whole_rows(cache: Cache) -> None:
     """A DCP interleave of 1 cannot deal rows of several tokens: the sizes are refused, not the Description."""

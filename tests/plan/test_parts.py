@@ -30,6 +30,7 @@ BUILT = [
     Cache.mla("q", 2, latent=128, rope=64, page=4, scale_block=64),
     Cache.indexer("d", 2, head_dim=128, page=4),
     Cache.page_scales("e", 2, kv_heads=2, page=4),
+    Cache.page_scales("r", 2, of="latent", page=4),
     Cache.compressed("f", 2, dim=8, tokens_per_row=4, page_rows=2),
     Cache.window("g", 2, kv_heads=2, head_dim=8, ring_rows=4),
     *Cache.mamba1("h", 2, channels=8, state=4, kernel=4),
