@@ -103,7 +103,7 @@ def test_address_in_use(start: Start, folder: Path) -> None:
         (["--prefill", "tcp://127.0.0.1:27712"], "--insecure"),
         (["--tp", "0"], "at least 1"),
         (["--pools", "jax"], "--transport cuda"),
-        (["--transport", "pigeon"], "one of cuda, nixl, shm"),
+        (["--transport", "pigeon"], "one of cuda, inline, nixl, shm"),
         (["--devices", "0"], "--devices needs --transport cuda or nixl"),
         (["--framework", "jax", "--dtype", "bfloat16"], "--framework jax computes in float32"),
         (
