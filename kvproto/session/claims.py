@@ -19,7 +19,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.axes import NO_AXES, axis_of, length_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
-from kvproto.session.core import Endpoint
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Changed, Expired, Released, TransferRequested, Unwanted
 from kvproto.session.limits import MAX_USED_TICKETS, TICKET_WAIT
 from kvproto.session.phases import Party

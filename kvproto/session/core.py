@@ -1,4 +1,4 @@
-"""A session from Hello to Goodbye, and the endpoint that holds the sessions of a rank: what roles and features share.
+"""A session from Hello to Goodbye: what roles and features share.
 
 Theory. A session is a table of handlers, one for each message that it may hear. The core adds its own (Goodbye,
 Error); each feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was
@@ -17,24 +17,22 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import differences
 from kvproto.session import events
-from kvproto.session.events import Event, ProtocolError, Recovered, SessionClosed, SessionRefused
+from kvproto.session.endpoint import Endpoint
+from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
 from kvproto.session.limits import PATIENCE, RESEND
 from kvproto.session.negotiation import LIMITS
-from kvproto.session.phases import Described, Party, Stated
-from kvproto.session.plans import Planned, Plans
-from kvproto.session.records import Attempt, Census, Request
+from kvproto.session.phases import Described, Party
+from kvproto.session.plans import Planned
+from kvproto.session.records import Attempt, Request
 from kvproto.session.refusals import refusal, refused
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
-from kvproto.session.timers import Timers
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.head import Head, read_head
 
-__all__ = ["Endpoint", "Hears", "Part", "Session"]
+__all__ = ["Hears", "Part", "Session"]
 
 Hears = tuple[tuple[type, Any], ...]
 """Handlers: a message, and the method that takes it and `now`."""
@@ -55,88 +53,6 @@ class Part:
 
     def reconnected(self) -> None:
         """The session goes on over another connection; notices on their way are lost."""
-
-
-class Endpoint:
-    """All sessions of one rank: what they send and tell, and when they next have something to do."""
-
-    def __init__(self, me: Party, geometry: Geometry) -> None:
-        validate(geometry)
-        self.me, self.geometry, self.stated = me, geometry, Stated.of(geometry)
-        self.timers = Timers()
-        self.sessions: dict[Any, Any] = {}
-        self._events: list[Event] = []
-        self._out: list[tuple[Hashable, bytes]] = []
-        self.plans = Plans(self.stated)
-        self.runs: dict[tuple[str, int, int], int] = {}
-        """The greatest incarnation that this side has greeted of each engine, replica and rank."""
-        self.resends = 0
-        """Requests that were sent again."""
-
-    def send(self, conn: Hashable, frame: bytes) -> None:
-        """Queue a frame for a connection."""
-        self._out.append((conn, frame))
-
-    def tell(self, session: Any, event: Event) -> None:
-        """Queue an event of a session for the engine."""
-        self._events.append(event)
-
-    def closed(self, session: Any) -> None:
-        """A session is over."""
-        raise NotImplementedError
-
-    def ended(self, session: Any, attempt: Any) -> None:
-        """An attempt has changed in a way that the request or the transfer above it may wait for."""
-        raise NotImplementedError
-
-    def _after(self, now: float) -> None:
-        """Draw the conclusions of what has changed."""
-        raise NotImplementedError
-
-    def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
-        """Frames, in order, and the connection of each."""
-        self._after(now)
-        out, self._out = self._out, []
-        return out
-
-    def take_events(self) -> list[Event]:
-        """Events since the last call."""
-        told, self._events = self._events, []
-        return told
-
-    def next_deadline(self) -> float | None:
-        """When `on_time` next has something to do; None: only a frame or a call can change anything."""
-        return self.timers.next()
-
-    def on_time(self, now: float) -> None:
-        """Resend, give up, expire: whatever is due."""
-        self.timers.run(now)
-        self._after(now)
-
-    def census(self) -> Census:
-        """The peers of its sessions now, and what was sent again so far."""
-        known = [session for session in self.sessions.values() if session.open and session.known]
-        return Census(len(known), sum(session.suspect for session in known), self.resends)
-
-    def goodbye(self, reason: str) -> None:
-        """End every session in order."""
-        for session in list(self.sessions.values()):
-            session.goodbye(reason)
-
-    def _report(
-        self, conn: Hashable, session: Session | None, frame: bytes, message: m.Message | None, error: RemoteError
-    ) -> Head:
-        """Answer a refused frame by Error, unless it is an Error itself, or a reply or notice that cannot be read.
-
-        Returns what can be read of it (KVP-ERR-ANSWER, KVP-ERR-SILENT).
-        """
-        head = read_head(frame) if message is None else Head.of(message)
-        if head.cls is not m.Error and (message is not None or head.delivery == "request"):
-            about = head.cls.TYPE if head.cls is not None else None
-            answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
-            self.send(conn, encode(answer))
-        self._events.append(ProtocolError(session.name if session else "(unknown peer)", error))
-        return head
 
 
 class Session:

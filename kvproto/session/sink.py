@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.session.core import Endpoint, Session
+from kvproto.session.core import Session
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SinkInline
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
 from kvproto.session.phases import Party, check_digest

@@ -10,7 +10,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session import events as e
-from kvproto.session.core import Endpoint
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from kvproto.errors import KvprotoError
-from kvproto.session.core import Endpoint, Session
+from kvproto.session.core import Session
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SourceInline
 from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart

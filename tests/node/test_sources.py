@@ -96,6 +96,17 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield made
 
 
+def asked(fleet: Fleet) -> tuple[SourceNode, Ticket, int]:
+    """A source, the ticket of a request that it has been asked for, and the number of the transfer."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    made = attrs.evolve(ticket(), engine="p")
+    source.expect(made, CONTENT, TOKENS)
+    number = fleet.ask(P0, made=made)
+    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    return source, made, number
+
+
 def test_replicas_and_engines_write_one_pool(fleet: Fleet) -> None:
     sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, P1, Q0), 10)}
     fleet.connect(*sources)
@@ -210,12 +221,7 @@ def test_abort_of_a_fetch_that_waits_for_its_link(fleet: Fleet) -> None:
 
 def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     """What has not been asked is lost at once; what was asked is lost too, and the source frees its pages."""
-    source = fleet.source(P0, 1)
-    fleet.connect(P0)
-    made = attrs.evolve(ticket(), engine="p")
-    source.expect(made, CONTENT, TOKENS)
-    number = fleet.ask(P0, made=made)
-    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    source, made, number = asked(fleet)
     fleet.sink.disconnect(P0, "enough")
     assert fleet.ended(number).error.code in (ErrorCode.PEER_LOST, ErrorCode.ABORTED)
     source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
@@ -245,12 +251,7 @@ def test_an_earlier_run_of_a_source_never_returns(fleet: Fleet) -> None:
 
 def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVP-SES-RESUME, over sockets: a request that is computed when nothing reaches the sink arrives by the next."""
-    source = fleet.source(P0, 1)
-    fleet.connect(P0)
-    made = attrs.evolve(ticket(), engine="p")
-    source.expect(made, CONTENT, TOKENS)
-    number = fleet.ask(P0, made=made)
-    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    source, made, number = asked(fleet)
     ((session, before),) = source.endpoint.sessions.items()
     conn = before.conn
     fleet.sink._dialer.drop(lambda key: False)

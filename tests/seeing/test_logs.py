@@ -14,7 +14,7 @@ from kvproto.events import Event
 from kvproto.seeing.records import LEVELS
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, two
 
-from .test_metrics import ask, connected, of, serve, stranger
+from .test_metrics import ask, connected, failed, of, serve, stranger
 
 
 @pytest.fixture
@@ -42,11 +42,7 @@ def test_a_transfer_has_one_name_on_both_sides(tmp_path: Path, log: pytest.LogCa
 
 def test_what_is_lost_says_why(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     with two(tmp_path, STEPPED) as both:
-        connected(both)
-        request = both.source.request(both.ticket, PROMPT)
-        lost = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        request.fail("no memory")
-        both.until(lambda: lost.done and request.done)
+        failed(both)
     [record] = [r for r in log.records if vars(r).get("event") == "lost"]
     assert (record.levelno, vars(record)["code"], vars(record)["pages_free"]) == (logging.WARNING, "ABORTED", True)
     assert "no memory" in vars(record)["error"]

@@ -59,6 +59,15 @@ def connected(both: Two) -> None:
     both.until(lambda: len(of(both, told.Connected)) == 2)
 
 
+def failed(both: Two) -> None:
+    """A request that the source gives up."""
+    connected(both)
+    request = both.source.request(both.ticket, PROMPT)
+    lost = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    request.fail("no memory")
+    both.until(lambda: lost.done and request.done)
+
+
 def test_they_are_named_as_the_registry_says(tmp_path: Path) -> None:
     """KVP-SEE-NAMES."""
     with two(tmp_path, SEEN) as both:
@@ -109,11 +118,7 @@ def test_transfers_bytes_and_phases(tmp_path: Path) -> None:
 
 def test_what_is_lost_has_its_code(tmp_path: Path) -> None:
     with two(tmp_path, SEEN) as both:
-        connected(both)
-        request = both.source.request(both.ticket, PROMPT)
-        lost = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        request.fail("no memory")
-        both.until(lambda: lost.done and request.done)
+        failed(both)
         found = values(both.source, both.sink)
     assert found["kvproto_transfers_total", "sink", "ABORTED", "lost"] == 1
     assert found["kvproto_bytes_total", "sink"] == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvproto import Pool
-from kvproto.errors import RemoteError, WireError
+from kvproto.errors import RemoteError
 from kvproto.session import Registration
 from kvproto.session.limits import MAX_CREDIT
 from kvproto.transport.inline.receiver import InlineReceiver
@@ -20,7 +20,7 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Credit, Data, Error, Handle
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
-from tests.session.test_hostile import CONTENT, twisted
+from tests.session.test_hostile import CONTENT, twister
 
 WINDOW, SIZE, LENGTH = 16, 8, 25
 STREAM = bytes(range(100, 100 + LENGTH))
@@ -346,15 +346,8 @@ def test_nonsense_in_data_and_credit_costs_nobody_else_anything(seed: int) -> No
     rng = random.Random(seed)
     world = Inline(sinks=0)
     bad, source = world.sink("bad", geometry(1), engine="bad"), world.sources["s0"]
-    from_sink, from_source, rate = bad.to_send, source.to_send, rng.choice([0.1, 0.5])
-
-    def twist(frame: bytes) -> bytes:
-        message = decode(frame)
-        if isinstance(message, Data | Credit) and rng.random() < rate:
-            with contextlib.suppress(WireError):  # nonsense that our writer refuses
-                return encode(twisted(message, rng))
-        return frame
-
+    from_sink, from_source = bad.to_send, source.to_send
+    twist = twister(rng, rng.choice([0.1, 0.5]), Data, Credit)
     bad.to_send = lambda now: [(a, twist(f)) for a, f in from_sink(now)]  # type: ignore[method-assign]
     source.to_send = lambda now: [(c, twist(f) if c == "bad" else f) for c, f in from_source(now)]  # type: ignore[method-assign]
     world.run()

@@ -1,6 +1,5 @@
 """Packed bytes through a session: when Chunk and Credit are legal, what is refused, and when a transfer is over."""
 
-import contextlib
 import random
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvproto import Pool
-from kvproto.errors import LocalError, RemoteError, WireError
+from kvproto.errors import LocalError, RemoteError
 from kvproto.session import Registration
 from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
 from kvproto.wire import decode, encode
@@ -17,7 +16,7 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Chunk, Credit, Error, Handle
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
-from tests.session.test_hostile import CONTENT, twisted
+from tests.session.test_hostile import CONTENT, twister
 from tests.transport.test_staged import Bytes, Event, Slots
 
 SLOTS, SLOT, LENGTH = 4, 7, 25
@@ -419,15 +418,8 @@ def test_nonsense_in_chunks_and_credits_costs_nobody_else_anything(seed: int) ->
     rng = random.Random(seed)
     world = Staged(sinks=0)
     bad, source = world.sink("bad", geometry(1), engine="bad"), world.sources["s0"]
-    from_sink, from_source, rate = bad.to_send, source.to_send, rng.choice([0.1, 0.5])
-
-    def twist(frame: bytes) -> bytes:
-        message = decode(frame)
-        if isinstance(message, Chunk | Credit) and rng.random() < rate:
-            with contextlib.suppress(WireError):  # nonsense that our writer refuses
-                return encode(twisted(message, rng))
-        return frame
-
+    from_sink, from_source = bad.to_send, source.to_send
+    twist = twister(rng, rng.choice([0.1, 0.5]), Chunk, Credit)
     bad.to_send = lambda now: [(a, twist(f)) for a, f in from_sink(now)]  # type: ignore[method-assign]
     source.to_send = lambda now: [(c, twist(f) if c == "bad" else f) for c, f in from_source(now)]  # type: ignore[method-assign]
     world.run()

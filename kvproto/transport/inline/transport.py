@@ -11,11 +11,11 @@ import attrs
 
 from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import LocalError, RemoteError
+from kvproto.errors import RemoteError
 from kvproto.transport import base
 from kvproto.transport.inline.receiver import InlineReceiver
 from kvproto.transport.inline.sender import InlineLink, InlineStream
-from kvproto.transport.shm.memory import SharedMemory
+from kvproto.transport.shm.memory import SharedMemory, buffers
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
@@ -88,12 +88,4 @@ class InlineTransport(base.Transport):
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    found = {}
-    for id, memory in side.items():
-        if not isinstance(memory, SharedMemory):
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, f"regions[{id}]", "memory of the host", type(memory).__name__,
-                "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it",
-            )  # fmt: skip
-        found[id] = memory.buffer
-    return found
+    return buffers(side, "memory of the host", SharedMemory)

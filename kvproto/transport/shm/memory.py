@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Mapping as Memories
 from typing import Any
 
 import msgpack
@@ -26,7 +27,7 @@ from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Mapping", "SharedMemory", "connect", "owner_of"]
+__all__ = ["Mapping", "SharedMemory", "buffers", "connect", "owner_of"]
 
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -202,3 +203,18 @@ def _sealed(fd: int) -> bool:
 
 def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, advice)
+
+
+def buffers(
+    side: Memories[int, Any], wanted: str, *kinds: type[SharedMemory] | type[Mapping]
+) -> dict[int, memoryview]:  # fmt: skip
+    """The bytes of regions by id; raises LocalError, NO_TRANSPORT, for memory that is of none of these kinds."""
+    found = {}
+    for id, memory in side.items():
+        if not isinstance(memory, kinds):
+            raise LocalError(
+                ErrorCode.NO_TRANSPORT, f"regions[{id}]", wanted, type(memory).__name__,
+                "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it",
+            )  # fmt: skip
+        found[id] = memory.buffer
+    return found

@@ -8,10 +8,9 @@ import attrs
 
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import LocalError
 from kvproto.transport import base
 from kvproto.transport.shm import memory as shared
-from kvproto.wire.enums import ErrorCode, Proof
+from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
 
@@ -63,12 +62,4 @@ class ShmTransport(base.Transport):
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    found = {}
-    for id, memory in side.items():
-        if not isinstance(memory, shared.SharedMemory | shared.Mapping):
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, f"regions[{id}]", "memory that SHM can share", type(memory).__name__,
-                "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it",
-            )  # fmt: skip
-        found[id] = memory.buffer
-    return found
+    return shared.buffers(side, "memory that SHM can share", shared.SharedMemory, shared.Mapping)

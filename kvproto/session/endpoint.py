@@ -1,0 +1,105 @@
+"""The endpoint that holds the sessions of a rank: what both roles share.
+
+Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from kvproto.errors import RemoteError
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.session.events import Event, ProtocolError
+from kvproto.session.phases import Party, Stated
+from kvproto.session.plans import Plans
+from kvproto.session.records import Census
+from kvproto.session.refusals import refusal
+from kvproto.session.timers import Timers
+from kvproto.wire import encode
+from kvproto.wire import messages as m
+from kvproto.wire.head import Head, read_head
+
+__all__ = ["Endpoint"]
+
+
+class Endpoint:
+    """All sessions of one rank: what they send and tell, and when they next have something to do."""
+
+    def __init__(self, me: Party, geometry: Geometry) -> None:
+        validate(geometry)
+        self.me, self.geometry, self.stated = me, geometry, Stated.of(geometry)
+        self.timers = Timers()
+        self.sessions: dict[Any, Any] = {}
+        self._events: list[Event] = []
+        self._out: list[tuple[Hashable, bytes]] = []
+        self.plans = Plans(self.stated)
+        self.runs: dict[tuple[str, int, int], int] = {}
+        """The greatest incarnation that this side has greeted of each engine, replica and rank."""
+        self.resends = 0
+        """Requests that were sent again."""
+
+    def send(self, conn: Hashable, frame: bytes) -> None:
+        """Queue a frame for a connection."""
+        self._out.append((conn, frame))
+
+    def tell(self, session: Any, event: Event) -> None:
+        """Queue an event of a session for the engine."""
+        self._events.append(event)
+
+    def closed(self, session: Any) -> None:
+        """A session is over."""
+        raise NotImplementedError
+
+    def ended(self, session: Any, attempt: Any) -> None:
+        """An attempt has changed in a way that the request or the transfer above it may wait for."""
+        raise NotImplementedError
+
+    def _after(self, now: float) -> None:
+        """Draw the conclusions of what has changed."""
+        raise NotImplementedError
+
+    def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
+        """Frames, in order, and the connection of each."""
+        self._after(now)
+        out, self._out = self._out, []
+        return out
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        told, self._events = self._events, []
+        return told
+
+    def next_deadline(self) -> float | None:
+        """When `on_time` next has something to do; None: only a frame or a call can change anything."""
+        return self.timers.next()
+
+    def on_time(self, now: float) -> None:
+        """Resend, give up, expire: whatever is due."""
+        self.timers.run(now)
+        self._after(now)
+
+    def census(self) -> Census:
+        """The peers of its sessions now, and what was sent again so far."""
+        known = [session for session in self.sessions.values() if session.open and session.known]
+        return Census(len(known), sum(session.suspect for session in known), self.resends)
+
+    def goodbye(self, reason: str) -> None:
+        """End every session in order."""
+        for session in list(self.sessions.values()):
+            session.goodbye(reason)
+
+    def _report(
+        self, conn: Hashable, session: Any, frame: bytes, message: m.Message | None, error: RemoteError
+    ) -> Head:
+        """Answer a refused frame by Error, unless it is an Error itself, or a reply or notice that cannot be read.
+
+        Returns what can be read of it (KVP-ERR-ANSWER, KVP-ERR-SILENT).
+        """
+        head = read_head(frame) if message is None else Head.of(message)
+        if head.cls is not m.Error and (message is not None or head.delivery == "request"):
+            about = head.cls.TYPE if head.cls is not None else None
+            answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
+            self.send(conn, encode(answer))
+        self._events.append(ProtocolError(session.name if session else "(unknown peer)", error))
+        return head
