@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
+from kvproto import Cache, DType, Geometry, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
 from kvproto.events import Event
 
 PAGE, PAGES = 4, 16
@@ -19,9 +19,9 @@ PROMPT = Prompt(range(10))
 STEPPED = Options(thread=False)
 
 
-def filled(pages: int = PAGES) -> Pool:
-    """A pool each byte of which is different, near enough."""
-    pool = Pool.allocate(GEOMETRY, pages)
+def filled(pages: int = PAGES, geometry: Geometry = GEOMETRY) -> Pool:
+    """A pool each byte of which is different, near enough; of any geometry with the same places."""
+    pool = Pool.allocate(geometry, pages)
     for n, place in enumerate(places()):
         array = pool.array(*place)
         array[:] = np.random.default_rng(n).integers(1, 256, array.shape, np.uint8)

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import attrs
 
@@ -20,7 +21,7 @@ from tests.processes import FORKED
 
 ADDRESSES = "10.213.77.1", "10.213.77.2"
 DEVICE = "kv"
-_NEWNET = 0x40000000
+_NEWNET, _NEWNS, _SLAVE, _RECURSIVE = 0x40000000, 0x00020000, 1 << 19, 1 << 14
 _SETIFF, _TUN, _BARE = 0x400454CA, 0x0001, 0x1000
 _LONGEST = 2048
 
@@ -39,11 +40,22 @@ class Weather:
 
 
 def enter(name: str) -> None:
-    """Go on in a network namespace."""
+    """Go on in a network namespace, with a /sys that shows its devices, where UCX looks for them."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as file:
-        if libc.setns(file.fileno(), _NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+        failed = (
+            libc.setns(file.fileno(), _NEWNET)
+            or libc.unshare(_NEWNS)
+            or libc.mount(b"", b"/", b"none", _SLAVE | _RECURSIVE, None)
+            or libc.mount(name.encode(), b"/sys", b"sysfs", 0, None)
+        )
+        if failed:
+            raise OSError(ctypes.get_errno(), f"network namespace {name}")
+
+
+def sent() -> int:
+    """Bytes that this namespace has sent over the link."""
+    return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
 
 
 @contextlib.contextmanager

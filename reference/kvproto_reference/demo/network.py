@@ -17,8 +17,8 @@ from .options import rank_address
 LOOPBACK = "127.0.0.1"
 _HOSTS = {"prefill": "10.213.78.1", "decode": "10.213.78.2"}
 _TRIES = 100
-_NEWNET = 0x40000000
-"""Of setns: a network namespace."""
+_NEWNET, _NEWNS, _SLAVE, _RECURSIVE = 0x40000000, 0x00020000, 1 << 19, 1 << 14
+"""Network and mount namespaces, and how far mounts of the latter spread, for setns, unshare and mount."""
 
 
 def key_folders(folder: Path) -> tuple[Path, Path]:
@@ -76,8 +76,19 @@ def _ip(*words: str) -> None:
 
 
 def enter(namespace: str) -> None:
-    """Let this process, and what it starts, go on in a network namespace."""
+    """Let this process, and what it starts, go on in a network namespace, with a /sys that shows its devices.
+
+    As `ip netns exec` does: UCX looks there for what it can send by. It goes over the link, as between two hosts, and
+    not through memory that only one host shares.
+    """
+    os.environ.setdefault("UCX_TLS", "tcp")
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:
-        if libc.setns(file.fileno(), _NEWNET):
+        failed = (
+            libc.setns(file.fileno(), _NEWNET)
+            or libc.unshare(_NEWNS)
+            or libc.mount(b"", b"/", b"none", _SLAVE | _RECURSIVE, None)
+            or libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None)
+        )
+        if failed:
             raise EngineError(f"network namespace {namespace}: {os.strerror(ctypes.get_errno())}")
