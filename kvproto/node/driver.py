@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
-from kvproto.session.limits import RESEND
+from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Driver", "Node"]
@@ -250,7 +250,8 @@ class Driver:
                     if self._closed:
                         return
                     wait = self._turn()
-                    nap = _NAP if wait is None else min(wait, _NAP)
+                    nap = limits.RESEND / 2  # who asks for something and so has it resent need not wake it
+                    nap = nap if wait is None else min(wait, nap)
                     self._asleep_until = time.monotonic() + nap
                 self._call_back()
                 if self._closed:  # by a callback: there is nothing left to sleep on
@@ -298,8 +299,6 @@ class Driver:
 
 _LONGEST = 60.0
 """Seconds that `step` sleeps, at most."""
-_NAP = RESEND / 2
-"""Seconds that the I/O thread sleeps, at most: a call that asks for something and so has it resent need not wake it."""
 _TICK = 1e-3
 _RESTLESS = 16
 """Turns without a look at the descriptors, at most."""

@@ -19,9 +19,9 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.axes import NO_AXES, axis_of, length_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
+from kvproto.session import limits
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Changed, Expired, Released, TransferRequested, Unwanted
-from kvproto.session.limits import MAX_USED_TICKETS, TICKET_WAIT
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.source import SourceSession
@@ -130,7 +130,7 @@ class Claims(Endpoint):
 
     def _claim(self, key: bytes, now: float) -> _Claim:
         if key not in self._claims:
-            deadline = now + TICKET_WAIT
+            deadline = now + limits.TICKET_WAIT
             timer = self.timers.at(deadline, lambda at: self._expire(self._claims[key], at))
             self._claims[key] = _Claim(key, deadline, timer)
         return self._claims[key]
@@ -257,7 +257,7 @@ class Claims(Endpoint):
         if claim.content is None:
             error = RemoteError(
                 ErrorCode.UNKNOWN_TICKET, "ticket", "no prompt with this ticket",
-                f"a Transfer that has waited {TICKET_WAIT:.0f} s for it",
+                f"a Transfer that has waited {limits.TICKET_WAIT:.0f} s for it",
                 "the prompt never came to this source: route it here too, under a new ticket",
             )  # fmt: skip
         for user in claim.take_waiting():
@@ -270,7 +270,7 @@ class Claims(Endpoint):
         claim.timer.cancel()
         if (claim.users or claim.content is not None) and now < claim.deadline:
             self._used[claim.key] = claim.deadline
-            if len(self._used) > MAX_USED_TICKETS:
+            if len(self._used) > limits.MAX_USED_TICKETS:
                 self._used.popitem(last=False)
         while self._used and next(iter(self._used.values())) <= now:
             self._used.popitem(last=False)

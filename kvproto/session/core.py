@@ -18,10 +18,9 @@ import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.plan import differences
-from kvproto.session import events
+from kvproto.session import events, limits
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
-from kvproto.session.limits import PATIENCE, RESEND
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.phases import Described, Party
 from kvproto.session.plans import Planned
@@ -262,7 +261,7 @@ class Session:
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
-        self, cls: type[Any], now: float, *, patience: float = PATIENCE,
+        self, cls: type[Any], now: float, *, patience: float | None = None,
         on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
     ) -> Request:  # fmt: skip
         """Encode a request under a fresh id, for `ask`; Hello is greased.
@@ -278,7 +277,7 @@ class Session:
         if size > most:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
-        return Request(number, frame, cls, now + patience, on_error)
+        return Request(number, frame, cls, now + (limits.PATIENCE if patience is None else patience), on_error)
 
     def ask(self, request: Request, now: float) -> int:
         """Send a request, and again until it is answered or given up (KVP-SES-RESEND); returns its id."""
@@ -288,10 +287,10 @@ class Session:
 
     def _again(self, request: Request, now: float) -> None:
         if now >= request.until:
-            self.lose(f"no answer to {request.kind.__name__} in {PATIENCE:.0f} s")
+            self.lose(f"no answer to {request.kind.__name__} in {limits.PATIENCE:.0f} s")
             return
         self.host.resends += request.timer is not None
-        request.timer = self.host.timers.at(min(now + RESEND, request.until), partial(self._again, request))
+        request.timer = self.host.timers.at(min(now + limits.RESEND, request.until), partial(self._again, request))
         self.host.send(self.conn, request.frame)
 
     def request(self, cls: type[Any], now: float, **fields: Any) -> int:

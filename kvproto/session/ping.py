@@ -7,9 +7,9 @@ that is given up, and frees no page.
 
 from __future__ import annotations
 
+from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.events import Suspected
-from kvproto.session.limits import PING_SILENCE
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 
@@ -23,7 +23,7 @@ class PingPart(Part):
         super().__init__(session)
         self._asked = 0
         session.heard = now
-        self._timer: Timer = session.host.timers.at(now + PING_SILENCE, self._silent)
+        self._timer: Timer = session.host.timers.at(now + limits.PING_SILENCE, self._silent)
 
     def closed(self) -> None:
         self._timer.cancel()
@@ -31,8 +31,8 @@ class PingPart(Part):
     def _silent(self, now: float) -> None:
         """Ask if nothing has come for `PING_SILENCE`, and look again when that may next be so."""
         session = self._session
-        quiet = now - session.heard >= PING_SILENCE
-        self._timer = session.host.timers.at((now if quiet else session.heard) + PING_SILENCE, self._silent)
+        quiet = now - session.heard >= limits.PING_SILENCE
+        self._timer = session.host.timers.at((now if quiet else session.heard) + limits.PING_SILENCE, self._silent)
         if quiet and not session.asks(self._asked):
             session.step("Ping")
             self._asked = session.request(m.Ping, now)

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvproto.copying.grants import check_grants
 from kvproto.errors import LocalError, RemoteError
+from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.events import Fetched
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.limits import MAX_TRANSFERS, PATIENCE
 from kvproto.session.push import Delivery, check_begins, check_outcome
 from kvproto.session.registering import EPOCH, Holder, registered
 from kvproto.session.table import SessionState, TransferState
@@ -34,9 +34,9 @@ class SourcePull(Part):
         session = self._session
         session.move(attempt, "Offer")
         request = session.request(
-            m.Offer, now, patience=max(PATIENCE, latest - now), **attempt.ids, writer=session.me.rank, epoch=EPOCH,
-            grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff, checksums=checksums,
-            begins=begins or None,
+            m.Offer, now, patience=max(limits.PATIENCE, latest - now), **attempt.ids, writer=session.me.rank,
+            epoch=EPOCH, grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff,
+            checksums=checksums, begins=begins or None,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
         attempt.loan = Loan(request, end, latest)
@@ -137,7 +137,7 @@ class SinkPull(Delivery):
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "an offer that is leased", "pulled", "ask may_read")
         session, offer, attempt.lease = self._session, attempt.lease.offer, None
         self._read[attempt.sequence, attempt.attempt] = count
-        if len(self._read) > MAX_TRANSFERS:
+        if len(self._read) > limits.MAX_TRANSFERS:
             self._read.popitem(last=False)
         session.reply(m.Pulled, offer, bytes=count)
         attempt.done = m.Done(

@@ -10,8 +10,8 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session import events as e
+from kvproto.session import limits
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.limits import PING_SILENCE
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
@@ -134,7 +134,7 @@ class SinkEndpoint(Endpoint):
         parts = sorted({part for missing in self._unproven.values() for part in missing if part[0] != _OURS})
         for number, sequence in parts:
             self._numbered(number).abort_late(sequence)
-        self._asking = self.timers.at(now + PING_SILENCE, self._ask_late) if parts else None
+        self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if parts else None
 
     def _prove(self, proven: Collection[tuple[int, int]]) -> None:
         for transfer, missing in list(self._unproven.items()):

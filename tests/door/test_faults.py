@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvproto.session.ping
+import kvproto.session.limits
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
 from kvproto.wire.enums import ErrorCode
@@ -220,7 +220,7 @@ def test_a_stepped_source_that_gets_no_turns_is_suspect_and_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KVP-SES-SUSPECT: a fetch waits meanwhile, and is served when the source is back."""
-    monkeypatch.setattr(kvproto.session.ping, "PING_SILENCE", 0.1)
+    monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", 0.1)
     with two(tmp_path, theirs=Options(), options=STEPPED) as both:
         request = both.source.request(both.ticket, PROMPT)
         both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
@@ -235,7 +235,7 @@ def test_a_stepped_source_that_gets_no_turns_is_suspect_and_recovers(
 
 def test_an_engine_that_computes_is_no_suspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVP-SES-BEAT: heartbeats are those of the I/O thread."""
-    monkeypatch.setattr(kvproto.session.ping, "PING_SILENCE", 0.2)
+    monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", 0.2)
     with two(tmp_path) as both:
         both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
         until = time.monotonic() + 1.0

@@ -10,8 +10,7 @@ import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-import kvproto.session.core
-import kvproto.session.ping
+import kvproto.session.limits
 from kvproto import Fetch, LocalError, Options, Pool, Sink, new_ticket
 from kvproto import events as told
 from kvproto.metrics import Collector
@@ -153,8 +152,8 @@ def test_pages_that_may_still_be_written(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproto.session.ping, "PING_SILENCE", 0.05)
-    monkeypatch.setattr(kvproto.session.core, "RESEND", 0.02)
+    monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", 0.05)
+    monkeypatch.setattr(kvproto.session.limits, "RESEND", 0.02)
     with two(tmp_path, SEEN) as both:
         connected(both)
         heard: list[told.Event] = []
@@ -169,7 +168,7 @@ def test_a_peer_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_resends_of_a_source_that_was_left_still_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproto.session.core, "RESEND", 0.01)
+    monkeypatch.setattr(kvproto.session.limits, "RESEND", 0.01)
     with two(tmp_path, SEEN) as both:
         while values(both.sink)["kvproto_resends_total", "sink"] < 2:
             both.sink.step(0.01)

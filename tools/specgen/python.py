@@ -155,16 +155,16 @@ def tables_module(facts: Facts) -> str:
 
 
 _LIMITS = {
-    "session": "Times and numbers that a session keeps.",
-    "net": "Times and numbers of connections.",
-    "plan": "What plans and Transfers may come to.",
+    "session": "Times and numbers that a session keeps; an engine may set others before it opens a Source or Sink.\n\n",
+    "net": "Times and numbers of connections. ",
+    "plan": "What plans and Transfers may come to. ",
 }
 """Scope to what its module holds."""
 
 
 def limits_module(facts: Facts, scope: str) -> str:
     """limits.py of kvproto/session, kvproto/planning and kvproto/net: times in seconds."""
-    out = [f'"""{_LIMITS[scope]} {HEAD}"""', ""]
+    out = [f'"""{_LIMITS[scope]}{HEAD}"""', ""]
     for name, row in facts["limit"].items():
         if row["scope"] == scope:
             value = row["value"] / 1000 if row["unit"] == "ms" else row["value"]
