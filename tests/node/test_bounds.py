@@ -1,13 +1,11 @@
 """What peers that are gone, that lie or that ask for much leave behind at others: nothing, and no turn that lasts."""
 
 import contextlib
+import gc
 import os
 import signal
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -30,12 +28,14 @@ from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
 from tests.processes import imported
 from tests.session.driver import geometry, ticket
+from tests.steps import calls_of, least_steps
 
 __all__ = ["fleet"]
 imported(__name__)
 
 
 def mappings() -> int:
+    gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:kvproto-")
 
 
@@ -99,16 +99,6 @@ def test_addresses_in_welcome_that_cannot_be(fleet: Fleet, address: str) -> None
     assert isinstance(fleet.ended(fleet.ask(Q0, good)), Received)
 
 
-def cheapest(turn: Callable[[], Any], times: int) -> float:
-    """Seconds of this thread's CPU for the cheapest of several turns."""
-    found = []
-    for _ in range(times):
-        begun = time.thread_time()
-        turn()
-        found.append(time.thread_time() - begun)
-    return min(found)
-
-
 def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
     """Requests of which a part is computed, each asked for by a sink: a turn looks at none of them."""
     source = fleet.source(P0, 1)
@@ -122,7 +112,7 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
         assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
         fleet.told.clear()
 
-    alone = cheapest(one, 12)
+    alone = least_steps(one, 12)
     for _ in range(300):
         made = attrs.evolve(ticket(300.0), engine="p")
         source.expect(made, CONTENT, TOKENS)
@@ -130,7 +120,7 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
         fleet.fetch(1, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[Q0]))
     fleet.until(lambda: len(source._attempts) == 300)
     fleet.sinks.remove(other)
-    assert cheapest(one, 12) < 2 * alone
+    assert least_steps(one, 12) < 2 * alone
     other.close("over")
 
 
@@ -142,20 +132,16 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
     pools = [allocate(theirs, 0, {0: 2}), allocate(made, 0, {0: 2}), allocate(made, 0, {0: 2})]
     source = SourceNode(party_of("p", pools[0]), pools[0], Listener(address), dict.fromkeys(range(107), address))
     sinks = [SinkNode(party_of(name, pool), pool, Dialer()) for name, pool in zip("de", pools[1:], strict=True)]
-    begun = time.thread_time()
-    plan(theirs, made)
-    planned, longest = time.thread_time() - begun, 0.0
     with contextlib.closing(Nodes([source], sinks)) as nodes:
         for sink in sinks:
             sink.connect(P0, address)
         ready: list[int] = []
-        while len(source._peers) < 2:  # the other ranks that they look for are this one, too
-            for node in (source, *sinks):
-                begun = time.thread_time()
-                nodes.turn(node, ready=ready)
-                longest = max(longest, time.thread_time() - begun)
-            ready = sleep([source, *sinks], 1.0)
-        assert longest < planned / 3
+        with calls_of(plan) as calls:
+            while len(source._peers) < 2:  # the other ranks that they look for are this one, too
+                for node in (source, *sinks):
+                    nodes.turn(node, ready=ready)
+                ready = sleep([source, *sinks], 1.0)
+        assert calls == []
         assert len(source.endpoint.plans._made) == 1
 
 
