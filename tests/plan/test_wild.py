@@ -46,6 +46,7 @@ WRONG = (AssertionError, RemoteError, ArithmeticError, ValueError, IndexError, T
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_the_worlds_find_a_faulty_rule(name: str) -> None:
     with mutant(*MUTANTS[name], "tests.plan.wild") as wild, pytest.raises(WRONG):
         _all(wild)
