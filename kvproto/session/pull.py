@@ -59,7 +59,7 @@ class SourcePull(Part):
         if attempt is None or attempt.loan is None or attempt.loan.request != message.request:
             return
         if session.answered(message.request):
-            attempt.loan, attempt.fetched = None, True
+            attempt.loan, attempt.fetched, attempt.served = None, True, True
             session.move(attempt, "Pulled")
             session.tell(Fetched(session.session, attempt.sequence, attempt.attempt, message.bytes))
 

@@ -111,11 +111,11 @@ class SinkEndpoint(Endpoint):
             message = decode(frame)
             if session is not None:
                 self._prove_late(session, message)
-                if session.open:
+                if session.open and _concerns(session, message):
                     session.receive(message, now)
         except RemoteError as error:
             head = self._report(conn, session, frame, message, error)
-            if session is not None and head.delivery != "reply":
+            if session is not None and head.delivery != "reply" and head.session == session.session:
                 # What its transfer lacks now does not come again.
                 found = session.attempts.get(head.sequence or 0)
                 want = self._wants.get(found.transfer) if found and found.attempt == head.attempt else None
@@ -382,3 +382,15 @@ class SinkEndpoint(Endpoint):
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
+
+
+def _concerns(session: SinkSession, message: m.Message) -> bool:
+    """Whether a session hears a frame; raises UNKNOWN_SESSION for one of another session (KVP-SES-OTHER)."""
+    number = getattr(message, "session", None)
+    if isinstance(message, m.Welcome) or number in (None, session.session):
+        return True
+    if session.session and not isinstance(message, m.Error):
+        raise RemoteError(
+            ErrorCode.UNKNOWN_SESSION, "session", str(session.session), str(number), "end the other session"
+        )
+    return False

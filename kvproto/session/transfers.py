@@ -48,6 +48,8 @@ class SourceAttempt(Attempt):
     loan: Loan | None = None
     fetched: bool = False
     """Whether the sink has read what it was offered."""
+    served: bool = False
+    """Whether the sink has said that it has it, so that no other attempt follows (KVP-TRN-AGAIN)."""
     lost: KvprotoError | None = None
     """Why the sink may not have it, although it has not aborted it."""
 
@@ -127,8 +129,8 @@ class SourceTransfers(Part):
         known: SourceAttempt | None = self._session.attempts.get(number)
         if known is not None and known.aborted and message.attempt == known.attempt:
             raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use the next attempt")
-        if number <= low or (known is not None and message.attempt <= known.attempt):
-            mine = f"every sequence up to {low} is over" if number <= low else f"sequence {number} is in use"
+        if number <= low or (known is not None and (known.served or message.attempt <= known.attempt)):
+            mine = f"every sequence up to {low} is over" if number <= low else f"sequence {number} is in use, or over"
             raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(number), "number new transfers upwards")
         self._check_next(known, message)
         if number > low + MAX_TRANSFERS:
@@ -195,6 +197,7 @@ class SourceTransfers(Part):
         self._session.answered(message.request)
         attempt = self.find(message)
         if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
+            attempt.served = attempt.state == TransferState.DONE
             self._session.move(attempt, "DoneAck")
 
     def _abort(self, message: m.Abort, now: float) -> None:
@@ -216,10 +219,10 @@ class SourceTransfers(Part):
         """The record of what is to be aborted, made if there is none; None: it is over and forgotten."""
         session, number = self._session, message.sequence
         known: SourceAttempt | None = session.attempts.get(number)
-        if number <= session.low_water or (known is not None and message.attempt < known.attempt):
-            return None
         if known is not None and known.attempt == message.attempt:
             return known
+        if number <= session.low_water or (known is not None and (known.served or message.attempt < known.attempt)):
+            return None
         self._check_next(known, message)
         if len(session.attempts) >= 2 * MAX_TRANSFERS:
             mine = f"records of {len(session.attempts)} transfers"

@@ -57,7 +57,6 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Register"): SessionState.REGISTERING,
     (SessionState.REGISTERING, "Registered"): SessionState.READY,
     (SessionState.REGISTERING, "Refused"): SessionState.DESCRIBED,
-    (SessionState.GREETED, "Goodbye"): SessionState.CLOSED,
     (SessionState.OPEN, "Goodbye"): SessionState.CLOSED,
     (SessionState.DESCRIBING, "Goodbye"): SessionState.CLOSED,
     (SessionState.DESCRIBED, "Goodbye"): SessionState.CLOSED,

@@ -296,11 +296,16 @@ class Opening(Replay):
         else:
             self.sink.refuse_register(self.registered("d0"), FAULT, self.clocks[TO_SINK])
 
-    def goodbye(self, at: str) -> None:
-        sessions = (self.sink if at == "0" else self.source).sessions
-        list(sessions.values())[-1].goodbye("over")
+    @staticmethod
+    def minted(number: str) -> int:
+        """The id of a session, which the model counts from 1, and the world from 1000."""
+        return 999 + int(number)
 
-    def ping(self, at: str) -> None:
+    def goodbye(self, at: str, number: str) -> None:
+        (sink,) = self.sink.sessions.values()
+        (sink if at == "0" else self.source.sessions[self.minted(number)]).goodbye("over")
+
+    def ping(self, at: str, number: str) -> None:
         """Nothing was heard for a while; what else is due then goes out when the trace says so."""
         to, endpoint = (TO_SOURCE, self.sink) if at == "0" else (TO_SINK, self.source)
         self.collect()
@@ -308,7 +313,8 @@ class Opening(Replay):
         self.clocks[1 - to] += PING_SILENCE
         endpoint.on_time(self.clocks[1 - to])
         self.collect()
-        pings = [f for f in self.queues[to][len(waiting) :] if type(decode(f)).__name__ == "Ping"]
+        due = [(f, decode(f)) for f in self.queues[to][len(waiting) :]]
+        pings = [f for f, m in due if type(m).__name__ == "Ping" and m.session == self.minted(number)]
         self.queues[to][:] = waiting + pings
 
     def __getattr__(self, name: str) -> Any:

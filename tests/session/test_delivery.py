@@ -564,6 +564,22 @@ def test_attempts_follow_one_another() -> None:
     assert world.say(attrs.evolve(second, request=83))[0].path == "attempt"  # not Drained yet
 
 
+def test_a_sequence_that_was_done_has_no_other_attempt() -> None:
+    """KVP-TRN-AGAIN, KVP-TRN-STALE: though sequence 1 keeps its record alive, and whatever Abort said of another attempt."""
+    world = Heard()
+    world.asked(finished=False)
+    world.serves()
+    (source,), (_, transfer) = world.sources["s0"].sessions.values(), world.of(Transfer)
+    assert source.low_water == 0
+    for request, attempt in ((80, 2), (82, 3)):
+        (stale,) = world.say(attrs.evolve(transfer, request=request, attempt=attempt))
+        assert (type(stale), stale.code) == (Failed, ErrorCode.STALE_TRANSFER)
+        ids = {"sequence": transfer.sequence, "attempt": attempt}
+        (drained,) = world.say(Abort(session=transfer.session, request=request + 1, reason="", **ids))
+        assert drained.proof == Proof.PROVEN
+    world.serves()
+
+
 def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes() -> None:
     """KVP-END-UNSEEN: sequence 2 is aborted before it comes; sequence 1 keeps the record alive."""
     world = Heard()
@@ -593,7 +609,7 @@ def test_drained_waits_for_the_copy() -> None:
 
 
 def test_the_failure_of_one_rank_aborts_the_others() -> None:
-    """KVP-END-FAILED, KVP-TRN-SET: one Done of two is not enough."""
+    """KVP-END-FAILED, KVP-TRN-SET, KVP-TRN-AGAIN: one Done of two is not enough, and there is no other attempt."""
     world = Heard(tp=2)
     world.asked()
     world.serve("s1")
@@ -604,6 +620,8 @@ def test_the_failure_of_one_rank_aborts_the_others() -> None:
     assert len(world.of(Abort, "s0")) == 1
     assert not world.of(Abort, "s1")  # its Done is here
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
+    world.pass_time(RESEND)
+    assert [t.attempt for t in world.of(Transfer)] == [1, 1]
 
 
 # the order of checks of a Transfer, last first: each row mends the one before it

@@ -4,6 +4,7 @@ from itertools import count
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
@@ -11,8 +12,8 @@ from kvproto.session import source_endpoint
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
-from kvproto.wire.enums import ErrorCode, Proof, Role
-from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Refused, Transfer, Welcome
+from kvproto.wire.enums import ErrorCode, Outcome, Proof, Role
+from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Ping, Refused, Transfer, Welcome
 from tests.session.driver import geometry, ticket
 from tests.session.test_delivery import CONTENT, Heard
 from tests.steps import least_steps
@@ -82,6 +83,64 @@ def test_a_source_that_has_forgotten_a_session_ends_it() -> None:
     (_, other) = world.of(Welcome)
     assert [g.session for g in world.of(Goodbye, "s0")] == [other.session]
     assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+
+
+def test_a_frame_of_another_session_changes_nothing() -> None:
+    """KVP-SES-OTHER: what is said in a session that is not the sink's ends neither its session nor a transfer."""
+    world = Heard()
+    world.asked(finished=False)
+    (hello,), (transfer,) = world.of(Hello), world.of(Transfer)
+    (other,) = world.say(hello, "d0+")
+    done = Done(
+        session=other.session, request=7, sequence=transfer.sequence, attempt=1, writer=0,
+        groups=np.array([0, 1, 2], np.uint32), bytes=0, outcome=Outcome.CONTINUE, handoff=(), checksums=(),
+    )  # fmt: skip
+    for message in (Goodbye(session=other.session, reason=""), Ping(session=other.session, request=8), done):
+        sink = world.sinks["d0"]
+        sink.receive("s0", encode(message), world.now)
+        ((_, frame),) = sink.to_send(world.now)
+        answer = decode(frame)
+        assert (type(answer), answer.code, answer.session) == (Error, ErrorCode.UNKNOWN_SESSION, other.session)
+    world.sources["s0"].finish(bytes(transfer.ticket))
+    world.run()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+    world.serves()
+
+
+def test_of_two_sessions_of_one_hello_the_one_that_nobody_has_ends() -> None:
+    """KVP-SES-OTHER, KVP-SES-PING: the Hello came again by the connection that the sink has now."""
+    world = Reconnected()
+    (hello,) = world.of(Hello)
+    (number,) = world.sources["s0"].sessions
+    assert isinstance(world.say(hello, "d0+")[0], Welcome)
+    world.broken = 1
+    for _ in range(3):
+        world.pass_time(PING_SILENCE)
+    assert list(world.sources["s0"].sessions) == [number]
+    assert not world.events("d0", "SessionClosed")
+    world.serves()
+
+
+@pytest.mark.parametrize("said", [Ping, Goodbye])
+def test_a_sink_whose_welcome_was_lost_waits_for_it(said: type) -> None:
+    """KVP-SES-OTHER: Ping and Goodbye of a session that it does not know yet."""
+    world = Heard()
+    world.keep = lambda to, frame: world.hear(to, frame) and not (to == "late" and isinstance(decode(frame), Welcome))
+    world.sink("late", geometry(1), engine="late")
+    world.run()
+    number = world.of(Welcome, "late")[0].session
+    world.keep = world.hear
+    if said is Ping:  # the source alone has a clock
+        world.now += PING_SILENCE
+        world.sources["s0"].on_time(world.now)
+    else:
+        world.sources["s0"].sessions[number].goodbye("over")
+    world.run()
+    assert len(world.of(said, "late")) == 1
+    assert not world.of(Error)
+    world.pass_time(RESEND)
+    world.serves("late")
 
 
 def test_a_drained_source_resumes_what_it_has() -> None:

@@ -6,11 +6,11 @@ mtype = { Hello, Welcome, Refused, Describe, Description, Register, Registered, 
 inline session_Hello(state) {
   if
   :: state == session_idle -> ROW(0, session_idle, Hello, session_greeted); state = session_greeted
-  :: state == session_open -> ROW(25, session_open, Hello, session_open); state = session_open
-  :: state == session_describing -> ROW(26, session_describing, Hello, session_describing); state = session_describing
-  :: state == session_described -> ROW(27, session_described, Hello, session_described); state = session_described
-  :: state == session_registering -> ROW(28, session_registering, Hello, session_registering); state = session_registering
-  :: state == session_ready -> ROW(29, session_ready, Hello, session_ready); state = session_ready
+  :: state == session_open -> ROW(24, session_open, Hello, session_open); state = session_open
+  :: state == session_describing -> ROW(25, session_describing, Hello, session_describing); state = session_describing
+  :: state == session_described -> ROW(26, session_described, Hello, session_described); state = session_described
+  :: state == session_registering -> ROW(27, session_registering, Hello, session_registering); state = session_registering
+  :: state == session_ready -> ROW(28, session_ready, Hello, session_ready); state = session_ready
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -18,11 +18,11 @@ inline session_Hello(state) {
 inline session_Welcome(state) {
   if
   :: state == session_greeted -> ROW(1, session_greeted, Welcome, session_open); state = session_open
-  :: state == session_open -> ROW(30, session_open, Welcome, session_open); state = session_open
-  :: state == session_describing -> ROW(31, session_describing, Welcome, session_describing); state = session_describing
-  :: state == session_described -> ROW(32, session_described, Welcome, session_described); state = session_described
-  :: state == session_registering -> ROW(33, session_registering, Welcome, session_registering); state = session_registering
-  :: state == session_ready -> ROW(34, session_ready, Welcome, session_ready); state = session_ready
+  :: state == session_open -> ROW(29, session_open, Welcome, session_open); state = session_open
+  :: state == session_describing -> ROW(30, session_describing, Welcome, session_describing); state = session_describing
+  :: state == session_described -> ROW(31, session_described, Welcome, session_described); state = session_described
+  :: state == session_registering -> ROW(32, session_registering, Welcome, session_registering); state = session_registering
+  :: state == session_ready -> ROW(33, session_ready, Welcome, session_ready); state = session_ready
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -33,7 +33,7 @@ inline session_Refused(state) {
   :: state == session_describing -> ROW(5, session_describing, Refused, session_open); state = session_open
   :: state == session_registering -> ROW(8, session_registering, Refused, session_described); state = session_described
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(39, session_ready, Refused, session_ready); state = session_ready
+  :: state == session_ready -> ROW(38, session_ready, Refused, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -57,7 +57,7 @@ inline session_Register(state) {
   if
   :: state == session_described -> ROW(6, session_described, Register, session_registering); state = session_registering
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(37, session_ready, Register, session_ready); state = session_ready
+  :: state == session_ready -> ROW(36, session_ready, Register, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -67,7 +67,7 @@ inline session_Registered(state) {
   if
   :: state == session_registering -> ROW(7, session_registering, Registered, session_ready); state = session_ready
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(38, session_ready, Registered, session_ready); state = session_ready
+  :: state == session_ready -> ROW(37, session_ready, Registered, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -75,34 +75,33 @@ inline session_Registered(state) {
 
 inline session_Goodbye(state) {
   if
-  :: state == session_greeted -> ROW(9, session_greeted, Goodbye, session_closed); state = session_closed
-  :: state == session_open -> ROW(10, session_open, Goodbye, session_closed); state = session_closed
-  :: state == session_describing -> ROW(11, session_describing, Goodbye, session_closed); state = session_closed
-  :: state == session_described -> ROW(12, session_described, Goodbye, session_closed); state = session_closed
-  :: state == session_registering -> ROW(13, session_registering, Goodbye, session_closed); state = session_closed
-  :: state == session_ready -> ROW(14, session_ready, Goodbye, session_closed); state = session_closed
+  :: state == session_open -> ROW(9, session_open, Goodbye, session_closed); state = session_closed
+  :: state == session_describing -> ROW(10, session_describing, Goodbye, session_closed); state = session_closed
+  :: state == session_described -> ROW(11, session_described, Goodbye, session_closed); state = session_closed
+  :: state == session_registering -> ROW(12, session_registering, Goodbye, session_closed); state = session_closed
+  :: state == session_ready -> ROW(13, session_ready, Goodbye, session_closed); state = session_closed
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline session_Ping(state) {
   if
-  :: state == session_open -> ROW(15, session_open, Ping, session_open); state = session_open
-  :: state == session_describing -> ROW(16, session_describing, Ping, session_describing); state = session_describing
-  :: state == session_described -> ROW(17, session_described, Ping, session_described); state = session_described
-  :: state == session_registering -> ROW(18, session_registering, Ping, session_registering); state = session_registering
-  :: state == session_ready -> ROW(19, session_ready, Ping, session_ready); state = session_ready
+  :: state == session_open -> ROW(14, session_open, Ping, session_open); state = session_open
+  :: state == session_describing -> ROW(15, session_describing, Ping, session_describing); state = session_describing
+  :: state == session_described -> ROW(16, session_described, Ping, session_described); state = session_described
+  :: state == session_registering -> ROW(17, session_registering, Ping, session_registering); state = session_registering
+  :: state == session_ready -> ROW(18, session_ready, Ping, session_ready); state = session_ready
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline session_Pong(state) {
   if
-  :: state == session_open -> ROW(20, session_open, Pong, session_open); state = session_open
-  :: state == session_describing -> ROW(21, session_describing, Pong, session_describing); state = session_describing
-  :: state == session_described -> ROW(22, session_described, Pong, session_described); state = session_described
-  :: state == session_registering -> ROW(23, session_registering, Pong, session_registering); state = session_registering
-  :: state == session_ready -> ROW(24, session_ready, Pong, session_ready); state = session_ready
+  :: state == session_open -> ROW(19, session_open, Pong, session_open); state = session_open
+  :: state == session_describing -> ROW(20, session_describing, Pong, session_describing); state = session_describing
+  :: state == session_described -> ROW(21, session_described, Pong, session_described); state = session_described
+  :: state == session_registering -> ROW(22, session_registering, Pong, session_registering); state = session_registering
+  :: state == session_ready -> ROW(23, session_ready, Pong, session_ready); state = session_ready
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -110,7 +109,7 @@ inline session_Pong(state) {
 inline session_Unregister(state) {
   if
 #if defined(EPOCHS)
-  :: state == session_ready -> ROW(35, session_ready, Unregister, session_ready); state = session_ready
+  :: state == session_ready -> ROW(34, session_ready, Unregister, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -119,7 +118,7 @@ inline session_Unregister(state) {
 inline session_Unregistered(state) {
   if
 #if defined(EPOCHS)
-  :: state == session_ready -> ROW(36, session_ready, Unregistered, session_ready); state = session_ready
+  :: state == session_ready -> ROW(35, session_ready, Unregistered, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -128,7 +127,7 @@ inline session_Unregistered(state) {
 inline session_Credit(state) {
   if
 #if defined(STAGED) || defined(INLINE)
-  :: state == session_ready -> ROW(40, session_ready, Credit, session_ready); state = session_ready
+  :: state == session_ready -> ROW(39, session_ready, Credit, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -136,17 +135,17 @@ inline session_Credit(state) {
 
 inline transfer_Transfer(state) {
   if
-  :: state == transfer_new -> ROW(41, transfer_new, Transfer, transfer_asked); state = transfer_asked
+  :: state == transfer_new -> ROW(40, transfer_new, Transfer, transfer_asked); state = transfer_asked
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Accepted(state) {
   if
-  :: state == transfer_asked -> ROW(42, transfer_asked, Accepted, transfer_accepted); state = transfer_accepted
-  :: state == transfer_aborting -> ROW(56, transfer_aborting, Accepted, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(41, transfer_asked, Accepted, transfer_accepted); state = transfer_accepted
+  :: state == transfer_aborting -> ROW(55, transfer_aborting, Accepted, transfer_aborting); state = transfer_aborting
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(64, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(63, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -154,35 +153,35 @@ inline transfer_Accepted(state) {
 
 inline transfer_Failed(state) {
   if
-  :: state == transfer_asked -> ROW(43, transfer_asked, Failed, transfer_failed); state = transfer_failed
-  :: state == transfer_accepted -> ROW(45, transfer_accepted, Failed, transfer_failed); state = transfer_failed
-  :: state == transfer_aborting -> ROW(58, transfer_aborting, Failed, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(42, transfer_asked, Failed, transfer_failed); state = transfer_failed
+  :: state == transfer_accepted -> ROW(44, transfer_accepted, Failed, transfer_failed); state = transfer_failed
+  :: state == transfer_aborting -> ROW(57, transfer_aborting, Failed, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Done(state) {
   if
-  :: state == transfer_accepted -> ROW(44, transfer_accepted, Done, transfer_done); state = transfer_done
-  :: state == transfer_aborting -> ROW(57, transfer_aborting, Done, transfer_aborting); state = transfer_aborting
+  :: state == transfer_accepted -> ROW(43, transfer_accepted, Done, transfer_done); state = transfer_done
+  :: state == transfer_aborting -> ROW(56, transfer_aborting, Done, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_DoneAck(state) {
   if
-  :: state == transfer_done -> ROW(46, transfer_done, DoneAck, transfer_ended); state = transfer_ended
-  :: state == transfer_failed -> ROW(48, transfer_failed, DoneAck, transfer_ended); state = transfer_ended
-  :: state == transfer_aborting -> ROW(59, transfer_aborting, DoneAck, transfer_aborting); state = transfer_aborting
+  :: state == transfer_done -> ROW(45, transfer_done, DoneAck, transfer_ended); state = transfer_ended
+  :: state == transfer_failed -> ROW(47, transfer_failed, DoneAck, transfer_ended); state = transfer_ended
+  :: state == transfer_aborting -> ROW(58, transfer_aborting, DoneAck, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Error(state) {
   if
-  :: state == transfer_done -> ROW(47, transfer_done, Error, transfer_ended); state = transfer_ended
+  :: state == transfer_done -> ROW(46, transfer_done, Error, transfer_ended); state = transfer_ended
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(75, transfer_offered, Error, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(74, transfer_offered, Error, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -190,23 +189,23 @@ inline transfer_Error(state) {
 
 inline transfer_Abort(state) {
   if
-  :: state == transfer_new -> ROW(49, transfer_new, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_asked -> ROW(50, transfer_asked, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_accepted -> ROW(51, transfer_accepted, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_new -> ROW(48, transfer_new, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(49, transfer_asked, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_accepted -> ROW(50, transfer_accepted, Abort, transfer_aborting); state = transfer_aborting
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(52, transfer_offered, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_offered -> ROW(51, transfer_offered, Abort, transfer_aborting); state = transfer_aborting
 #endif
-  :: state == transfer_done -> ROW(53, transfer_done, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_failed -> ROW(54, transfer_failed, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_ended -> ROW(55, transfer_ended, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_aborting -> ROW(60, transfer_aborting, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_done -> ROW(52, transfer_done, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_failed -> ROW(53, transfer_failed, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_ended -> ROW(54, transfer_ended, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(59, transfer_aborting, Abort, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Drained(state) {
   if
-  :: state == transfer_aborting -> ROW(61, transfer_aborting, Drained, transfer_ended); state = transfer_ended
+  :: state == transfer_aborting -> ROW(60, transfer_aborting, Drained, transfer_ended); state = transfer_ended
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -214,7 +213,7 @@ inline transfer_Drained(state) {
 inline transfer_Progress(state) {
   if
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(62, transfer_accepted, Progress, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(61, transfer_accepted, Progress, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -223,7 +222,7 @@ inline transfer_Progress(state) {
 inline transfer_Grant(state) {
   if
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(63, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(62, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -232,10 +231,10 @@ inline transfer_Grant(state) {
 inline transfer_Chunk(state) {
   if
 #if defined(STAGED)
-  :: state == transfer_accepted -> ROW(65, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(64, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(STAGED)
-  :: state == transfer_aborting -> ROW(66, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(65, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -244,10 +243,10 @@ inline transfer_Chunk(state) {
 inline transfer_Data(state) {
   if
 #if defined(INLINE)
-  :: state == transfer_accepted -> ROW(67, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(66, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(INLINE)
-  :: state == transfer_aborting -> ROW(68, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(67, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -256,10 +255,10 @@ inline transfer_Data(state) {
 inline transfer_Offer(state) {
   if
 #if defined(PULL)
-  :: state == transfer_accepted -> ROW(69, transfer_accepted, Offer, transfer_offered); state = transfer_offered
+  :: state == transfer_accepted -> ROW(68, transfer_accepted, Offer, transfer_offered); state = transfer_offered
 #endif
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(70, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(69, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -268,10 +267,10 @@ inline transfer_Offer(state) {
 inline transfer_Renewed(state) {
   if
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(71, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(70, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
 #endif
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(73, transfer_offered, Renewed, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(72, transfer_offered, Renewed, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -280,7 +279,7 @@ inline transfer_Renewed(state) {
 inline transfer_Renew(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(72, transfer_offered, Renew, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(71, transfer_offered, Renew, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -289,7 +288,7 @@ inline transfer_Renew(state) {
 inline transfer_Pulled(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(74, transfer_offered, Pulled, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(73, transfer_offered, Pulled, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -298,7 +297,7 @@ inline transfer_Pulled(state) {
 inline transfer_Released(state) {
   if
 #if defined(PULL)
-  :: state == transfer_ended -> ROW(76, transfer_ended, Released, transfer_ended); state = transfer_ended
+  :: state == transfer_ended -> ROW(75, transfer_ended, Released, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi

@@ -1,7 +1,8 @@
 /* One sink and one source from Hello to ready, over connections that break (session.md; registration.md).
 
    The source mints a session for each Hello that it takes for new; a frame that comes by another connection than its
-   session's is answered UNKNOWN_SESSION, upon which the sink resumes. LEGAL breaks where a correct side hears what its table
+   session's is answered UNKNOWN_SESSION, upon which the sink resumes. A Hello that comes twice, over two connections, mints two
+   sessions, and the source pings or ends either. LEGAL breaks where a correct side hears what its table
    has no row for; ENDED, where both could go on and do not. With PULL both sides register, with STAGED the sink grants slots. */
 
 #include "common.pml"
@@ -28,7 +29,7 @@ bool describing, registering, mapping_here, mapped_here, granted;
 /* the source, by session id */
 mtype source[IDS + 1] = session_idle;
 byte by[IDS + 1], greeting[IDS + 1], opened[BREAKS + 1]; /* by: its connection; opened: the last session of each connection */
-byte minted, connection, source_ping, breaks = BREAKS, pings = PINGS, refusals = REFUSALS, goodbyes = 1;
+byte minted, connection, source_ping /* the session whose Ping is not answered */, breaks = BREAKS, pings = PINGS, refusals = REFUSALS, goodbyes = 1;
 bool draining, answered[IDS + 1], asked_to_map[IDS + 1], exposing[IDS + 1];
 
 byte s, n, x, k;
@@ -36,6 +37,12 @@ mtype m;
 #define SHOW printf("now 0 %e %e\n", sink, source[id])
 #define DONE m = 0; s = 0; n = 0; x = 0; k = 0; SETTLED
 #define SILENT (len(to_source[0]) + len(to_sink[0]) == 0)
+#ifdef WITHOUT_OTHER
+#define OURS(s) true
+#else
+#define OURS(s) (s == id && id != 0) /* KVP-SES-OTHER */
+#endif
+#define GREETS(m) (m == Welcome || m == Refused && x == Hello)
 #define LIVES(state) (state != session_idle && state != session_closed)
 
 inline lose_session() { sink = session_closed; hello = 0; describing = false; registering = false; ping = 0 }
@@ -60,40 +67,39 @@ inline sink_hears() {
     :: hello == n && hello != 0 && id != 0 -> lose_session()
     :: else
     fi
-  :: sink == session_greeted && m == Goodbye -> session_Goodbye(sink); lose_session()
-  :: sink != session_closed && s != id && m != Welcome && !(m == Refused && x == Hello) &&
-    !(sink == session_greeted && m == Goodbye)
-  :: sink != session_closed && s == id && m == Description && describing ->
+  :: sink != session_closed && !OURS(s) && !GREETS(m) ->
+    if :: id != 0 && m != Error -> to_source[0]!Error,s,n,m :: else fi
+  :: sink != session_closed && OURS(s) && m == Description && describing ->
     describing = false; session_Description(sink); session_Register(sink); registering = true;
       to_source[0]!Register,s,0,0
-  :: sink != session_closed && s == id && m == Refused && x == Describe && describing -> describing = false;
+  :: sink != session_closed && OURS(s) && m == Refused && x == Describe && describing -> describing = false;
     session_Refused(sink)
-  :: sink != session_closed && s == id && m == Refused && x == Register && registering -> registering = false;
+  :: sink != session_closed && OURS(s) && m == Refused && x == Register && registering -> registering = false;
     session_Refused(sink)
-  :: sink != session_closed && s == id && m == Registered && registering ->
+  :: sink != session_closed && OURS(s) && m == Registered && registering ->
     registering = false; session_Registered(sink);
 #ifdef STAGED
     session_Credit(sink); to_source[0]!Credit,s,0,0
 #endif
 #ifdef PULL
-  :: sink != session_closed && s == id && m == Register ->
+  :: sink != session_closed && OURS(s) && m == Register ->
     if
     :: sink == session_ready && !mapping_here && !mapped_here -> session_Register(sink); mapping_here = true
     :: sink == session_ready && mapped_here -> to_source[0]!Registered,s,1,0
     :: else /* it has overtaken Registered, or is being mapped */
     fi
 #endif
-  :: sink != session_closed && s == id && m == Ping && id != 0 -> session_Ping(sink); session_Pong(sink);
+  :: sink != session_closed && OURS(s) && m == Ping -> session_Ping(sink); session_Pong(sink);
     to_source[0]!Pong,s,n,0
-  :: sink != session_closed && s == id && m == Pong && id != 0 -> session_Pong(sink);
+  :: sink != session_closed && OURS(s) && m == Pong -> session_Pong(sink);
     if :: n == ping -> ping = 0 :: else fi
-  :: sink != session_closed && s == id && m == Error ->
+  :: sink != session_closed && OURS(s) && m == Error ->
     if
     :: hello == 0 && (x == Describe && describing || x == Register && registering || x == Ping && ping != 0) ->
       said++; hello = said; session_Hello(sink); to_source[0]!Hello,0,said,id
     :: else
     fi
-  :: sink != session_closed && s == id && m == Goodbye && sink != session_greeted -> session_Goodbye(sink);
+  :: sink != session_closed && OURS(s) && m == Goodbye -> session_Goodbye(sink);
     lose_session()
   :: else
   fi
@@ -148,7 +154,8 @@ inline source_hears() {
     :: m == Refused -> if :: exposing[s] -> exposing[s] = false; session_Refused(source[s]) :: else fi
 #endif
     :: m == Ping -> session_Ping(source[s]); session_Pong(source[s]); to_sink[0]!Pong,s,n,0
-    :: m == Pong -> session_Pong(source[s]); if :: n == source_ping -> source_ping = 0 :: else fi
+    :: m == Pong -> session_Pong(source[s]); if :: s == source_ping -> source_ping = 0 :: else fi
+    :: m == Error -> if :: x == Ping && s == source_ping -> source_ping = 0; source[s] = session_closed :: else fi
     :: m == Goodbye -> session_Goodbye(source[s])
     fi
   fi
@@ -167,9 +174,9 @@ end: do
   :: d_step { ping != 0 && hello == 0 && SILENT; to_source[0]!Ping,id,ping,0;
     printf("resend 0 0 Ping %d %d\n", id, ping); DONE }
   :: d_step { pings > 0 && id != 0 && LIVES(sink) && ping == 0 && ROOM(to_source[0], 1);
-    pings--; ping = 1; session_Ping(sink); to_source[0]!Ping,id,1,0; printf("ping 0\n"); DONE }
+    pings--; ping = 1; session_Ping(sink); to_source[0]!Ping,id,1,0; printf("ping 0 %d\n", id); DONE }
   :: d_step { goodbyes > 0 && id != 0 && LIVES(sink) && ROOM(to_source[0], 1);
-    goodbyes--; session_Goodbye(sink); to_source[0]!Goodbye,id,0,0; lose_session(); printf("goodbye 0\n"); DONE }
+    goodbyes--; session_Goodbye(sink); to_source[0]!Goodbye,id,0,0; lose_session(); printf("goodbye 0 %d\n", id); DONE }
 #ifdef PULL
   :: d_step { mapping_here && LIVES(sink) && ROOM(to_source[0], 1);
     mapping_here = false; mapped_here = true; session_Registered(sink); to_source[0]!Registered,id,1,0;
@@ -206,11 +213,10 @@ end: do
   :: d_step { exposing[me] && LIVES(source[me]) && by[me] == connection && SILENT && !mapping_here &&
     sink == session_ready && hello == 0;
     to_sink[0]!Register,me,1,0; printf("resend 1 0 Register %d 1\n", me); DONE }
-  :: d_step { me == id && pings > 0 && LIVES(source[me]) && source[me] != session_open && by[me] == connection &&
-    source_ping == 0 && ROOM(to_sink[0], 1);
-    pings--; source_ping = 1; session_Ping(source[me]); to_sink[0]!Ping,me,1,0; printf("ping 1\n"); DONE }
-  :: d_step { me == minted && goodbyes > 0 && LIVES(source[me]) && by[me] == connection && ROOM(to_sink[0], 1);
-    goodbyes--; session_Goodbye(source[me]); to_sink[0]!Goodbye,me,0,0; printf("goodbye 1\n"); DONE }
+  :: d_step { pings > 0 && LIVES(source[me]) && by[me] == connection && source_ping == 0 && ROOM(to_sink[0], 1);
+    pings--; source_ping = me; session_Ping(source[me]); to_sink[0]!Ping,me,1,0; printf("ping 1 %d\n", me); DONE }
+  :: d_step { goodbyes > 0 && LIVES(source[me]) && by[me] == connection && ROOM(to_sink[0], 1);
+    goodbyes--; session_Goodbye(source[me]); to_sink[0]!Goodbye,me,0,0; printf("goodbye 1 %d\n", me); DONE }
   od
 }
 

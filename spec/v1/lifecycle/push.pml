@@ -65,6 +65,7 @@ byte attempt[REQUESTS];
 bool failing[REQUESTS];
 mtype sink[PARTS] = transfer_new;
 bool good[PARTS];   /* Done has come */
+byte kept[PARTS];   /* the attempt whose Done was good: after it there is no other */
 bool proven[PARTS]; /* Drained said PROVEN */
 bool told[PARTS];   /* Drained said UNPROVABLE, or the writer is gone */
 bool sink_open[WRITERS] = true;
@@ -79,6 +80,7 @@ bool buried[WRITERS]; /* the transport has proof of the writer's death */
 /* the sources */
 mtype source[PARTS] = transfer_new;
 byte seen[PARTS]; /* the attempt that is recorded */
+bool served[PARTS]; /* its Done is acknowledged */
 bool asked[PARTS]; /* by its Transfer, and not by Abort alone */
 byte lied[PARTS]; /* LIE: its Done was wrong */
 bool aborted[PARTS], refused[PARTS], copying[PARTS], drain[PARTS], unprovable[2 * PARTS];

@@ -12,6 +12,16 @@
 #else
 #define MAY_TRY(r) (phase[r] == lost) /* KVP-END-ATTEMPT */
 #endif
+#ifdef WITHOUT_AGAIN
+#define NONE_DONE(r) true
+#else
+#define NONE_DONE(r) (!good[PART(0, r)] && !good[PART(WRITERS - 1, r)]) /* KVP-TRN-AGAIN */
+#endif
+#ifdef WITHOUT_LATE
+#define ASKED_LATE(p, w, r) false
+#else
+#define ASKED_LATE(p, w, r) (phase[r] == quarantined && !FREE_OF(p, w) && !told[p]) /* KVP-END-LATE */
+#endif
 #define RUNS(r) (phase[r] == unasked || phase[r] == running)
 /* All before it are asked for, and no more than a window of them runs. */
 #define BEFORE(r) (r == 0 || phase[r - 1] != unasked && (r < WINDOW || !RUNS(r - WINDOW)))
@@ -127,8 +137,8 @@ inline sink_hears() {
       to_source[w]!DoneAck,r,a,0;
       if
       :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]); transfer_Done(sink[p]); transfer_DoneAck(sink[p]);
-        good[p] = true
-      :: sink[p] == transfer_accepted -> transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true
+        good[p] = true; kept[p] = a
+      :: sink[p] == transfer_accepted -> transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true; kept[p] = a
       :: sink[p] == transfer_aborting -> transfer_Done(sink[p])
       :: else
       fi
@@ -159,7 +169,7 @@ end: do
 #if ATTEMPTS > 1
   :: d_step { /* try a transfer again, on other pages (KVP-END-ATTEMPT) */
     MAY_TRY(me) && attempt[me] == 1 && owner[PAGE(me, 2)] == 0 && ALL(sink_open) && ALL_ROOM(1) &&
-      !good[PART(0, me)] && !good[PART(WRITERS - 1, me)];
+      NONE_DONE(me);
     r = me; printf("ask %d 2\n", r); ask(2); DONE
   }
 #endif
@@ -203,10 +213,12 @@ end: do
 /* What is not answered is sent again (KVP-SES-RESEND); Abort also after the session (KVP-END-LATE). */
 proctype SinkAgain(byte me, my) {
 end: do
+#ifndef WITHOUT_RESEND
   :: d_step {
     sink_open[me] && sink[PART(me, my)] == transfer_asked && phase[my] == running && QUIET(me, my);
     to_source[me]!Transfer,my,attempt[my],0; printf("resend 0 %d Transfer %d %d\n", me, my, attempt[my]); DONE
   }
+#endif
 #ifdef WITHOUT_CANCEL /* Abort ends the request that it aborts */
   :: d_step {
     sink_open[me] && pending[PART(me, my)] && sink[PART(me, my)] != transfer_asked && QUIET(me, my);
@@ -215,8 +227,7 @@ end: do
 #endif
   :: d_step {
     ROOM(to_source[me], 1) &&
-    (sink_open[me] && sink[PART(me, my)] == transfer_aborting ||
-     phase[my] == quarantined && !FREE_OF(PART(me, my), me) && !told[PART(me, my)]) && QUIET(me, my);
+    (sink_open[me] && sink[PART(me, my)] == transfer_aborting || ASKED_LATE(PART(me, my), me, my)) && QUIET(me, my);
     to_source[me]!Abort,my,attempt[my],0; printf("resend 0 %d Abort %d %d\n", me, my, attempt[my]); DONE
   }
   od

@@ -18,6 +18,7 @@ inline forget() {
 #endif
 
 inline hear_transfer() {
+  CHECK(kept[p] == 0 || a <= kept[p], LEGAL);
   if
   :: r >= low[w] && seen[p] == a && asked[p] -> /* it comes again: the answer is what is true now (KVP-SES-REPLY) */
 #ifdef WITHOUT_STATE /* replies are kept as bytes, and this one is there no more */
@@ -32,9 +33,9 @@ inline hear_transfer() {
     if
     :: r >= low[w] && seen[p] == a && aborted[p] -> to_sink[w]!Failed,r,a,REFUSED
     :: r < low[w] || r >= low[w] && seen[p] >= a && !(seen[p] == a && aborted[p]) -> to_sink[w]!Failed,r,a,REFUSED
-    :: r >= low[w] && seen[p] < a && (a != seen[p] + 1 || seen[p] > 0 && RUNNING(p)) -> to_sink[w]!Failed,r,a,REFUSED
+    :: r >= low[w] && seen[p] < a && (a != seen[p] + 1 || seen[p] > 0 && (served[p] || RUNNING(p))) -> to_sink[w]!Failed,r,a,REFUSED
     :: r >= low[w] + WINDOW && seen[p] < a -> to_sink[w]!Failed,r,a,REFUSED
-    :: r >= low[w] && r < low[w] + WINDOW && seen[p] < a && a == seen[p] + 1 && !(seen[p] > 0 && RUNNING(p)) ->
+    :: r >= low[w] && r < low[w] + WINDOW && seen[p] < a && a == seen[p] + 1 && !(seen[p] > 0 && (served[p] || RUNNING(p))) ->
       seen[p] = a; asked[p] = true; aborted[p] = false; refused[p] = false; drain[p] = false; source[p] = transfer_new;
       transfer_Transfer(source[p]);
       if
@@ -58,7 +59,7 @@ inline drained() {
 
 inline hear_abort() {
   if
-  :: r < low[w] || seen[p] > a -> to_sink[w]!Drained,r,a,!unprovable[WRITE(w, r, a)] /* over: refused from now on */
+  :: r < low[w] || seen[p] > a || served[p] && seen[p] < a -> to_sink[w]!Drained,r,a,!unprovable[WRITE(w, r, a)] /* over: refused from now on */
   :: else ->
 #ifdef WITHOUT_RECORD /* PROVEN needs a record (KVP-END-UNSEEN) */
     if
@@ -92,7 +93,7 @@ inline source_hears() {
   :: m == Abort -> hear_abort()
   :: m == DoneAck && source_open[w] && r >= low[w] && seen[p] == a ->
     if :: source[p] == transfer_done || source[p] == transfer_failed || source[p] == transfer_aborting ->
-      transfer_DoneAck(source[p]) :: else fi
+      served[p] = source[p] == transfer_done; transfer_DoneAck(source[p]) :: else fi
   :: m == Error && source_open[w] && r >= low[w] && seen[p] == a ->
     if :: source[p] == transfer_done -> transfer_Error(source[p]) :: else fi
   :: else
