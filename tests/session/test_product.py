@@ -16,10 +16,14 @@ import pytest
 from kvproto.errors import RemoteError
 from kvproto.session.table import TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.session.transfers import SinkTransfers
+from kvproto.transport.inline.sender import DataPiece
 from kvproto.wire import decode, encode, enums, messages, tables
 from kvproto.wire.enums import ErrorCode
-from tests.session.driver import World, geometry, ticket
+from tests.session import test_inline, test_staged
+from tests.session.driver import World, geometry, grants, ticket
+from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
+from tests.session.test_staged import Bytes, Piece, Staged
 from tests.wire.frames import MESSAGES
 from tools.specgen.registry import load
 
@@ -57,11 +61,59 @@ def made(name: str, **fields: Any) -> Any:
     )
 
 
+class Slots(Staged):
+    """A world in which bytes come through slots, which are emptied at once."""
+
+    def transfer(self, name: str, made: Any, content: bytes, tokens: int = 6) -> int:
+        unpackers = {0: lambda begins: Bytes(bytearray(test_staged.LENGTH), self.events_)}
+        asked = grants(self.pools[name], tokens)
+        return self.sinks[name].transfer(bytes(made.key), content, asked, self.now, unpackers)
+
+    def serve(self, address: str = "s0") -> None:
+        length, size = test_staged.LENGTH, test_staged.SLOT
+        for event in self.events(address, "TransferRequested"):
+            for slot, at in enumerate(range(0, length, size)):
+                if self.sources[address].active(event):
+                    piece = Piece(slot, at, min(size, length - at), at + size >= length)
+                    self.sources[address].stream(event, piece, ())
+        self.run()
+        super().serve(address)
+        self.happen()
+
+
+class Datas(Inline):
+    """A world in which bytes come as Data, as credit allows."""
+
+    def transfer(self, name: str, made: Any, content: bytes, tokens: int = 6) -> int:
+        unpackers = {0: lambda begins: Whole(bytearray(test_inline.LENGTH))}
+        asked = grants(self.pools[name], tokens)
+        return self.sinks[name].transfer(bytes(made.key), content, asked, self.now, unpackers)
+
+    def serve(self, address: str = "s0") -> None:
+        length, size = test_inline.LENGTH, test_inline.SIZE
+        for event in self.events(address, "TransferRequested"):
+            for at in range(0, length, size):
+                if self.sources[address].active(event):
+                    data = bytearray(test_inline.STREAM[at : at + size])
+                    self.sources[address].stream(event, DataPiece(at, data, at + size >= length), ())
+                    self.run()
+        super().serve(address)
+
+
+WAYS: dict[str, Callable[[], World]] = {
+    "PUSH": lambda: World(geometry(1)),
+    "PULL": lambda: PullWorld(geometry(1)),
+    "STAGED": lambda: Slots(sinks=0),
+    "INLINE": lambda: Datas(sinks=0),
+}
+"""How bytes move, and a world in which they do."""
+
+
 class Wrong:
     """One world in which a peer says whatever it likes to one side, and correct peers go on beside it."""
 
-    def __init__(self, pull: bool) -> None:
-        self.world = PullWorld(geometry(1)) if pull else World(geometry(1))
+    def __init__(self, way: str) -> None:
+        self.world = WAYS[way]()
         self.heard: dict[str, Any] = {}
         self.deaf: set[str] = set()
         """Messages of the wrong pair that do not arrive."""
@@ -158,11 +210,11 @@ def legal(walk: Any, state: Any, kind: str, features: Any, receiver: str) -> boo
     return SENDERS[kind] != receiver
 
 
-@pytest.mark.parametrize("pull", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("receiver", "state"), SESSION_STATES)
-def test_every_message_in_every_state_of_a_session(receiver: str, state: SessionState, pull: bool) -> None:
+def test_every_message_in_every_state_of_a_session(receiver: str, state: SessionState, way: str) -> None:
     """KVP-SES-STATE, KVP-ERR-ALONE, KVP-ERR-ANSWER."""
-    wrong, name = Wrong(pull), ""
+    wrong, name = Wrong(way), ""
     for kind in MESSAGES:
         if not name:
             name = SESSION_STATES[receiver, state](wrong)
@@ -243,15 +295,17 @@ def new(wrong: Wrong, name: str) -> int:
     return int(max(sink.part(SinkTransfers)._sequence, source.low_water, *source.attempts, 0) + 1)
 
 
-TRANSFER_STATES: dict[tuple[str, TransferState, bool], Callable[[Wrong, str], int]] = {
-    **{(side, TransferState.NEW, pull): new for side in ("source", "sink") for pull in (False, True)},
-    **{(side, TransferState.ACCEPTED, pull): accepted for side in ("source", "sink") for pull in (False, True)},
-    **{(side, TransferState.ABORTING, pull): aborting for side in ("source", "sink") for pull in (False, True)},
-    **{(side, TransferState.ENDED, pull): over for side in ("source", "sink") for pull in (False, True)},
-    **{(side, TransferState.OFFERED, True): served for side in ("source", "sink")},
-    **{("sink", TransferState.ASKED, pull): asked for pull in (False, True)},
-    **{("source", TransferState.FAILED, pull): failed for pull in (False, True)},
-    ("source", TransferState.DONE, False): lambda wrong, name: served(wrong, name, "DoneAck"),
+PUSHED = ("PUSH", "STAGED", "INLINE")
+"""Ways that end by Done."""
+TRANSFER_STATES: dict[tuple[str, TransferState, str], Callable[[Wrong, str], int]] = {
+    **{(side, TransferState.NEW, way): new for side in ("source", "sink") for way in WAYS},
+    **{(side, TransferState.ACCEPTED, way): accepted for side in ("source", "sink") for way in WAYS},
+    **{(side, TransferState.ABORTING, way): aborting for side in ("source", "sink") for way in WAYS},
+    **{(side, TransferState.ENDED, way): over for side in ("source", "sink") for way in WAYS},
+    **{(side, TransferState.OFFERED, "PULL"): served for side in ("source", "sink")},
+    **{("sink", TransferState.ASKED, way): asked for way in WAYS},
+    **{("source", TransferState.FAILED, way): failed for way in WAYS},
+    **{("source", TransferState.DONE, way): lambda wrong, name: served(wrong, name, "DoneAck") for way in PUSHED},
 }
 
 
@@ -262,14 +316,14 @@ def state_of(session: Any, sequence: int) -> TransferState:
     return TransferState.ENDED if sequence <= session.low_water else TransferState.NEW
 
 
-@pytest.mark.parametrize(("receiver", "state", "pull"), TRANSFER_STATES)
-def test_every_message_in_every_state_of_a_transfer(receiver: str, state: TransferState, pull: bool) -> None:
+@pytest.mark.parametrize(("receiver", "state", "way"), TRANSFER_STATES)
+def test_every_message_in_every_state_of_a_transfer(receiver: str, state: TransferState, way: str) -> None:
     """KVP-SES-STATE, KVP-ERR-ALONE, KVP-TRN-STALE: attempts that are there, and the next of each."""
-    wrong, name = Wrong(pull), ""
+    wrong, name = Wrong(way), ""
     for kind in sorted(OF_TRANSFERS):
         for attempt in (1, 2):
             name = name or wrong.pair()
-            sequence = TRANSFER_STATES[receiver, state, pull](wrong, name)
+            sequence = TRANSFER_STATES[receiver, state, way](wrong, name)
             wrong.deaf = set()
             source, sink = wrong.sessions(name)
             session = source if receiver == "source" else sink
@@ -297,8 +351,8 @@ def stays(receiver: str, state: TransferState, kind: str, attempt: int) -> set[T
 
 def test_the_product_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """How many cases the tables come to, and which states no frame can hit."""
-    sessions = 2 * len(SESSION_STATES) * len(MESSAGES)
-    transfers = 2 * len(TRANSFER_STATES) * len(OF_TRANSFERS)
+    sessions = len(WAYS) * len(SESSION_STATES) * len(MESSAGES)
+    transfers = 2 * len(TRANSFER_STATES) * len(OF_TRANSFERS)  # two attempts
     with capsys.disabled():
         print(f" {sessions} messages in states of sessions, {transfers} in states of transfers", end="")
     passed = {("source", s) for s in ("idle", "greeted", "describing")} | {
@@ -382,7 +436,7 @@ def with_one(wrong: Wrong) -> str:
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_have_their_code_and_cost_nobody_else_anything(lie: str) -> None:
     """KVP-ERR-REPORT, KVP-ERR-ALONE."""
-    wrong = Wrong(pull=False)
+    wrong = Wrong("PUSH")
     wrong.serves()
     says, prepare = LIES[lie]
     name = prepare(wrong)
@@ -395,7 +449,7 @@ def test_lies_have_their_code_and_cost_nobody_else_anything(lie: str) -> None:
 @pytest.mark.parametrize("deadline", [0, 1, 2**63 - 1])
 def test_deadlines_of_nothing_and_of_ages(deadline: int) -> None:
     """KVP-TKT-DEADLINE: whatever a ticket's maker states, the request ends or waits, and others are served."""
-    wrong, odd = Wrong(pull=False), attrs.evolve(ticket(), deadline=deadline)
+    wrong, odd = Wrong("PUSH"), attrs.evolve(ticket(), deadline=deadline)
     name, source = wrong.pair(), wrong.world.sources["s0"]
     source.expect(odd, CONTENT, wrong.world.now)
     wrong.world.transfer(name, odd, CONTENT)
