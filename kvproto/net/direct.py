@@ -105,7 +105,8 @@ class Inbox:
 def receive(socket: zmq.Socket[bytes], who: bool = False) -> list[bytes] | None:
     """The frames of one message, three at most; None where none has come.
 
-    `who`: ahead of them, the key that its connection proved to have, empty where it proved none.
+    `who`: ahead of them, the key that its connection proved to have, empty where it proved none, and the connection's
+    descriptor in digits.
 
     Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
     too. Only the thread that owns the socket may call.
@@ -131,7 +132,7 @@ def _read(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | N
         except zmq.Again:
             return None
         if who and not n:
-            frames.append(_proven(frame))
+            frames += (_proven(frame), str(frame.get(zmq.SRCFD)).encode())
         if n < _MOST_FRAMES:
             frames.append(frame.bytes)
         if not socket.rcvmore:
@@ -155,7 +156,7 @@ def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) ->
             if _zmq.zmq_msg_recv(at, socket.underlying, _NOWAIT) < 0:
                 return None
             if who and not n:
-                frames.append(_zmq.zmq_msg_gets(at, b"User-Id") or b"")
+                frames += (_zmq.zmq_msg_gets(at, b"User-Id") or b"", _zmq.zmq_msg_gets(at, b"__fd") or b"")
             if n < _MOST_FRAMES:
                 frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), _zmq.zmq_msg_size(at)))
             if not _zmq.zmq_msg_more(at):

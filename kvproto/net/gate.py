@@ -5,6 +5,7 @@ ZeroMQ's questions are answered from the allow-list, and connections are counted
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -12,13 +13,15 @@ import resource
 import socket
 import struct
 import time
+from collections import Counter
+from collections.abc import Iterator
 
 import zmq
 from zmq.utils import z85
 
 from kvproto.net.allowed import AllowList
 from kvproto.net.direct import Inbox
-from kvproto.net.limits import LIST_CHECK, MAX_CONNECTIONS, TURN_FRAMES
+from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
 
 __all__ = ["Connections", "Handshakes", "event_of", "events_of"]
 
@@ -64,14 +67,22 @@ class Handshakes:
 class Connections:
     """Counts a Listener's TCP connections, and has the kernel drop new ones while there are too many.
 
-    ZeroMQ cannot stop accepting without ending the connections that it has. Clause KVP-NET-CONNECTIONS.
+    ZeroMQ cannot stop accepting without ending the connections that it has, and cannot end one: `cut` does, by its
+    descriptor. Clauses KVP-NET-CONNECTIONS, KVP-NET-CLIENT, KVP-NET-SILENT.
     """
 
-    def __init__(self, context: zmq.Context[Socket], listener: Socket) -> None:
-        """Before the listener is bound."""
+    def __init__(self, context: zmq.Context[Socket], listener: Socket, keyed: bool) -> None:
+        """Before the listener is bound; `keyed`: whether its clients prove who they are."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(most // 2, 1))
-        self.count, self.full = 0, False
+        self.most_of_one = min(MAX_CLIENT_CONNECTIONS, max(self.most // 2, 1))
+        self.count, self.full, self._keyed = 0, False, keyed
+        self._silent: dict[int, None] = {}
+        """Descriptors of connections that nothing was heard of, the oldest first."""
+        self._clients: dict[int, bytes] = {}
+        """Keys of the others."""
+        self._of = Counter[bytes]()
+        """How many there are of each key."""
         self._fd: int | None = None
         """ZeroMQ's listening socket."""
         self.inbox = events_of(context, listener, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -83,16 +94,60 @@ class Connections:
             self.count += (event == zmq.EVENT_ACCEPTED) - (event == zmq.EVENT_DISCONNECTED)
             if event == zmq.EVENT_LISTENING:
                 self._fd = value
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._gone(value)
+            elif event == zmq.EVENT_ACCEPTED and self._keyed and value not in self._clients:
+                self._silent[value] = None
+                if len(self._silent) > self.most_of_one:
+                    oldest = next(iter(self._silent))
+                    del self._silent[oldest]
+                    self.cut(oldest)
         full = self.count >= (self.most * 3 // 4 if self.full else self.most)
         if full != self.full:
             self._drop(full)
             self.full = full
 
+    def heard(self, key: bytes, digits: bytes) -> bool:
+        """A frame has come by a connection; False where it is one too many of its client, and cut for that."""
+        fd = int(digits or -1)
+        if self._clients.get(fd) == key or not self._keyed:
+            return True
+        if self._of[key] >= self.most_of_one:
+            self.cut(fd)
+            return False
+        self._gone(fd)  # it was another's, whose end is not counted yet
+        self._clients[fd] = key
+        self._of[key] += 1
+        return True
+
+    def _gone(self, fd: int) -> None:
+        self._silent.pop(fd, None)
+        if (key := self._clients.pop(fd, None)) is not None:
+            self._of[key] -= 1
+
+    def cut_unknown(self, allow: AllowList) -> None:
+        """End the connections of clients that may not connect any more."""
+        for fd in [fd for fd, key in self._clients.items() if not allow.knows(key)]:
+            self.cut(fd)
+
+    def cut(self, fd: int) -> None:
+        """End a connection. One that has just ended may have left its descriptor to another of this listener, which
+        connects again and goes on; nothing else is touched.
+        """
+        if self._fd is None:
+            return
+        with contextlib.suppress(OSError), _borrowed(self._fd) as listening, _borrowed(fd) as connection:
+            if connection.getsockname()[1] == listening.getsockname()[1]:
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _drop(self, all_new: bool) -> None:
         """Drop every packet to the listening socket, or none; those of connections go on to theirs."""
         if self._fd is None:
             return
-        listening = socket.socket(fileno=self._fd)
+        with _borrowed(self._fd) as listening:
+            self._filter(listening, all_new)
+
+    def _filter(self, listening: socket.socket, all_new: bool) -> None:
         try:
             if listening.family == socket.AF_UNIX:
                 return
@@ -104,8 +159,16 @@ class Connections:
                 listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         except OSError as error:  # a sandbox that allows no filters: connections are counted, and come all the same
             _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
-        finally:
-            listening.detach()
+
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """A descriptor of ZeroMQ's as a socket."""
+    made = socket.socket(fileno=fd)
+    try:
+        yield made
+    finally:
+        made.detach()
 
 
 _ATTACH_FILTER, _DETACH_FILTER, _RETURN = 26, 27, 6

@@ -4,6 +4,8 @@ HANDSHAKE = 5.0
 """Time from a new connection to the end of its ZMTP handshake, or it is closed. In seconds."""
 MAX_CONNECTIONS = 4096
 """Connections that a source accepts at once; never more than half of the descriptors that its process may open."""
+MAX_CLIENT_CONNECTIONS = 1024
+"""Of them, those of one client key, and those that nothing was heard of yet; never more than half of them."""
 RECEIVE_QUEUE = 16
 """Frames of one connection that wait to be heard; what follows stays with the sender."""
 SEND_QUEUE = 2048

@@ -6,6 +6,7 @@ What an address needs, CURVE or a private directory, is in `kvproto.net.addresse
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -67,7 +68,7 @@ class Listener:
         try:
             made = _open(self._context, zmq.ROUTER, address, opened)
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._handshakes = None
+            self._handshakes, self._cut_at = None, math.inf
             if keys is not None and self._allow is not None:
                 self._handshakes = Handshakes(self._context, self._allow)
                 opened.insert(0, self._handshakes.socket)
@@ -77,7 +78,7 @@ class Listener:
             # ZeroMQ itself would take over an ipc path that someone listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
-            self._connections = Connections(self._context, made)
+            self._connections = Connections(self._context, made, self._allow is not None)
             opened.append(self._connections.inbox.socket)
             made.bind(address)
             self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -111,12 +112,26 @@ class Listener:
             frames = self._inbox.take(who=True)
             if not frames:
                 return
-            if len(frames) == 3 and (self._allow is None or self._allow.knows(frames[0])):
-                yield (frames[1], frames[0]), frames[2]
+            if len(frames) == 4 and self._hears(frames[0], frames[1]):
+                yield (frames[2], frames[0]), frames[3]
+
+    def _hears(self, key: bytes, fd: bytes) -> bool:
+        return self._allow is None or (self._allow.knows(key) and self._connections.heard(key, fd))
 
     def renew(self, now: float) -> bool:
-        """Read the allow-list again if it has changed; whether it says something else now."""
-        return self._allow is not None and self._allow.renew(now)
+        """Read the allow-list again if it has changed; whether it says something else now.
+
+        Clients that are gone from it can be told so: their connections end when it is looked at next.
+        """
+        if self._allow is None:
+            return False
+        if now >= self._cut_at:
+            self._cut_at = math.inf
+            self._connections.cut_unknown(self._allow)
+        changed = self._allow.renew(now)
+        if changed:
+            self._cut_at = now + limits.LIST_CHECK
+        return changed
 
     def admit(self, conn: Hashable, party: Party, role: int) -> None:
         """Raise RemoteError(NOT_ALLOWED) where the key of a connection may not be this (KVP-NET-ALLOW)."""

@@ -10,6 +10,7 @@ import attrs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Session
 from kvproto.session.endpoint import Endpoint
+from kvproto.session.events import SessionRefused
 from kvproto.session.inline import SinkInline
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
 from kvproto.session.phases import Party, check_digest
@@ -47,6 +48,8 @@ class SinkSession(Session):
         self.delivery = Delivery(self)
         self.streamed_by: int | None = None
         """The transport by which the source packs, where it does not write the pages itself."""
+        self.revoked: RemoteError | None = None
+        """Why the source does not allow this session any more."""
         self._replica = replica
         self._columns, self._terms, self._proving = columns, Terms(offered), proving
         self._exposed = Registration(())
@@ -56,6 +59,16 @@ class SinkSession(Session):
     def ready(self) -> bool:
         """Whether transfers may run."""
         return self.state == SessionState.READY and self.delivery.ready
+
+    def concerned(self, message: m.Message) -> bool:
+        """Whether a frame is for this session; raises UNKNOWN_SESSION for one of another (KVP-SES-OTHER)."""
+        number = getattr(message, "session", None)
+        if isinstance(message, m.Welcome) or number in (None, self.session):
+            return True
+        if self.session and not isinstance(message, m.Error):
+            mine, advice = str(self.session), "end the other session"
+            raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", mine, str(number), advice)
+        return False
 
     def hello(self, now: float) -> None:
         """Open the session, or go on with it over a new connection."""
@@ -182,8 +195,18 @@ class SinkSession(Session):
         if isinstance(self.delivery, SinkPush):
             self.delivery.registered(message, self._proving)
 
+    def _ended(self, message: m.Error, now: float) -> None:
+        """Error; one that answers nothing and says NOT_ALLOWED ends the session (KVP-SES-REVOKED)."""
+        if message.request is not None or message.code != ErrorCode.NOT_ALLOWED:
+            self._error(message, now)
+            return
+        self.revoked = refused(message, self.name)
+        self.tell(SessionRefused(self.name, self.revoked, by_us=False))
+        self.lose(str(self.revoked))
+
     hears = (
         *Session.hears,
+        (m.Error, _ended),
         (m.Welcome, _welcome),
         (m.Description, _description),
         (m.Registered, _registered),

@@ -111,7 +111,7 @@ class SinkEndpoint(Endpoint):
             message = decode(frame)
             if session is not None:
                 self._prove_late(session, message)
-                if session.open and _concerns(session, message):
+                if session.open and session.concerned(message):
                     session.receive(message, now)
         except RemoteError as error:
             head = self._report(conn, session, frame, message, error)
@@ -352,8 +352,8 @@ class SinkEndpoint(Endpoint):
             if want.error is None and attempt.error is not None:
                 self._fail(want, attempt.error, now)
             if want.error is None and not session.open and attempt.done is None:
-                error = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
-                self._fail(want, error, now)
+                lost = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
+                self._fail(want, session.revoked or lost, now)
             if want.error is None and attempt.lease is not None and not attempt.lease.told:
                 attempt.lease.told = True
                 self._events.append(e.Offered(want.number, attempt.lease.offer))
@@ -382,15 +382,3 @@ class SinkEndpoint(Endpoint):
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
-
-
-def _concerns(session: SinkSession, message: m.Message) -> bool:
-    """Whether a session hears a frame; raises UNKNOWN_SESSION for one of another session (KVP-SES-OTHER)."""
-    number = getattr(message, "session", None)
-    if isinstance(message, m.Welcome) or number in (None, session.session):
-        return True
-    if session.session and not isinstance(message, m.Error):
-        raise RemoteError(
-            ErrorCode.UNKNOWN_SESSION, "session", str(session.session), str(number), "end the other session"
-        )
-    return False

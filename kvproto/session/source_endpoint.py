@@ -191,6 +191,7 @@ class SourceEndpoint(Claims):
             try:
                 self._admit(session.conn, session.peer, Role.SINK)
             except RemoteError as error:
+                session.notice(m.Error(session=session.session, **refusal(error)))
                 session.lose(str(error))
 
     def drain(self) -> None:

@@ -132,7 +132,7 @@ def test_an_engine_that_the_key_does_not_own(tmp_path: Path) -> None:
 
 
 def test_a_key_is_revoked(tmp_path: Path) -> None:
-    """KVP-NET-REVOKE: its sessions end, no frame of it is heard, and the others go on."""
+    """KVP-NET-REVOKE, KVP-SES-REVOKED: it hears so at once, its connections end, and the others go on."""
     with keyed(tmp_path) as (both, prefill, decode):
         second = host(tmp_path, "second")
         allow(prefill, [entry(decode), entry(second, "canary")])
@@ -151,13 +151,15 @@ def test_a_key_is_revoked(tmp_path: Path) -> None:
             request.finish({"kv": [3, 1, 2]})
             both.until(lambda: request.done)
             assert isinstance(request.wait(0), told.Undelivered)
-            assert not under_way.done
+            other.until(lambda: under_way.done)
             assert not rows(sink.pool, [6, 7, 8]).any()
-            found = ask(other)
-            heard = len(both.source._node.endpoint.sessions)
+            with pytest.raises(KvprotoError, match="NOT_ALLOWED"):
+                under_way.wait(0)
+            refused(other, ErrorCode.NOT_ALLOWED)
+            assert {e.error.code for e in other.told if isinstance(e, told.Refused)} == {ErrorCode.NOT_ALLOWED}
+            connections = both.source._node._listener._connections
+            other.until(lambda: connections.count == 1)
             served(both)
-            assert not found.done
-            assert len(both.source._node.endpoint.sessions) == heard
 
 
 def test_a_rank_is_revoked(tmp_path: Path) -> None:

@@ -156,6 +156,68 @@ def test_two_keys_with_one_routing_id(tmp_path: Path) -> None:
     listener.close()
 
 
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[tuple[Listener, KeyPair, list[KeyPair]]]:
+    """A listener with two clients on its list, which takes two connections of each."""
+    server, *clients = (make_keys(tmp_path / name) for name in ("source", "one", "two"))
+    path = tmp_path / "allow.toml"
+    path.write_text("".join(f'[[client]]\nkey = "{p.public.decode()}"\nengine = "e"\n' for p in clients))
+    listener = Listener("tcp://127.0.0.1:*", keys=server, allow=AllowList(path))
+    listener._connections.most_of_one = 2
+    yield listener, server, clients
+    listener.close()
+
+
+def test_too_many_connections_of_one_client(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:
+    """KVP-NET-CLIENT: what comes beyond its bound is closed, what it has goes on, and others come in."""
+    listener, server, (one, two) = keyed
+    dialers = [Dialer(keys=one) for _ in range(3)]
+    for n, each in enumerate(dialers):
+        each.send((0, listener.address), b"first %d" % n, server.public)
+        if n < 2:
+            until(lambda: [*listener.receive()], listener)
+    counted = listener._connections
+    until(lambda: [*listener.receive()] or counted.count == 3, listener)
+    until(lambda: [*listener.receive()] or counted.count == 2, listener)
+    found: set[bytes] = set()
+    for n, each in enumerate(dialers):
+        each.send((0, listener.address), b"second %d" % n)
+    other = Dialer(keys=two)
+    other.send((0, listener.address), b"other", server.public)
+    until(lambda: found.update(f for _, f in listener.receive()) or b"other" in found, listener)
+    assert found == {b"second 0", b"second 1", b"other"}
+    for each in (*dialers, other):
+        each.close()
+
+
+def test_connections_that_say_nothing(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:
+    """KVP-NET-SILENT: the oldest make room, and those that speak go on."""
+    listener, server, (one, two) = keyed
+    speaks = Dialer(keys=one)
+    speaks.send((0, listener.address), b"first", server.public)
+    until(lambda: [*listener.receive()], listener)
+    silent = []
+    for n in range(4):
+        silent.append(dial(listener))
+        until(lambda n=n: [*listener.receive()] or listener._connections.count == min(2 + n, 3), listener)
+    until(lambda: [*listener.receive()] or [closed(each) for each in silent] == [True, True, False, False], listener)
+    speaks.send((0, listener.address), b"second")
+    until(lambda: b"second" in [f for _, f in listener.receive()], listener)
+    later = Dialer(keys=two)
+    later.send((0, listener.address), b"later", server.public)
+    until(lambda: b"later" in [f for _, f in listener.receive()], listener)
+    for each in (speaks, later):
+        each.close()
+    for connection in silent:
+        connection.close()
+
+
+def test_the_bound_of_one_client_leaves_room_for_another(listener: Listener) -> None:
+    """KVP-NET-CLIENT: where there are few descriptors too."""
+    counted = listener._connections
+    assert counted.most_of_one == min(limits.MAX_CLIENT_CONNECTIONS, counted.most // 2)
+
+
 def stranger(context: zmq.Context[Any], server: KeyPair, own: KeyPair) -> zmq.Socket[bytes]:
     """A DEALER that is none of ours."""
     made: zmq.Socket[bytes] = context.socket(zmq.DEALER)
