@@ -110,6 +110,11 @@ class Session:
         """The peer, for people."""
         return str(self._peer or self.conn)
 
+    @property
+    def resuming(self) -> bool:
+        """Whether this side has asked to go on over another connection, so that what is counted begins anew."""
+        return False
+
     def install(self, part: Part) -> None:
         """Add the handlers of a part; they take the place of others for the same messages."""
         self._parts[type(part)] = part

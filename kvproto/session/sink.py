@@ -60,6 +60,10 @@ class SinkSession(Session):
         """Whether transfers may run."""
         return self.state == SessionState.READY and self.delivery.ready
 
+    @property
+    def resuming(self) -> bool:
+        return self._peer is not None and self.asks(self._hello)
+
     def concerned(self, message: m.Message) -> bool:
         """Whether a frame is for this session; raises UNKNOWN_SESSION for one of another (KVP-SES-OTHER)."""
         number = getattr(message, "session", None)

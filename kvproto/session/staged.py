@@ -22,6 +22,9 @@ class SlotWriter(StreamWriter, Protocol):
     def grant(self, credit: m.Credit) -> None:
         """Take a Credit; raises RemoteError, CREDIT (KVP-STG-TWICE)."""
 
+    def restart(self) -> None:
+        """What was said may be lost: streams under way have failed, and no slot is granted (KVP-STG-RESUMED)."""
+
 
 class SlotReader(StreamReader, Protocol):
     """At the sink: streams through staging slots."""
@@ -32,6 +35,9 @@ class SlotReader(StreamReader, Protocol):
     def chunk(self, chunk: m.Chunk) -> None:
         """Take a Chunk; raises RemoteError (KVP-STG-BEYOND, KVP-STG-NEXT)."""
 
+    def restart(self) -> None:
+        """What was said may be lost: slots that are granted come back (KVP-STG-RESUMED)."""
+
 
 class SourceStaged(SourceStream):
     """The source's half: it says Chunk of what is in a slot."""
@@ -41,6 +47,9 @@ class SourceStaged(SourceStream):
     def __init__(self, session: Session, slots: SlotWriter) -> None:
         super().__init__(session)
         self._slots = slots
+
+    def reconnected(self) -> None:
+        self._slots.restart()
 
     def grant(self, credit: m.Credit) -> None:
         self._slots.grant(credit)
@@ -54,6 +63,9 @@ class SinkStaged(SinkStream):
     def __init__(self, session: Session, slots: SlotReader) -> None:
         super().__init__(session, slots)
         self._slots = slots
+
+    def reconnected(self) -> None:
+        self._slots.restart()
 
     def _chunk(self, message: m.Chunk, now: float) -> None:
         attempt = self._piece_of(message)

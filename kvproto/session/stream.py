@@ -155,7 +155,8 @@ class SinkStream(SinkPush):
 
     def advance(self) -> None:
         """Grant what is free."""
-        credit = self.credit() if self._session.state == SessionState.READY else None
+        ready = self._session.state == SessionState.READY and not self._session.resuming
+        credit = self.credit() if ready else None
         if credit is not None:
             self._session.step("Credit")
             self._session.notice(credit)

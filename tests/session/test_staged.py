@@ -10,7 +10,7 @@ import pytest
 from kvproto import Pool
 from kvproto.errors import LocalError, RemoteError
 from kvproto.session import Registration
-from kvproto.transport.staging.staged import Link, Piece, StagedReceiver
+from kvproto.transport.staging.staged import Link, Piece, StagedReceiver, StagedSender
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Chunk, Credit, Error, Handle
@@ -53,8 +53,8 @@ class Staged(World):
 
     def accept(self, address: str, session: int) -> None:
         source = self.sources[address].sessions[session]
-        link = Link(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
-        source.accept_register(self.transport, link if self.transport == Transport.NIXL else None)
+        self.link = Link(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
+        source.accept_register(self.transport, self.link if self.transport == Transport.NIXL else None)
 
     def ask(self, name: str = "d0", late: bool = False) -> int:
         """A request that is finished at every source; its stream has LENGTH bytes from each, one less for each token
@@ -98,6 +98,10 @@ class Staged(World):
             sink.on_time(self.now)
         self.run()
 
+    def asked(self) -> Any:
+        """The last transfer that was asked for."""
+        return self.events("s0", "TransferRequested")[-1]
+
     def credits(self) -> list[list[int]]:
         """Slots of every Credit so far."""
         return [m.slots.tolist() for _, m in self.frames if isinstance(m, Credit)]
@@ -117,6 +121,75 @@ class Staged(World):
 def credit(world: Staged, *slots: int) -> Credit:
     (session, *_) = world.sources["s0"].sessions
     return Credit(session=session, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32))
+
+
+def reconnect(world: Staged) -> None:
+    """The sink's connection has broken, and with it what was on its way was lost."""
+    world.keep = world._seen
+    assert world.sinks["d0"].sessions["s0"].resume(world.now)
+    world.run()
+
+
+def test_chunks_that_are_lost_with_their_connection_cost_no_slot() -> None:
+    """KVP-STG-RESUMED, KVP-STG-BROKEN: more often than there are slots."""
+    world = Staged()
+    for _ in range(SLOTS + 2):
+        world.keep = lambda to, frame: world._seen(to, frame) and not isinstance(decode(frame), Chunk)
+        world.ask()
+        sender, asked = StagedSender(world.link, Bytes(bytearray(LENGTH), world.events_)), world.asked()
+        while not (pieces := sender.step()):
+            world.happen()
+        world.sources["s0"].stream(asked, pieces[0], ())
+        world.run()
+        reconnect(world)
+        with pytest.raises(RemoteError) as broken:
+            sender.step()
+        assert broken.value.code == ErrorCode.PEER_LOST
+        while sender.abort() is None:
+            world.happen()
+        world.sources["s0"].failed(asked, broken.value, world.now)
+        world.run()
+    assert [e.error.code for e in world.events("d0", "Lost")] == [ErrorCode.PEER_LOST] * (SLOTS + 2)
+    assert world.credits()[-1] == list(range(SLOTS))
+    assert sorted(world.link.granted) == list(range(SLOTS))
+    still_serves(world, "d0")
+
+
+def test_a_slot_that_is_still_written_when_it_is_granted_again() -> None:
+    """KVP-STG-AFTER: it waits, and the others serve."""
+    world = Staged()
+    sender = StagedSender(world.link, Bytes(bytearray(LENGTH), world.events_))
+    sender.step()
+    world.happen()
+    sender.step()  # the first is being written
+    world.ask()
+    reconnect(world)
+    assert sorted(world.link.granted) == [2, 3]
+    with pytest.raises(RemoteError, match="connection broke"):
+        sender.step()
+    assert sender.abort() is None
+    assert sorted(world.link.granted) == [2, 3]
+    world.happen()
+    while sender.abort() is None:
+        world.happen()
+    assert sorted(world.link.granted) == list(range(SLOTS))
+
+
+def test_a_stream_that_has_not_begun_survives_a_new_connection() -> None:
+    """KVP-STG-BROKEN: none of its chunks was lost; and Credit is not counted twice."""
+    world = Staged()
+    world.ask()
+    sender, asked = StagedSender(world.link, Bytes(bytearray(LENGTH), world.events_)), world.asked()
+    reconnect(world)
+    while not sender.done:
+        for piece in sender.step():
+            world.sources["s0"].stream(asked, piece, ())
+        world.run()
+        world.happen()
+    world.serve()
+    world.happen()
+    assert len(world.events("d0", "Arrived")) == 1
+    assert not world.errors()
 
 
 def still_serves(world: Staged, name: str) -> None:

@@ -9,8 +9,9 @@ slots are under way at once.
     source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
 
 A source writes only staging slots, so a late write of an aborted attempt never reaches a page: the sink's pages are
-free when its own unpacking has ended. A slot whose write failed is not written again in its session, and a slot that
-was never returned is not granted again: it is freed when the session's registration ends.
+free when its own unpacking has ended. A slot whose write failed is not written again in its session. Where a session
+is resumed, all slots that are not being emptied are granted again, and the source writes one again only when what it had
+under way there is over.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ class Link:
         """The sink's slots that may be written."""
         self._away = set(range(target.slots))
         """The sink's slots that it may grant: all of them at first, then those that a Chunk has named."""
+        self._used: set[int] = set()
+        """The sink's slots that a stream packs for, or writes."""
+        self.active: set[StagedSender] = set()
+        """Streams of which bytes are still to be announced."""
 
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
@@ -105,11 +110,30 @@ class Link:
                 raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", wanted, str(slot), advice)
             came.add(slot)
         self._away -= came
-        self.granted.extend(slots)
+        self.granted.extend(slot for slot in slots if slot not in self._used)
 
-    def named(self, slot: int) -> None:
-        """Let the sink grant a slot again, as its Chunk goes out."""
-        self._away.add(slot)
+    def take(self) -> int:
+        """A slot of the sink for the next piece."""
+        slot = self.granted.popleft()
+        self._used.add(slot)
+        return slot
+
+    def leave(self, slot: int, named: bool) -> None:
+        """Nothing writes a slot any more: a Chunk goes out that names it, so that the sink may grant it again; or else
+        it serves the next piece, if it is granted.
+        """
+        self._used.discard(slot)
+        if named:
+            self._away.add(slot)
+        elif slot not in self._away:
+            self.granted.append(slot)
+
+    def restart(self) -> None:
+        """What was said may be lost: no slot is granted, and streams that have begun fail (KVP-STG-RESUMED)."""
+        self.granted.clear()
+        self._away = set(range(self.target.slots))
+        for stream in self.active:
+            stream.broken = stream.begun
 
 
 @attrs.define
@@ -134,6 +158,15 @@ class StagedSender:
         """How many of them are being written; they are the first ones."""
         self._stopped = False
         self._lost = False
+        self.broken = False
+        """Whether a Chunk of it may be lost."""
+        if packer.length:
+            link.active.add(self)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any byte of it was packed."""
+        return self._at > 0
 
     @property
     def done(self) -> bool:
@@ -162,17 +195,19 @@ class StagedSender:
         """
         try:
             link, packer = self._link, self._packer
+            if self.broken:
+                yours = f"{self._at} of {packer.length} bytes written when the connection broke"
+                raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
             self._post()
             found = self._take()
             left, allowed = self.left, self._allowed - self._at
             # only the last slot may go out before it is full
             if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
                 size = packer.chunk_size(self._at, min(link.slot_bytes, left))
-                own, slot = link.free[0], link.granted[0]
-                piece = Piece(slot, self._at, size, size == left)
-                self._parts.append(_Part(piece, own, packer.pack(self._at, link.own.slot(own, size))))
+                own = link.free[0]
+                packing = packer.pack(self._at, link.own.slot(own, size))
+                self._parts.append(_Part(Piece(link.take(), self._at, size, size == left), own, packing))
                 link.free.popleft()
-                link.granted.popleft()
                 self._at += size
                 self._post()
             return found
@@ -197,8 +232,10 @@ class StagedSender:
             self._parts.popleft()
             self._writing -= 1
             self._link.free.append(first.own)
-            self._link.named(first.piece.slot)
+            self._link.leave(first.piece.slot, named=True)
             found.append(first.piece)
+        if not self.left and not self._parts:
+            self._link.active.discard(self)
         return found
 
     def abort(self) -> Proof | None:
@@ -208,6 +245,7 @@ class StagedSender:
         write failed, and its slots are lost to the link. No page is written in either case.
         """
         self._stopped = True
+        self._link.active.discard(self)
         for part in list(self._parts):
             try:
                 if part.writing is None:
@@ -219,7 +257,7 @@ class StagedSender:
                 self._lost = True
             else:
                 self._link.free.append(part.own)
-                self._link.granted.append(part.piece.slot)
+                self._link.leave(part.piece.slot, named=False)
             self._parts.remove(part)
         if self._parts:
             return None
@@ -264,6 +302,11 @@ class StagedReceiver:
         self._granted |= self._free
         self._free.clear()
         return Credit(session=session, kind=CreditKind.STAGING, slots=slots)
+
+    def restart(self) -> None:
+        """What was said may be lost: slots that are granted come back (KVP-STG-RESUMED)."""
+        self._free |= self._granted
+        self._granted.clear()
 
     def open(self, sequence: int, attempt: int, packer: Packer) -> None:
         """Expect the chunks of a transfer, which `packer` unpacks into its pages."""
