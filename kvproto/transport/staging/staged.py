@@ -9,9 +9,9 @@ slots are under way at once.
     source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
 
 A source writes only staging slots, so a late write of an aborted attempt never reaches a page: the sink's pages are
-free when its own unpacking has ended. A slot whose write failed is not written again in its session. Where a session
-is resumed, all slots that are not being emptied are granted again, and the source writes one again only when what it had
-under way there is over.
+free when its own unpacking has ended. A slot whose write failed is not written again in its session. Where a session is
+resumed, all slots that are not being emptied are granted again, and the source writes into one again only when what it
+had under way there is over.
 """
 
 from __future__ import annotations
