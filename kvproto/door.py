@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 import time
@@ -188,6 +189,8 @@ class Door:
         self._handles_lock = threading.Lock()
         self._draining = False
         self._told: deque[Event] = deque(maxlen=_KEPT)
+        self._bell: int | None = None
+        """Readable when there is something to tell, once somebody has asked for it."""
         self._who = f"{type(self).__name__} {name!r}"
         self._census, self._samples = node.census, list[Sample]()
         pool._use(self._who)
@@ -213,6 +216,9 @@ class Door:
 
         The latest 4,096 are kept, and with them the handles that they name; what is older is gone.
         """
+        if self._bell is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
         found = []
         while self._told:
             found.append(self._told.popleft())
@@ -241,8 +247,22 @@ class Door:
         return self.events()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `step` has something to do, for select, poll or an event loop."""
-        return self._driver.fileno()
+        """A descriptor for select, poll or an event loop, until `close`.
+
+        It is readable when `step` has something to do; with an I/O thread, when `events` has something to tell.
+        """
+        if not self.options.thread:
+            return self._driver.fileno()
+        self._driver.check()
+        with self._handles_lock:
+            if self._bell is None:
+                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._ring()  # of what came before
+            return self._bell
+
+    def _ring(self) -> None:
+        if self._bell is not None and self._told:
+            os.eventfd_write(self._bell, 1)
 
     def next_timer(self) -> float | None:
         """Seconds until `step` has something to do even if the descriptor is not readable; None: nothing is planned."""
@@ -258,6 +278,9 @@ class Door:
             handle._end(None, LocalError(ErrorCode.ABORTED, self._who, "open", "closed", advice))
         self._driver._call_back()
         self._observer.close()
+        if self._bell is not None:
+            os.close(self._bell)
+            self._bell = None
         self.pool._unuse(self._who)
 
     def drain(self) -> None:
@@ -309,6 +332,7 @@ class Door:
             return
         told = self._tell(event)
         self._told.append(told)
+        self._ring()
         self._observer.hear(told)
 
     def _observed(self) -> Observer:

@@ -151,6 +151,11 @@ class Sink(Door):
         return made
 
     @property
+    def ready(self) -> frozenset[tuple[str, int]]:
+        """Source replicas, by engine name and number, that answer: a fetch from them begins at once."""
+        return self._node.ready
+
+    @property
     def quarantined(self) -> dict[str, int]:
         """Pages by group name that may still be written by a peer, so that nobody may use them yet."""
         names = {g.id: g.name for g in self.geometry.groups}

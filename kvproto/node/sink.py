@@ -124,6 +124,12 @@ class SinkNode:
         )
 
     @property
+    def ready(self) -> frozenset[Replica]:
+        """Replicas whose ranks are all registered and not suspect."""
+        links = list(self._links.items())
+        return frozenset(replica for replica, link in links if link.endpoint.ready and not link.endpoint.suspect)
+
+    @property
     def quarantined(self) -> dict[int, int]:
         """Pages by group id that a peer may still write."""
         return self._here.quarantine.counts

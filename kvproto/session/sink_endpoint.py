@@ -149,7 +149,7 @@ class SinkEndpoint(Endpoint):
     @property
     def suspect(self) -> bool:
         """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
-        return any(session.suspect and session.open for session in self.sessions.values())
+        return any(session.suspect and session.open for session in [*self.sessions.values()])  # from any thread
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""

@@ -1,5 +1,7 @@
 """Errors that the reference engines raise."""
 
+from kvproto.errors import KvprotoError
+
 
 class EngineError(ValueError):
     """Bad configuration, missing file or misuse of the engine; the message says which."""
@@ -7,3 +9,8 @@ class EngineError(ValueError):
 
 class OutOfPages(EngineError):
     """The pool has fewer free pages than were asked for."""
+
+
+def code_of(error: Exception) -> str | None:
+    """The name of kvproto's code, by which a router decides; None for an error of the engine's own."""
+    return error.code.name if isinstance(error, KvprotoError) else None

@@ -47,7 +47,6 @@ def folder(tmp_path: Path) -> Path:
 def wait_ready(folder: Path, name: str) -> None:
     """Until the engine answers."""
     line = Line(folder, name)
-    line.send("hello")
     while not [word for word in line.receive() if word["op"] == "ready"]:
         line.socket.poll(100)
     line.close()

@@ -174,15 +174,6 @@ def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
 
-def test_in_two_network_namespaces(prompts: Path) -> None:
-    """KVP-NET-CURVE: engines with addresses of their own that know each other by their keys."""
-    result = demo("--namespaces", "--prompt-file", prompts, "--json", "--max-new", "8")
-    if "no network namespaces here" in result.said:
-        pytest.skip(result.said)
-    assert result.status == 0, result.said
-    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
-
-
 def test_first_token_that_ends_the_text() -> None:
     result = demo("--json", "--target", "gqa", "--prefill-tp", "1", "--max-new", "8")
     assert result.status == 0, result.said

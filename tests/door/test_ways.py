@@ -84,6 +84,32 @@ def test_a_loop_of_one_s_own_sleeps_on_the_descriptor(tmp_path: Path) -> None:
             assert turns < 500
 
 
+def test_beside_an_io_thread_the_descriptor_says_that_there_are_events(tmp_path: Path) -> None:
+    """What came before the first question counts too; nothing is left to say once `events` was asked."""
+    with two(tmp_path) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request.finish({"kv": [3, 1, 2]})
+        seen: list[told.Event] = []
+        fd = both.sink.fileno()
+        while not any(isinstance(event, told.Arrived) for event in seen):
+            assert select.select([fd], [], [], 10)[0]
+            seen += both.sink.events()
+        assert any(isinstance(event, told.Connected) for event in seen)
+        assert not select.select([fd], [], [], 0)[0]
+        both.source.close()
+        assert select.select([fd], [], [], 10)[0]
+
+
+def test_a_sink_says_which_sources_answer(tmp_path: Path) -> None:
+    with two(tmp_path) as both:
+        both.until(lambda: both.sink.ready == {("prefill", 0)})
+        both.sink.connect("prefill", 1, address=f"ipc://{tmp_path}/nobody")
+        assert both.sink.ready == {("prefill", 0)}
+        both.source.close()
+        both.until(lambda: not both.sink.ready)
+
+
 def test_asyncio(tmp_path: Path) -> None:
     async def main() -> told.Arrived:
         address = address_in(tmp_path)

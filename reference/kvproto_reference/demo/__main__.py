@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -25,6 +26,7 @@ from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from . import decode, prefill
+from .engines import Engines
 from .network import free_address, key_folders, namespaces
 from .options import (
     DEAL,
@@ -42,8 +44,9 @@ from .options import (
     shared_tokenizer,
 )
 from .prompts import Prompt, default_prompts, read_prompts
-from .report import Compared, as_json, show, verdict
-from .router import LOAD, START, Engines, Request, Router
+from .report import Compared, Notes, as_json, show, verdict
+from .router import LOAD, START, Request, Router
+from .trouble import KINDS, Trouble
 
 
 @attrs.frozen(kw_only=True)
@@ -92,6 +95,8 @@ class DemoOptions:
     tcp: bool = False
     namespaces: bool = False
     attach: Path | None = None
+    trouble: str | None = None
+    down: float | None = None
 
 
 def parse(argv: list[str] | None) -> DemoOptions:
@@ -136,6 +141,10 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--tcp", action="store_true", help="sessions over loopback TCP, encrypted by CURVE, instead of ipc")
     add("--namespaces", action="store_true", help="as --tcp, each engine in a network namespace of its own (root)")
     add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
+    for kind in KINDS:
+        text = f"have prefill {kind.says} in the middle of its work" + (", and started again" if kind.ends else "")
+        add(f"--{kind.name}", dest="trouble", action="store_const", const=kind.name, help=text)
+    add("--down", type=float, metavar="SECONDS", help="how long it is away then (default 0; of --pause 12)")
     return DemoOptions(**vars(parser.parse_args(argv)))
 
 
@@ -150,26 +159,38 @@ def run(options: DemoOptions, console: Console) -> int:
         if options.prompt_file
         else default_prompts(options.page_size, tokenizer)
     )
+    if options.trouble and options.attach:
+        raise EngineError("--kill, --drain and --pause are for engines that the demo starts: leave --attach out")
+    notes = Notes(None if options.json else console)
     with contextlib.ExitStack() as stack:
         folder = options.attach or stack.enter_context(_folder())
         outside = stack.enter_context(contextlib.ExitStack())  # ends after the engines
         engines = stack.enter_context(Engines(fork=options.transport != "cuda"))
         if options.attach is None:
             _start(engines, options, folder, outside)
-        router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp)
+        router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp, notes.add)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
             router.wait_ready(LOAD if options.attach is None else START)
-        router.submit(prompts, options.max_new)
+        trouble, late = None, 0
+        if options.trouble:
+            kind = next(kind for kind in KINDS if kind.name == options.trouble)
+            late = len(prompts) // 2 if kind.later else 0
+            down = kind.seconds if options.down is None else options.down
+            rest = partial(router.submit, prompts[len(prompts) - late :], options.max_new)
+            trouble = Trouble(kind, engines, router, notes.add, down, rest)
+        router.submit(prompts[: len(prompts) - late], options.max_new)
         with _stream(router, tokenizer, console, options.json) as on_news:
-            router.collect(on_news)
+            router.collect(on_news, trouble.turn if trouble else lambda: True)
         if options.attach is None:
             router.stop()
         with console.status("the same in one undivided engine") if not options.json else contextlib.nullcontext():
             compared = _compare(router, options)
     verdicts = verdict(router, compared, options.verify)
+    if trouble is not None:
+        verdicts[trouble.kind.name] = trouble.verdict
     if options.json:
-        print(json.dumps(as_json(router, compared, verdicts, tokenizer)))
+        print(json.dumps(as_json(router, compared, verdicts, tokenizer, notes)))
     else:
         show(console, router, compared, verdicts, options.verify)
     return 0 if all(verdicts.values()) else 1
@@ -197,14 +218,16 @@ def _start(engines: Engines, options: DemoOptions, folder: Path, outside: contex
     shared += ["--pools", options.pools]
     shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in _devices(options))
-    here += [] if options.part is None else ["--part", str(options.part)]
+    part = 1 if options.trouble and options.part is None else options.part  # so that copies are under way throughout
+    here += [] if part is None else ["--part", str(part)]
+    here += ["--chunk", "16"] if options.trouble else []
     here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
     here += ["--interleave", str(options.prefill_interleave), "--deal", options.prefill_deal]
     here += ["--framework", options.prefill_framework]
     there += ["--framework", options.decode_framework]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
     there += ["--deal", options.deal]
-    there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp)]
+    there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp), "--quiet"]
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []
     there += ["--captured"] if options.captured else []
@@ -254,7 +277,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         back_end=options.back_end,
     )
     found = []
-    for request in router.requests.values():
+    for request in router.requests:
         prompt: Prompt = request.prompt
         sampling = SamplingParams(temperature=prompt.temperature, seed=prompt.seed)
         try:
@@ -295,7 +318,7 @@ def _continuations(router: Router, tokenizer: Tokenizer) -> Table:
     table.add_column("prompt", no_wrap=True)
     table.add_column("ends with", ratio=1, no_wrap=True)
     table.add_column("continuation", ratio=2, no_wrap=True)
-    for request in router.requests.values():
+    for request in router.requests:
         ends = tokenizer.decode(request.prompt.tokens[-40:]).decode("utf-8", "replace")
         table.add_row(request.prompt.name, repr(ends)[1:-1], _text(request, tokenizer))
     return table

@@ -1,11 +1,13 @@
 """JSON lines between the router and rank 0 of an engine, over ZeroMQ; the demo's own, and no part of kvproto."""
 
+import contextlib
 import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import EngineError
 
@@ -27,9 +29,14 @@ class Control:
         self._socket.bind(f"ipc://{path}")
         self._router: bytes | None = None
 
-    def wait(self, seconds: float) -> None:
-        """Return once the router has said something, after `seconds` at the latest."""
-        self._socket.poll(int(1000 * seconds))
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the router says something; edge-triggered, so ask `pending` too."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def pending(self) -> bool:
+        """Whether the router has said something."""
+        return bool(self._socket.poll(0))
 
     def receive(self) -> list[dict[str, Any]]:
         """What the router said."""
@@ -50,25 +57,38 @@ class Control:
 
 
 class Line:
-    """The router's end, to one engine that may still have to start."""
+    """The router's end, to one engine that may still have to start, or to start again."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / name
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         """Readable when the engine has said something."""
-        self.socket.connect(f"ipc://{folder / name}")
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for an engine that is not there
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        """Readable when it came or went."""
+        self.connected = False
+        self.socket.connect(f"ipc://{self.path}")
 
     def send(self, op: str, **fields: Any) -> None:
-        """Tell the engine."""
-        self.socket.send(json.dumps({"op": op, **fields}).encode())
+        """Tell the engine, if it is there."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(json.dumps({"op": op, **fields}).encode(), zmq.DONTWAIT)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What the engine said."""
+        """What the engine said, and {"op": "lost"} where it went away; one that comes is greeted."""
         found = []
         while self.socket.poll(0):
             found.append(json.loads(self.socket.recv()))
+        while self.monitor.poll(0):
+            self.connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self.connected:
+                self.send("hello")
+            else:
+                found.append({"op": "lost"})
         return found
 
     def close(self) -> None:
         """Close it."""
+        self.socket.disable_monitor()
         self._context.destroy(_LINGER)

@@ -8,7 +8,7 @@ import attrs
 
 from kvproto import Fetch, Plan, Prompt, Seed, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
-from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Refused
+from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Recovered, Refused, Suspected
 
 from ..engine.description import FIRST, bytes_a_token, caches
 from ..engine.launch import launch
@@ -18,9 +18,18 @@ from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
-from ..errors import EngineError
+from ..errors import EngineError, code_of
+from .lines import PASSING, Lines
 from .options import EngineOptions, parse, rank_address
 from .rank import EngineProcess
+
+SAYS = {
+    "suspected": "hears nothing of {peer}: nothing new is asked of it",
+    "recovered": "hears {peer} again",
+    "gone": "has lost {peer}: {error}",
+    "refused": "has no source: {error}",
+}
+"""What people are told of each event of a peer."""
 
 
 @attrs.define(eq=False)
@@ -58,10 +67,11 @@ class DecodeProcess(EngineProcess):
         self.doors = self.sinks = {
             rank: Sink(options.name, pool, sources, options.kvproto()) for rank, pool in self.pools.items()
         }
+        self._lines = Lines(self.sinks, sources)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         self._prefixes = PrefixCache(list(self.pages.values()), (self.target.shard, self.draft.shard))
-        self._connected: set[tuple[int, str]] = set()
-        """Ranks that can fetch, and from which replica."""
+        self._answering: dict[int, set[int]] = {}
+        """Replicas of prefill that answer each rank."""
         self._plan: dict[str, Any] = {}
         self._asked = False
         self._queue: deque[Job] = deque()
@@ -74,12 +84,27 @@ class DecodeProcess(EngineProcess):
         """Whether a request is being decoded."""
         return bool(self._running)
 
+    @property
+    def held(self) -> bool:
+        """Whether a request is not over; one that is lost may still wait for proof about its pages."""
+        waits = (job for job in self._fetching.values() if len(job.verdicts) < self.ranks)
+        return bool(self._running or self._queue or any(waits))
+
     def words(self, rank: int, event: Event) -> Said:
         """The source, and what has become of each fetch."""
         match event:
             case Connected():
                 self._plan = self._shown(event.plan)
-                return [{"op": "connected", "replica": event.peer}]
+                return [{"op": "peer", "event": "connected", "peer": event.peer.rpartition(" rank ")[0]}]
+            case Suspected() | Recovered():
+                return [{"op": "peer", "event": type(event).__name__.lower(), "peer": event.peer}]
+            case Disconnected():
+                return [{"op": "peer", "event": "gone", "peer": event.peer, "error": event.reason}]
+            case Refused():
+                names = (self.options.name, event.peer) if event.by_us else (event.peer, self.options.name)
+                error = f"{names[0]} refused {names[1]}: {event.error.between(*names)}"
+                fits = event.error.code.name in PASSING or self._lines.known
+                return [{"op": "peer", "event": "refused", "peer": event.peer, "error": error, "misfit": not fits}]
             case Arrived(fetch):
                 token = event.handoff.get(FIRST, {}).get("token")
                 return [{
@@ -89,16 +114,20 @@ class DecodeProcess(EngineProcess):
                     "checksums": [[source, group, f"{sum:016x}"] for (source, group), sum in event.checksums.items()],
                 }]  # fmt: skip
             case Lost(fetch):
-                free = event.pages_free
-                return [{"op": "lost", "id": self._ids[fetch], "error": str(event.error), "pages_free": free}]
+                said = {"error": str(event.error), "code": event.error.code.name}
+                return [{"op": "lost", "id": self._ids[fetch], "pages_free": event.pages_free, **said}]
             case PagesFree(fetch):
                 return [{"op": "pages_free", "id": self._ids[fetch]}]
-            case Refused():
-                names = (self.options.name, event.peer) if event.by_us else (event.peer, self.options.name)
-                return [{"op": "gone", "error": f"{names[0]} refused {names[1]}: {event.error.between(*names)}"}]
-            case Disconnected():
-                return [{"op": "gone", "error": f"{event.peer} closed the session: {event.reason}"}]
         return super().words(rank, event)
+
+    def on_time(self) -> None:
+        """Dial again what is gone, and say which sources answer."""
+        super().on_time()
+        self.said += self._lines.turn()
+
+    def next_timer(self) -> float | None:
+        """The next dial, beside what all engines have."""
+        return min((at for at in (super().next_timer(), self._lines.next_timer()) if at is not None), default=None)
 
     def _shown(self, plan: Plan) -> dict[str, Any]:
         """The plan as the report shows it, with groups by name."""
@@ -120,55 +149,66 @@ class DecodeProcess(EngineProcess):
         self._decode()
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
-        """The router asks whether we are ready."""
+        """The router asks who we are, and for news from now on."""
         self._asked = True
-        self._greet()
+        self._tell_ready()
 
-    def on_connected(self, rank: int, word: dict[str, Any]) -> None:
-        """A rank can fetch."""
-        self._connected.add((rank, word["replica"]))
-        self._greet()
+    def on_sources(self, rank: int, word: dict[str, Any]) -> None:
+        """Which replicas of prefill answer a rank has changed."""
+        self._answering[rank] = set(word["replicas"])
+        self._tell_ready()
 
-    def _greet(self) -> None:
-        if self._asked and self._ready:
-            self.tell("ready", **self._plan)
+    def _tell_ready(self) -> None:
+        """Requests of a replica may come once every rank can fetch from it."""
+        if self._asked and len(self._answering) == self.ranks:
+            self.tell("ready", sources=sorted(set.intersection(*self._answering.values())), **self._plan)
 
-    @property
-    def _ready(self) -> bool:
-        """Whether every rank can fetch from every replica of prefill."""
-        return len(self._connected) == self.ranks * self.options.sources
-
-    def on_gone(self, rank: int, word: dict[str, Any]) -> None:
-        """A prefill replica refused us, or left; with others left, its requests alone fail."""
-        if self.options.sources > 1:
-            self.warn(rank, word["error"])
-            return
-        if self.status is None:
+    def on_peer(self, rank: int, word: dict[str, Any]) -> None:
+        """What has become of a source rank; one that never was of use and never will be ends the engine."""
+        self.tell("peer", rank=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
+        if word.get("misfit") and self.options.sources == 1:
             self.tell("fatal", error=word["error"])
             if 0 in self.pools:
                 print(f"error: {word['error']}", file=sys.stderr, flush=True)
-        self.status = 1
+            self.status = 1
+        elif rank in self.pools and not self.options.quiet and (what := SAYS.get(word["event"])):
+            self.warn(rank, what.format(**{"error": "", **word}))
 
-    def on_stop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router wants no more."""
-        self.tell("stopped")
-        self.status = 0
+    def on_drain(self, rank: int, word: dict[str, Any]) -> None:
+        """What waits for pages is refused."""
+        super().on_drain(rank, word)
+        while self._queue:
+            self._refuse(self._queue.popleft().id)
+
+    def on_drop(self, rank: int, word: dict[str, Any]) -> None:
+        """The router asks elsewhere."""
+        for job in [job for job in self._queue if job.id == word["id"]]:
+            self._queue.remove(job)
+        if (fetching := self._fetching.get(word["id"])) is not None:
+            for fetch in fetching.fetches.values():
+                fetch.abort("dropped by the router")
+
+    def _refuse(self, id: str) -> None:
+        self.tell("failed", id=id, error="this engine drains: ask another", code="DRAINING")
 
     def on_decode(self, rank: int, word: dict[str, Any]) -> None:
         """A request of the router."""
+        if self.draining:
+            self._refuse(word["id"])
+            return
         try:
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
             sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
             job = Job(word["id"], read_ticket(word["ticket"]), Prompt(word["prompt"]), sequence)
             self.check_room(job.rows)
         except (EngineError, KvprotoError) as error:
-            self.tell("failed", id=word["id"], error=str(error))
+            self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
             return
         self._queue.append(job)
 
     def _fetch(self) -> None:
         """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
-        while self._queue and self._ready:
+        while self._queue:
             job = self._queue[0]
             cached = self._prefixes.take(job.sequence, self.need(job.rows))
             if cached is None:
@@ -182,8 +222,8 @@ class DecodeProcess(EngineProcess):
                     )
                     self._ids[fetch] = job.id
                 except KvprotoError as error:
-                    word = {"op": "lost", "rank": rank, "id": job.id, "error": str(error), "pages_free": True}
-                    self.said.append(word)
+                    said = {"error": str(error), "code": code_of(error)}
+                    self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
 
     def on_arrived(self, rank: int, word: dict[str, Any]) -> None:
         """Everything for one rank of a request is here."""
@@ -208,7 +248,7 @@ class DecodeProcess(EngineProcess):
         words = [job.verdicts[r] for r in range(self.ranks)]
         lost = next((w for w in words if w["op"] == "lost"), None)
         if lost is not None:
-            self.tell("failed", id=job.id, error=lost["error"])
+            self.tell("failed", id=job.id, error=lost["error"], code=lost["code"])
             self._free_lost(job)
             return
         self._forget(job)

@@ -83,6 +83,10 @@ class EngineOptions:
     """Whether decode's steps of one token are CUDA graphs."""
     feed: bool = False
     """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
+    quiet: bool = False
+    """Whether stderr hears nothing of sources that come and go, as the router does."""
+    drain_for: float = 30.0
+    """Seconds for what is under way at SIGTERM; 0: it is lost at once."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
@@ -160,6 +164,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--framework", choices=FRAMEWORKS, default="torch", help="what computes (default torch)")
     add_back_end(parser)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
+    drain = "seconds that SIGTERM leaves what is under way, before the engine ends; 0: it ends at once (default 30)"
+    add("--drain-for", type=float, default=30.0, metavar="SECONDS", help=drain)
     add("--feed", action="store_true", help="let `kvproto top DIR/feed-*` and `kvproto tail` look on")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"name of this engine (default {role})")
@@ -167,10 +173,13 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
         add("--source-key", type=Path, metavar="FILE", help="the public.key of the prefill engine: for TCP")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
+        add("--quiet", action="store_true", help="write nothing of sources that come and go: the router does")
         add_captured(parser)
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
+    if not 0 <= args.drain_for < float("inf"):
+        raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
     for name in (
         "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate",
         "sources",
@@ -190,7 +199,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
-        costs=args.costs and load(args.costs), feed=args.feed,
+        costs=args.costs and load(args.costs), feed=args.feed, quiet=vars(args).get("quiet", False),
+        drain_for=args.drain_for,
         verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
         source_key=_key(vars(args).get("source_key")), seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip

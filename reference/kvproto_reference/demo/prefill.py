@@ -18,7 +18,7 @@ from ..engine.prefill import Prefiller
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Sequence
 from ..engine.world import World
-from ..errors import EngineError
+from ..errors import EngineError, code_of
 from .options import EngineOptions, parse, rank_address
 from .rank import EngineProcess
 
@@ -31,10 +31,10 @@ class Job:
     requests: dict[int, Request]
     """What each rank of this process tells kvproto of it."""
     sequence: Sequence
+    needed: set[int]
+    """Ranks that have to be over before the pages are free; all, until one says which have a route."""
     over: set[int] = attrs.Factory(set)
     """Ranks whose pages kvproto reads no more."""
-    needed: set[int] = attrs.Factory(set)
-    """Ranks that have to be over before the pages are free."""
     events: list[torch.cuda.Event] = attrs.Factory(list)
     """After each layer, on a GPU; kept while a copy may wait for them."""
 
@@ -60,6 +60,11 @@ class PrefillProcess(EngineProcess):
         """Whether a prompt is being computed."""
         return self._prefiller.busy
 
+    @property
+    def held(self) -> bool:
+        """Whether a sink may still need a request."""
+        return bool(self._jobs)
+
     def words(self, rank: int, event: Event) -> Said:
         """Copies, and requests that are over."""
         match event:
@@ -80,10 +85,6 @@ class PrefillProcess(EngineProcess):
         """The router asks whether we are ready."""
         self.tell("ready")
 
-    def on_stop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router wants no more."""
-        self.status = 0
-
     def on_prefill(self, rank: int, word: dict[str, Any]) -> None:
         """A request of the router."""
         requests: dict[int, Request] = {}
@@ -96,12 +97,18 @@ class PrefillProcess(EngineProcess):
         except (KvprotoError, EngineError) as error:
             for request in requests.values():
                 request.fail(str(error))
-            self.tell("refused", id=word["id"], error=str(error))
+            self.tell("refused", id=word["id"], error=str(error), code=code_of(error))
             return
-        job = self._jobs[word["id"]] = Job(word["id"], requests, sequence)
+        job = self._jobs[word["id"]] = Job(word["id"], requests, sequence, set(range(self.ranks)))
         self._ids |= dict.fromkeys(requests.values(), job.id)
         self._of[sequence] = job
         self._queue.append(job)
+
+    def on_drop(self, rank: int, word: dict[str, Any]) -> None:
+        """The router asks elsewhere."""
+        if (job := self._jobs.get(word["id"])) is not None:
+            for request in job.requests.values():
+                request.fail("dropped by the router")
 
     def advance(self) -> None:
         """Take on the prompts that there are pages for, and compute one step of those under way."""
@@ -153,7 +160,7 @@ class PrefillProcess(EngineProcess):
         if job is None:
             return
         job.over.add(rank)
-        job.needed = set(word["needed"]) & job.needed if job.needed else set(word["needed"])
+        job.needed &= set(word["needed"]) or job.needed
         if not job.over >= job.needed:
             return
         del self._jobs[job.id], self._of[job.sequence]
@@ -166,7 +173,8 @@ class PrefillProcess(EngineProcess):
         for name, table in self.tables(job.sequence).items():
             self.pages[name].free(table)
         if word["expired"]:
-            self.tell("refused", id=job.id, error="nobody fetched the request before its deadline")
+            says = "nobody fetched the request before its deadline"
+            self.tell("refused", id=job.id, error=says, code="DEADLINE")
         self.tell("freed", id=job.id, available=[pages.available for pages in self.pages.values()])
 
 

@@ -1,6 +1,10 @@
 """One process of an engine: its ranks' models, pools and pages, and the loop that keeps all ranks in one state."""
 
+import contextlib
+import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +23,6 @@ from ..engine.world import World
 from ..errors import EngineError
 from .control import Control
 from .options import EngineOptions
-
-IDLE = 0.005
-"""Seconds that the process of rank 0 waits for the router when there is nothing to compute."""
 
 
 class EngineProcess:
@@ -50,8 +51,15 @@ class EngineProcess:
         """Exit status, once the engine is to end."""
         self.said: Said = []
         """What this process has to tell the others beside events of kvproto."""
-        self._lockstep = Lockstep(world.size, world.group)
+        self.draining = False
+        """Whether nothing new is taken, and the engine ends when it has finished what it has."""
+        self._drained: set[int] = set()
+        """Ranks of which no peer needs anything any more."""
+        self._drain_until: float | None = None
+        self._lockstep = Lockstep(world)
         self._control: Control | None = None
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable after a signal."""
 
     def _host(self, options: EngineOptions, world: World) -> Hosted:
         if options.framework == "jax":
@@ -67,15 +75,21 @@ class EngineProcess:
     # the loop
 
     def serve(self, role: str) -> int:
-        """Until told to stop, or until nothing can be served any more; the exit status."""
+        """Until told to stop, drained, or until nothing can be served any more; the exit status."""
         if 0 in self.pools:
             self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
+        signal.signal(signal.SIGTERM, self._terminated)
         try:
             while self.status is None:
+                self.on_time()
+                if not (self.busy or self._rest()):
+                    continue
                 for said in self._lockstep.exchange(self._hear()):
                     for word in said:
                         getattr(self, "on_" + word["op"])(word.get("rank", 0), word)
                 self.advance()
+                if self.draining and len(self._drained) == self.ranks and not self.held:
+                    self.status = 0
         finally:
             for door in self.doors.values():
                 door.close("stopped" if self.status == 0 else "ended by an error")
@@ -83,18 +97,46 @@ class EngineProcess:
             self._control.close()
         return self.status
 
+    def _rest(self) -> bool:
+        """Sleep until the ranks have something to tell each other; whether they have."""
+        fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], bool(self.said)
+        if self._control is not None:
+            fds.append(self._control.fileno())
+            say = say or self._control.pending
+        timer = self.next_timer()
+        return self._lockstep.wait(fds, None if timer is None else max(timer - time.monotonic(), 0.0), say)
+
     def _hear(self) -> Said:
         """What has happened at these ranks, and what the router said to rank 0."""
-        if self._control is not None:
-            self._control.wait(0 if self.busy else IDLE)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
         said, self.said = self.said, []
         for rank, door in self.doors.items():
             said += [{**word, "rank": rank} for event in door.events() for word in self.words(rank, event)]
         return said + (self._control.receive() if self._control is not None else [])
 
+    def on_time(self) -> None:
+        """What this process does by the clock, and of its own accord."""
+        if not self.draining:
+            return
+        drained = {rank for rank, door in self.doors.items() if door.drained}
+        self.said += [{"op": "drained", "rank": rank} for rank in drained - self._drained]
+        if self._drain_until is not None and time.monotonic() >= self._drain_until and 0 in self.pools:
+            self._drain_until = None
+            self.said.append({"op": "overtime"})
+
+    def next_timer(self) -> float | None:
+        """When `on_time` has something to do, by time.monotonic; None: nothing is planned."""
+        return self._drain_until
+
     @property
     def busy(self) -> bool:
         """Whether there is something to compute."""
+        raise NotImplementedError
+
+    @property
+    def held(self) -> bool:
+        """Whether a request is not over."""
         raise NotImplementedError
 
     def advance(self) -> None:
@@ -103,9 +145,43 @@ class EngineProcess:
 
     def words(self, rank: int, event: Event) -> Said:
         """What the other ranks have to know of an event of kvproto."""
-        if isinstance(event, ProtocolError):
+        # an unknown session is that of an earlier run, whose sinks will hear that it has ended
+        if isinstance(event, ProtocolError) and event.error.code.name != "UNKNOWN_SESSION":
             self.warn(rank, f"from {event.peer}: {event.error}")
         return []
+
+    # the end
+
+    def _terminated(self, *_: object) -> None:
+        """SIGTERM: drain; a second one ends this process at once."""
+        if self.draining or not self.options.drain_for:
+            sys.exit(143)
+        self.said.append({"op": "drain"})
+        os.eventfd_write(self._bell, 1)
+
+    def on_drain(self, rank: int, word: dict[str, Any]) -> None:
+        """Take nothing new, finish what is under way, then end."""
+        if self.draining:
+            return
+        self.draining, self._drain_until = True, time.monotonic() + self.options.drain_for
+        for door in self.doors.values():
+            door.drain()
+        self.tell("draining")
+
+    def on_drained(self, rank: int, word: dict[str, Any]) -> None:
+        """A rank has nothing under way any more."""
+        self._drained.add(rank)
+
+    def on_overtime(self, rank: int, word: dict[str, Any]) -> None:
+        """What is under way takes too long: it is lost."""
+        if 0 in self.pools:
+            print(f"error: not drained after {self.options.drain_for:g} s: the rest is lost", file=sys.stderr)
+        self.status = 1
+
+    def on_stop(self, rank: int, word: dict[str, Any]) -> None:
+        """The router wants no more."""
+        self.tell("stopped")
+        self.status = 0
 
     # to people and to the router
 

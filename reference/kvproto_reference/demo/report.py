@@ -1,5 +1,6 @@
 """What the demo prints: who sent what, and the proof that nothing was lost."""
 
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -51,12 +52,40 @@ class Compared:
         """How many were found equal: one of each group from each source rank, at each decode rank."""
         return sum(len(rank["checksums"]) for rank in self.request.arrived or [])
 
+    @property
+    def due(self) -> int:
+        """Checksums of the request: one for each route and group of which bytes were copied.
+
+        A DCP rank may own no token of a short prompt. Hand-off data is in Done, and is not copied. Where prefill went
+        away before it said what it copied, those that were found are all.
+        """
+        said: int = sum(count > 0 for word in self.request.sent for count in word["bytes"].values())
+        return max(said, self.checksums) if self.request.orphan else said
+
+
+class Notes:
+    """What has happened to the engines meanwhile, with the seconds since the first of it."""
+
+    def __init__(self, console: Console | None) -> None:
+        """`console`: where each is shown as it comes."""
+        self._console = console
+        self._first = 0.0
+        self.told: list[tuple[float, str]] = []
+
+    def add(self, text: str) -> None:
+        """Keep one, and show it."""
+        now = time.monotonic()
+        self._first = self._first or now
+        self.told.append((now - self._first, text))
+        if self._console is not None:
+            self._console.print(f"{now - self._first:7.2f} s  {text}", highlight=False, markup=False)
+
 
 def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str, bool]:
     """What was proved, by name; tokens and acceptance are those of the requests that were served."""
     served = [c for c in compared if c.request.error is None]
     unverified = any("VERIFY_FAILED" in (c.request.error or "") for c in compared)
-    complete = all(c.checksums == _due(router, c.request) for c in served)
+    complete = all(c.checksums == c.due for c in served)
     return {
         "requests": len(served) == len(compared),
         "checksums": not verify or (complete and bool(served) and not unverified),
@@ -66,7 +95,7 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
 
 
 def as_json(
-    router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer
+    router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer, notes: Notes
 ) -> dict[str, Any]:
     """The results as a JSON object."""
     rows = []
@@ -75,7 +104,7 @@ def as_json(
         rows.append({
             "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
-            "arrived": r.arrived, "cached": r.cached,
+            "arrived": r.arrived, "cached": r.cached, "lost": r.lost,
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
@@ -85,12 +114,20 @@ def as_json(
         "matrix": matrix,
         "left": _left(router),
         "requests": rows,
+        "notes": notes.told,
         "verdicts": verdicts,
         "identical": all(verdicts.values()),
     }
 
 
-_WORDS = {False: {True: "[green]agree", False: "[red]DIFFER"}, True: {True: "[green]all served", False: "[red]FAILED"}}
+_AGREE = {True: "[green]agree", False: "[red]DIFFER"}
+_WORDS = {
+    "requests": {True: "[green]all served", False: "[red]FAILED"},
+    "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
+    "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
+    "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
+}
+"""Of each verdict; the others say whether both sides agree."""
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
@@ -111,23 +148,13 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         console.print(f"copied {total:,} bytes in {len(copies)} programs, {1000 * sum(copies):.1f} ms in all")
         console.print(f"of them {_left(router):,} bytes were left when prefill was over\n")
     console.print(_requests(router, compared))
-    equal, due = (
-        sum(counts) for counts in zip(*((c.checksums, _due(router, c.request)) for c in compared), strict=True)
-    )
+    equal, due = (sum(counts) for counts in zip(*((c.checksums, c.due) for c in compared), strict=True))
     console.print(f"verify checksums: {equal} of {due} equal" if verify else "verify: off")
     for name, good in verdicts.items():
         if name != "checksums" or verify:
-            console.print(f"  {name:<11} {_WORDS[name == 'requests'][good]}")
+            console.print(f"  {name:<11} {_WORDS.get(name, _AGREE)[good]}")
     good = all(verdicts.values())
     console.print("[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine: see above")
-
-
-def _due(router: Router, request: Request) -> int:
-    """Checksums of one request: one for each route and group of which bytes were copied.
-
-    A DCP rank may own no token of a short prompt. Hand-off data is in Done, and is not copied.
-    """
-    return sum(count > 0 for word in router.sent if word["id"] == request.id for count in word["bytes"].values())
 
 
 def _left(router: Router) -> int:
@@ -180,7 +207,7 @@ def _requests(router: Router, compared: list[Compared]) -> Table:
             table.add_row(r.prompt.name, str(len(r.prompt.tokens)), "-", "-", "-", "-", undivided, "[red]failed")
             continue
         seconds = max((rank["seconds"] for rank in r.arrived or []), default=0.0)
-        copied = sum(word["seconds"] for word in router.sent if word["id"] == r.id)
+        copied = sum(word["seconds"] for word in r.sent)
         table.add_row(
             r.prompt.name, str(len(r.prompt.tokens)), str(len(r.tokens)), f"{1000 * seconds:.1f}",
             f"{1000 * copied:.1f}", _shown(_length(r.stats)), undivided, _same(c),

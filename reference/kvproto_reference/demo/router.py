@@ -1,15 +1,9 @@
-"""A small router: makes tickets, hands each prompt to both engines, and collects what they say."""
+"""A small router: makes tickets, hands each prompt to both engines, collects what they say, and asks again."""
 
-import os
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkContext, SpawnContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -17,32 +11,49 @@ import zmq
 
 from kvproto import new_ticket, write_ticket
 
-from ..engine.launch import end_with
 from ..errors import EngineError
 from .control import Line
-from .network import enter
+from .engines import Engines
 from .prompts import Prompt
 
-Main = Callable[[list[str]], int]
-"""Entry point of an engine: takes its options, returns the exit status."""
 DEADLINE = 60.0
 """Seconds that a ticket is good for."""
 START = 60.0
 """Seconds that an engine may take to answer when it runs already ..."""
 LOAD = 900.0
 """... and when it was started here and has to load its models."""
+TRIES = 5
+"""Tickets that a request gets, at most."""
+AGAIN = {
+    "ABORTED", "BUSY", "DEADLINE", "DRAINING", "NOT_ALLOWED", "PEER_LOST", "POOL_MOVED", "SUPERSEDED",
+    "TRANSPORT_FAILED", "UNKNOWN_SESSION", "UNKNOWN_TICKET",
+}  # fmt: skip
+"""Codes after which a new ticket, or another engine, may do."""
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Request:
-    """One prompt, and what the engines have said of it."""
+    """One prompt, and what the engines have said of it; what one try has brought is forgotten with it."""
 
-    id: str
-    """Names it between router and engines, unlike any other router's; to kvproto its ticket does."""
+    number: int
     prompt: Prompt
+    max_new: int
+    id: str = ""
+    """Names a try between router and engines, unlike any other router's; empty while it waits for one."""
+    engines: tuple[str, ...] = ()
+    """Prefill and decode of this try."""
+    tries: int = 0
+    lost: list[str] = attrs.Factory(list)
+    """Why each earlier try has failed."""
     tokens: list[int] = attrs.Factory(list)
     arrived: list[dict[str, Any]] | None = None
     """Of each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
+    sent: list[dict[str, Any]] = attrs.Factory(list)
+    """Each source rank's copies to each rank of decode."""
+    freed: bool = False
+    """Whether prefill needs its pages no more."""
+    orphan: bool = False
+    """Whether prefill went away before it said so, and may not have said what it sent."""
     cached: int = 0
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
@@ -53,148 +64,219 @@ class Request:
         """Whether it has finished or failed."""
         return self.stats is not None or self.error is not None
 
-
-class Engines:
-    """The engine processes that the demo itself started."""
-
-    def __init__(self, fork: bool = True) -> None:
-        """Forked engines have torch at once; `fork` is not for a process that has asked CUDA for its GPUs."""
-        self._context = ForkContext() if fork else SpawnContext()
-        self._processes: dict[str, BaseProcess] = {}
-
-    def start(self, name: str, main: Main, options: list[str], namespace: str | None = None) -> None:
-        """Start one by its entry point, in this network namespace or ours; it shares our stderr."""
-        process = self._context.Process(target=_engine, args=(main, options, os.getpid(), namespace))
-        process.start()
-        self._processes[name] = process
-
-    def check(self) -> None:
-        """Raise EngineError if one has ended."""
-        for name, process in self._processes.items():
-            if process.exitcode is not None:
-                raise EngineError(f"the {name} engine ended with exit status {process.exitcode}")
-
-    def __enter__(self) -> "Engines":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._processes.values():
-            if kind is not None:
-                process.terminate()
-        for process in self._processes.values():
-            process.join(5)
-            process.kill()
-            process.join()
+    @property
+    def under_way(self) -> bool:
+        """Whether it was asked for and is not at decode yet."""
+        return bool(self.id) and self.arrived is None and not self.over
 
 
-def _engine(main: Main, options: list[str], parent: int, namespace: str | None) -> None:
-    if namespace is not None:
-        enter(namespace)
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        signal.signal(number, handler)
-    end_with(parent)
-    sys.exit(main(options))
+@attrs.define(eq=False)
+class _Engine:
+    line: Line
+    takes: bool = False
+    """Whether it takes requests."""
+    sources: frozenset[int] = frozenset()
+    """Of decode: replicas of prefill that answer it."""
+    said: str = "nothing listens at {path} yet"
+    """Why it is not ready."""
 
 
 class Router:
-    """Sends each prompt to one replica of prefill and one of decode, in turn."""
+    """Sends each prompt to one replica of prefill and one of decode, in turn, and elsewhere if one of them fails it."""
 
-    def __init__(self, folder: Path, prefill_name: str, engines: Engines, prefill: int = 1, decode: int = 1) -> None:
+    def __init__(
+        self, folder: Path, prefill_name: str, engines: Engines, prefill: int = 1, decode: int = 1,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """`note` is told, in a sentence, what happens to the engines and what is asked again."""
         self._replicas = {"prefill": prefill, "decode": decode}
         names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
-        self._lines = {name: Line(folder, name) for name in names}
+        self._engines = {name: _Engine(Line(folder, name)) for name in names}
         self._poller = zmq.Poller()
-        for line in self._lines.values():
-            self._poller.register(line.socket, zmq.POLLIN)
-        self._prefill_name, self._engines = prefill_name, engines
-        self.requests: dict[str, Request] = {}
-        self.sent: list[dict[str, Any]] = []
-        self.freed: set[str] = set()
+        for engine in self._engines.values():
+            self._poller.register(engine.line.socket, zmq.POLLIN)
+            self._poller.register(engine.line.monitor, zmq.POLLIN)
+        self._prefill_name, self._processes, self._note = prefill_name, engines, note
+        self.requests: list[Request] = []
         self.plan: dict[str, Any] = {}
+        self._told = time.monotonic()
+        """When an engine last said something of a request."""
+
+    @property
+    def sent(self) -> list[dict[str, Any]]:
+        """All copies, but those of tries that have failed."""
+        return [word for request in self.requests for word in request.sent]
+
+    def takes(self, name: str) -> bool:
+        """Whether an engine takes requests."""
+        return self._engines[name].takes
 
     def wait_ready(self, patience: float) -> None:
-        """Wait until both engines are ready; raises EngineError after `patience` seconds."""
-        missing = set(self._lines)
-        for line in self._lines.values():
-            line.send("hello")
-        until = time.monotonic() + patience
-        while missing:
-            for name, word in self._listen():
-                if word["op"] == "ready":
-                    missing.discard(name)
-                    if name.startswith("decode"):
-                        self.plan = {k: v for k, v in word.items() if k != "op"}
-                elif word["op"] == "fatal":
-                    raise EngineError(word["error"])
-            self._engines.check()
+        """Wait until all engines are ready; raises EngineError after `patience` seconds."""
+        until, hint = time.monotonic() + patience, time.monotonic() + _HINT
+        while missing := [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]:
+            self._turn(lambda request: None)
+            engine = self._engines[missing[0]]
+            why = f"{missing[0]}: {engine.said.format(path=engine.line.path)}"
             if time.monotonic() > until:
-                raise EngineError(f"no sign of the {' and '.join(sorted(missing))} engine in {patience:.0f} s")
+                raise EngineError(f"no sign of the {' and '.join(missing)} engine in {patience:.0f} s; {why}")
+            if time.monotonic() > hint:
+                self._note(f"waiting for {why}")
+                hint = until
+
+    def _needs(self, name: str) -> int:
+        return self._replicas["prefill"] if name.startswith("decode") else 0
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
-        """Make a ticket for each prompt and send both to both engines."""
-        for number, prompt in enumerate(prompts, len(self.requests)):
-            here, there = (number % count for count in self._replicas.values())
-            ticket = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE)
-            request = Request(secrets.token_hex(8), prompt)
-            self.requests[request.id] = request
-            body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens, "max_new": max_new,
-                    "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
-            self._lines[f"prefill-{here}"].send("prefill", **body)
-            self._lines[f"decode-{there}"].send("decode", **body)
+        """Ask for these."""
+        self.requests += [Request(number, p, max_new) for number, p in enumerate(prompts, len(self.requests))]
+        self._ask()
 
-    def collect(self, on_news: Callable[[Request], None]) -> None:
-        """Wait until every request is over and prefill has freed its pages."""
-        until = time.monotonic() + DEADLINE + 30
-        while not all(r.over and (r.id in self.freed or r.error) for r in self.requests.values()):
-            for _, word in self._listen():
-                self._take(word, on_news)
-            self._engines.check()
-            if time.monotonic() > until:
+    def collect(self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True) -> None:
+        """Wait until every request is over and prefill has freed its pages; `on_turn`: whether that is all."""
+        self._told = time.monotonic()
+        while not on_turn() or not all(r.over and (r.freed or r.error) for r in self.requests):
+            self._turn(on_news)
+            if time.monotonic() > self._told + DEADLINE + 30:
                 raise EngineError("the engines did not finish in time")
 
-    def _take(self, word: dict[str, Any], on_news: Callable[[Request], None]) -> None:
+    def _turn(self, on_news: Callable[[Request], None]) -> None:
+        for name, word in self._listen():
+            self._take(name, word, on_news)
+        self._processes.check()
+        self._ask()
+
+    def _ask(self) -> None:
+        """Make a ticket for each request that waits, as far as engines take them, and send both to both."""
+        for request in self.requests:
+            if request.id or request.over or not (pair := self._pair(request.number + request.tries)):
+                continue
+            request.id, request.engines, request.tries = secrets.token_hex(8), pair, request.tries + 1
+            here = int(pair[0].partition("-")[2])
+            ticket, prompt = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE), request.prompt
+            body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
+                    "max_new": request.max_new, "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
+            if request.lost:
+                self._note(f"{prompt.name!r} is asked again, with a new ticket")
+            for name, op in zip(pair, ("prefill", "decode"), strict=True):
+                self._engines[name].line.send(op, **body)
+
+    def _pair(self, turn: int) -> tuple[str, str] | None:
+        """Prefill and decode that take requests and know each other; in turn."""
+        prefills, decodes = ([(turn + i) % count for i in range(count)] for count in self._replicas.values())
+        for here in prefills:
+            for there in decodes:
+                names = f"prefill-{here}", f"decode-{there}"
+                first, second = (self._engines[name] for name in names)
+                if first.takes and second.takes and here in second.sources:
+                    return names
+        return None
+
+    def _take(self, name: str, word: dict[str, Any], on_news: Callable[[Request], None]) -> None:
+        engine = self._engines[name]
         match word["op"]:
             case "fatal":
                 raise EngineError(word["error"])
-            case "sent":
-                self.sent.append(word)
-                return
-            case "freed":
-                self.freed.add(word["id"])
-                return
-            case "refused" | "failed" | "arrived" | "tokens" | "finished":
-                request = self.requests[word["id"]]
-                if word["op"] in ("refused", "failed"):
-                    request.error = request.error or word["error"]
-                elif word["op"] == "finished":
-                    request.stats = word
-                else:
-                    request.tokens += word["tokens"]
-                    request.arrived = word.get("ranks", request.arrived)
-                    request.cached = word.get("cached", request.cached)
+            case "ready":
+                self._ready(name, engine, word)
+            case "draining":
+                engine.takes = False
+                self._note(f"{name} drains: it finishes what it serves and takes nothing new")
+            case "lost":
+                self._lost(name, engine)
+            case "peer" if self.requests and word["event"] in _SAYS:
+                self._note(_SAYS[word["event"]].format(**{"error": "", **word, "name": f"{name} rank {word['rank']}"}))
             case _:
-                return
-        on_news(request)
+                request = next((r for r in self.requests if r.id and r.id == word.get("id")), None)
+                if request is not None and self._of(request, word):  # else of a try that failed, or another router's
+                    on_news(request)
+
+    def _ready(self, name: str, engine: _Engine, word: dict[str, Any]) -> None:
+        was = engine.takes and len(engine.sources) >= self._needs(name)
+        engine.takes, engine.sources = True, frozenset(word.get("sources", ()))
+        if name.startswith("decode"):
+            engine.said = "it runs, and no prefill engine answers it"
+            if "plan" in word:
+                self.plan = {k: v for k, v in word.items() if k not in ("op", "sources")}
+        if self.requests and not was and len(engine.sources) >= self._needs(name):
+            self._note(f"{name} takes requests")
+
+    def _lost(self, name: str, engine: _Engine) -> None:
+        """An engine went away. Decode says what it has lost with a prefill; nobody says what a decode has lost."""
+        engine.takes, engine.sources, engine.said = False, frozenset(), "it went away"
+        for request in (r for r in self.requests if name in r.engines and r.id and not (r.over and r.freed)):
+            if name == request.engines[0]:
+                request.freed = request.orphan = True
+            elif not request.over:
+                self._again(request, f"{name} is gone", "PEER_LOST")
+        if self.requests:
+            self._told = time.monotonic()
+            self._note(f"{name} is gone")
+
+    def _of(self, request: Request, word: dict[str, Any]) -> bool:
+        """A word about a request; whether there is something to show."""
+        self._told = time.monotonic()
+        match word["op"]:
+            case "sent":
+                request.sent.append(word)
+                return False
+            case "freed":
+                request.freed = True
+                return False
+            case "refused" | "failed" if not request.over:
+                self._again(request, word["error"], word.get("code"))
+            case "finished":
+                request.stats = word
+            case "arrived" | "tokens":
+                request.tokens += word["tokens"]
+                request.arrived = word.get("ranks", request.arrived)
+                request.cached = word.get("cached", request.cached)
+                if request.lost and word["op"] == "arrived":
+                    self._note(f"{request.prompt.name!r} has its first token")
+        return True
+
+    def _again(self, request: Request, why: str, code: str | None) -> None:
+        """A try has failed: nobody goes on with it, and the request waits for another if that may help."""
+        for name in request.engines:
+            self._engines[name].line.send("drop", id=request.id)
+        if code not in AGAIN or request.tries == TRIES:
+            request.error = why
+            return
+        self._note(f"{request.prompt.name!r} is {'refused' if code == 'DRAINING' else 'lost'}: {code}")
+        kept = Request(request.number, request.prompt, request.max_new, tries=request.tries, lost=[*request.lost, why])
+        for field in attrs.fields(Request):
+            setattr(request, field.name, getattr(kept, field.name))
 
     def _listen(self) -> list[tuple[str, dict[str, Any]]]:
-        self._poller.poll(50)
-        return [(name, word) for name, line in self._lines.items() for word in line.receive()]
+        self._poller.poll(_TURN)
+        return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
         """Stop all engines: decode first, or it would take prefill's Goodbye for a failure."""
-        running = {name for name in self._lines if name.startswith("decode")}
+        running = {name for name in self._engines if name.startswith("decode")}
         for name in running:
-            self._lines[name].send("stop")
+            self._engines[name].line.send("stop")
         until = time.monotonic() + 5
         while running and time.monotonic() < until:
-            running -= {name for name, word in self._listen() if word["op"] == "stopped"}
-        for name, line in self._lines.items():
+            running -= {name for name, word in self._listen() if word["op"] in ("stopped", "lost")}
+        for name, engine in self._engines.items():
             if name.startswith("prefill"):
-                line.send("stop")
+                engine.line.send("stop")
 
     def close(self) -> None:
         """Close the lines."""
-        for line in self._lines.values():
-            line.close()
+        for engine in self._engines.values():
+            engine.line.close()
+
+
+_SAYS = {
+    "suspected": "{name} hears nothing of {peer}: it is SUSPECT",
+    "recovered": "{name} hears {peer} again",
+    "gone": "{name} has lost {peer}: {error}",
+    "connected": "{name} is connected to {peer}",
+}
+"""What is noted of each event of decode's peers."""
+_HINT = 3.0
+"""Seconds until it is said what is waited for."""
+_TURN = 50
+"""Milliseconds that one turn waits."""

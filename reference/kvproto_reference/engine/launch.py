@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from ..errors import EngineError
 from .world import World
 
 Run = Callable[[Any, World], int]
+_Bells = list[tuple[socket.socket, socket.socket]]
+"""Rank 0's end and the other's, of each rank from 1 on."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -28,14 +31,17 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     meeting = folder / f"gloo-{secrets.token_hex(8)}"
     context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once
+    bells = [socket.socketpair() for _ in range(1, size)]
     others = [
-        context.Process(target=_child, args=(run, options, r, size, meeting, os.getpid()), daemon=True)
+        context.Process(target=_child, args=(run, options, r, size, meeting, bells, os.getpid()), daemon=True)
         for r in range(1, size)
     ]
     try:
         for process in others:
             process.start()
-        return _rank(run, options, 0, size, meeting)
+        for _, theirs in bells:
+            theirs.close()
+        return _rank(run, options, 0, size, meeting, tuple(ours for ours, _ in bells))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -54,13 +60,16 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, parent: int) -> None:
+def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: _Bells, parent: int) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(_rank(run, options, rank, size, meeting))
+    mine = bells[rank - 1][1]
+    for each in {end for pair in bells for end in pair} - {mine}:
+        each.close()
+    sys.exit(_rank(run, options, rank, size, meeting, (mine,)))
 
 
-def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path) -> int:
+def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: tuple[socket.socket, ...]) -> int:
     torch.set_num_threads(1)
     try:
         if size == 1:
@@ -68,7 +77,7 @@ def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         try:
-            return run(options, World(rank, size, dist.group.WORLD))
+            return run(options, World(rank, size, dist.group.WORLD, bells))
         finally:
             dist.destroy_process_group()
     except (EngineError, KvprotoError, DeviceFault) as error:

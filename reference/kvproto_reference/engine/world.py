@@ -1,5 +1,6 @@
 """The processes of one engine, and the groups in which their ranks exchange."""
 
+import socket
 from collections.abc import Sequence
 
 import attrs
@@ -13,6 +14,8 @@ class World:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    bells: tuple[socket.socket, ...] = ()
+    """Of rank 0 one to each other rank, of the others one to rank 0: see `Lockstep`."""
     _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

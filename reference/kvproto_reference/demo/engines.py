@@ -1,0 +1,94 @@
+"""The engine processes that the demo itself starts, and starts again."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+
+import attrs
+
+from ..engine.launch import end_with
+from ..errors import EngineError
+from .network import enter
+
+Main = Callable[[list[str]], int]
+"""Entry point of an engine: takes its options, returns the exit status."""
+
+
+@attrs.define
+class _Engine:
+    main: Main
+    options: list[str]
+    namespace: str | None
+    process: BaseProcess
+    may_end: bool = False
+
+
+class Engines:
+    """Engines by name."""
+
+    def __init__(self, fork: bool = True) -> None:
+        """Forked engines have torch at once; `fork` is not for a process that has asked CUDA for its GPUs."""
+        self._context = ForkContext() if fork else SpawnContext()
+        self._engines: dict[str, _Engine] = {}
+
+    def start(self, name: str, main: Main, options: list[str], namespace: str | None = None) -> None:
+        """Start one by its entry point, in this network namespace or ours; it shares our stderr."""
+        process = self._context.Process(target=_engine, args=(main, options, os.getpid(), namespace))
+        process.start()
+        self._engines[name] = _Engine(main, options, namespace, process)
+
+    def restart(self, name: str) -> None:
+        """Start one that has ended, as it was started before."""
+        engine = self._engines[name]
+        self.start(name, engine.main, engine.options, engine.namespace)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send all its processes a signal that it may end by, or SIGTERM to the first of them."""
+        engine = self._engines[name]
+        engine.may_end = True
+        first = engine.process.pid or 0
+        others = [] if number == signal.SIGTERM else Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        for pid in (first, *map(int, others)):
+            with contextlib.suppress(ProcessLookupError):  # the others end with the first
+                os.kill(pid, number)
+
+    def exit_status(self, name: str) -> int | None:
+        """Of one that has ended; negative: the signal that did it."""
+        return self._engines[name].process.exitcode
+
+    def check(self) -> None:
+        """Raise EngineError if one has ended that should not."""
+        for name, engine in self._engines.items():
+            if engine.process.exitcode is not None and not engine.may_end:
+                raise EngineError(f"the {name} engine ended with exit status {engine.process.exitcode}")
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        processes = [engine.process for engine in self._engines.values()]
+        for name, engine in self._engines.items():
+            if kind is not None and engine.process.exitcode is None:
+                self.signal(name, signal.SIGCONT)
+                os.kill(engine.process.pid or 0, signal.SIGINT)  # SIGTERM would let it finish
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _engine(main: Main, options: list[str], parent: int, namespace: str | None) -> None:
+    if namespace is not None:
+        enter(namespace)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+    end_with(parent)
+    sys.exit(main(options))

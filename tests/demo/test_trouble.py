@@ -1,0 +1,146 @@
+"""Engines that are killed, stopped, drained and started again in the middle of their work."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvproto import new_ticket, write_ticket
+from kvproto.session.limits import PING_SILENCE
+from kvproto_reference.demo.control import Line
+from tests.demo.test_by_hand import Start, folder, start
+from tests.demo.test_demo import TEXT, demo, nothing_is_left_behind, prompts, report
+from tests.processes import Ended
+
+__all__ = ["folder", "nothing_is_left_behind", "prompts", "start"]
+ALL_WELL = {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+LONG = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do"
+
+
+def between_hosts(*args: object) -> Ended:
+    """The demo in two network namespaces, or on loopback where there are none; which of them, it says itself."""
+    result = demo("--namespaces", *args)
+    if "no network namespaces here" in result.said:
+        print(result.said)
+        result = demo("--tcp", *args)
+    return result
+
+
+def test_prefill_is_killed_in_the_middle_and_comes_back(prompts: Path) -> None:
+    """KVP-NET-CURVE, KVP-REG-DEATH: what is lost is asked again, decode is not started again, all tokens are the same."""
+    prompts.write_text("\n\n".join([LONG, *TEXT.split("\n\n")]))
+    result = between_hosts(
+        "--kill", "--transport", "inline", "--prefill-tp", "1", "--prompt-file", prompts, "--json", "--max-new", "8"
+    )
+    told = report(result)
+    assert told["verdicts"] == {**ALL_WELL, "kill": True}, result.said
+    assert any("PEER_LOST" in why for request in told["requests"] for why in request["lost"])
+    notes = [text for _, text in told["notes"]]
+    assert [note for note in notes if "decode" in note and "gone" in note] == []
+    for word in ("is killed (SIGKILL)", "started again", "asked again, with a new ticket", "has its first token"):
+        assert any(word in note for note in notes), notes
+
+
+def test_prefill_drains_and_is_upgraded(prompts: Path) -> None:
+    """KVP-SES-DRAINING: it ends with status 0 and has lost nothing; what it refused is served by its successor."""
+    prompts.write_text("\n\n".join([LONG, *TEXT.split("\n\n")]))
+    result = demo("--drain", "--prefill-tp", "2", "--prompt-file", prompts, "--json", "--max-new", "8")
+    told = report(result)
+    assert told["verdicts"] == {**ALL_WELL, "drain": True}, result.said
+    assert all("DRAINING" in why for request in told["requests"] for why in request["lost"])
+    assert any("prefill-0 has ended with status 0" in text for _, text in told["notes"])
+
+
+class Desk:
+    """A router's two lines, by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lines = {role: Line(folder, f"{role}-0") for role in ("prefill", "decode")}
+        self.said: list[tuple[str, dict[str, Any]]] = []
+
+    def until(self, found: Callable[[str, dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first word for which this holds; those before it are forgotten."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            while self.said:
+                role, word = self.said.pop(0)
+                if found(role, word):
+                    return word
+            for role, line in self.lines.items():
+                line.socket.poll(20)
+                self.said += [(role, word) for word in line.receive()]
+        raise AssertionError("it was never said")
+
+    def connected(self) -> None:
+        """Until both engines run and decode can fetch."""
+        self.until(lambda role, word: word["op"] == "ready" and word.get("sources") == [0])
+
+    def ask(self, id: str, text: str) -> None:
+        body = {"id": id, "ticket": write_ticket(new_ticket("prefill")), "prompt": list(text.encode()), "max_new": 4,
+                "temperature": 0.0, "seed": 0}  # fmt: skip
+        for op, line in self.lines.items():
+            line.send(op, **body)
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
+
+
+def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, prompts: Path) -> None:
+    """KVP-SES-SUSPECT: suspect within two heartbeats; after its death and restart requests flow, decode runs on."""
+    source = start("prefill", "--dir", folder)
+    sink = start("decode", "--dir", folder)
+    desk = Desk(folder)
+    desk.connected()
+    os.kill(source.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    desk.until(lambda role, word: word["op"] == "peer" and word["event"] == "suspected")
+    assert time.monotonic() - stopped <= 2 * PING_SILENCE + 0.5
+    os.kill(source.pid, signal.SIGKILL)
+    desk.until(lambda role, word: word["op"] == "peer" and word["event"] == "gone")
+    start("prefill", "--dir", folder)
+    desk.connected()
+    desk.close()
+    result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
+    assert report(result)["identical"], result.said
+    assert sink.process.exitcode is None
+
+
+def test_a_drain_has_an_end(start: Start, folder: Path) -> None:
+    """What takes longer is lost and said; decode drains too, and what it decodes is finished first."""
+    source = start("prefill", "--dir", folder, "--chunk", "1", "--drain-for", "0.01")
+    sink = start("decode", "--dir", folder)
+    desk = Desk(folder)
+    desk.connected()
+    desk.ask("short", "Alice")
+    desk.ask("long", LONG)
+    desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
+    os.kill(source.pid, signal.SIGTERM)
+    desk.until(lambda role, word: word["op"] == "failed" and (word["id"], word["code"]) == ("long", "PEER_LOST"))
+    status, _, said = source.wait(20)
+    assert (status, "not drained after 0.01 s" in said) == (1, True)
+    os.kill(sink.pid, signal.SIGTERM)
+    desk.until(lambda role, word: role == "decode" and word["op"] == "lost")
+    assert sink.wait(20).status == 0
+    desk.close()
+
+
+def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path) -> None:
+    source = start("prefill", "--dir", folder, "--chunk", "1")
+    sink = start("decode", "--dir", folder)
+    desk = Desk(folder)
+    desk.connected()
+    desk.ask("short", "Alice")
+    desk.ask("long", LONG)
+    desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
+    os.kill(source.pid, signal.SIGTERM)
+    desk.until(lambda role, word: word["op"] == "draining")
+    os.kill(source.pid, signal.SIGTERM)
+    assert source.wait(20).status == 143
+    desk.until(lambda role, word: word["op"] == "failed" and word["id"] == "long")
+    assert psutil.Process(sink.pid).is_running()
+    desk.close()
