@@ -16,7 +16,7 @@ from kvproto.planning.limits import MAX_ITEMS
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["check_grants", "distinct", "items_needed", "rows_of"]
+__all__ = ["check_grants", "distinct", "items_by_now", "items_needed", "rows_of"]
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -36,6 +36,13 @@ def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
     return lo, max(lo, -(-end // step) if group.partial else end // step)
 
 
+def items_by_now(group: Group, cp_rank: int, grant: Grants, asked: Grants) -> int:
+    """Number of items of a grant that may be shorter than what the Transfer `asked` for (feature SPANS)."""
+    if not kind_of(group).paged and grant.count < asked.count and not (kind_of(group).wraps and grant.count):
+        return 0
+    return items_needed(group, cp_rank, grant.first, grant.count)
+
+
 def check_grants(
     geometry: Geometry,
     rank: int,
@@ -44,12 +51,15 @@ def check_grants(
     grants: tuple[Grants, ...],
     overlaps: Overlaps | None = None,
     written: bool = True,
+    left_out: bool = False,
+    asked: tuple[Grants, ...] | None = None,
 ) -> None:
     """Check grants of a rank's items against the routes of the pair, in the order of clause KVP-TRN-CHECKS.
 
     `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the routed groups, ascending.
     `overlaps` are those of the columns: who checks many transfers makes them once. Items that are only read, not
-    `written`, may overlap.
+    `written`, may overlap. `left_out`: they name no items yet (feature INTENT). `asked`: the windows of the Transfer,
+    where `grants` are what was granted of them so far.
 
     Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
     """
@@ -62,19 +72,21 @@ def check_grants(
     left = MAX_ITEMS
     for i, grant in enumerate(grants):
         group = groups[grant.group]
-        left -= 0 if grant.items is None else grant.items.size
+        need = items_by_now(group, shares[grant.group].cp_rank, grant, grant if asked is None else asked[i])
+        left -= need if left_out else 0 if grant.items is None else grant.items.size
         if left < 0:
             mine, advice = f"at most {MAX_ITEMS} items of one transfer", "use larger pages for prompts of this length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MAX_ITEMS - left), advice)
         if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
-        need = items_needed(group, shares[grant.group].cp_rank, grant.first, grant.count)
-        _check_items(f"grants[{i}].items", group, grant, need, columns, written)
+        if not left_out:
+            _check_items(f"grants[{i}].items", group, grant, need, columns, written)
     if not written:
         return
     judged = Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps
-    check_scales(judged.scales, grants)
-    judged.check(grants)
+    check_scales(judged.scales, grants if asked is None else asked)
+    if not left_out:
+        judged.check(grants)
 
 
 def _check_window(at: str, group: Group, grant: Grants) -> None:

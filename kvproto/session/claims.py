@@ -22,6 +22,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.session import limits
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Changed, Expired, Released, TransferRequested, Unwanted
+from kvproto.session.intent import SourceIntent
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.source import SourceSession
@@ -29,11 +30,12 @@ from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.session.transfers import SourceAttempt, SourceTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, RequestState
+from kvproto.wire.enums import ErrorCode, Feature, RequestState
 
 __all__ = ["Claims", "check_held"]
 
 _GONE = "ask from there on, or say that the window may begin late"
+_UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
@@ -92,7 +94,10 @@ class _Claim:
 
     def asked_by(self, user: _User) -> TransferRequested:
         """What the engine is told of a user."""
-        return TransferRequested(self.key, user.session.session, user.transfer)
+        transfer, granted = user.transfer, user.attempt.granted
+        if granted is not transfer.grants:
+            transfer = attrs.evolve(transfer, grants=granted)
+        return TransferRequested(self.key, user.session.session, transfer, user.attempt.whole)
 
 
 class Claims(Endpoint):
@@ -193,15 +198,26 @@ class Claims(Endpoint):
     def _serve(self, claim: _Claim) -> None:
         if claim.finished and claim.content is not None:
             for user in claim.take_waiting():
-                self._events.append(claim.asked_by(user))
+                if user.attempt.whole:
+                    self._events.append(claim.asked_by(user))
+                else:
+                    claim.waiting[user.session.session] = user
+
+    def _granted(self, attempt: SourceAttempt) -> None:
+        """A sink rank has granted items."""
+        claim = self._claims.get(bytes(attempt.transfer.ticket)) if attempt.transfer is not None else None
+        if claim is not None:
+            self._serve(claim)
+            self._touched.add(claim.key)
 
     def asking(self, key: bytes) -> list[TransferRequested]:
-        """Who waits for this request while its prefill runs; its first rows may be copied to them."""
+        """Who waits for this request, and may have some rows before all can go: its items are granted, or in spans."""
         claim = self._claims.get(key)
         if claim is None or claim.content is None:
             return []
         claim.waiting = {user.session.session: user for user in claim.take_waiting()}
-        return [claim.asked_by(user) for user in claim.waiting.values()]
+        spans = (u for u in claim.waiting.values() if u.attempt.whole or Feature.SPANS in u.session.features)
+        return [claim.asked_by(user) for user in spans]
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed.
@@ -234,7 +250,11 @@ class Claims(Endpoint):
             key = self._touched.pop()
             self._events.append(Changed(key))
             claim = self._claims.get(key)
-            if claim is None or not claim.users or claim.served(now):
+            if claim is None or not claim.users:
+                continue
+            if claim.finished and claim.content is not None:
+                self._ask_for_items(claim, now)
+            if claim.served(now):
                 continue
             if not claim.finished and claim.content is not None and claim.error is None and not claim.unwanted:
                 claim.unwanted = True
@@ -249,11 +269,18 @@ class Claims(Endpoint):
                 lost = {rank: error for rank, error in said.items() if error is not None}
                 self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes})), lost))
 
+    @staticmethod
+    def _ask_for_items(claim: _Claim, now: float) -> None:
+        """Tell the sinks that have not granted all items that prefill is over."""
+        claim.waiting = {user.session.session: user for user in claim.take_waiting()}
+        for session, attempt, _ in claim.waiting.values():
+            session.part(SourceIntent).progress(attempt, None, now)
+
     def _expire(self, claim: _Claim, now: float) -> None:
         """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(claim, now)
         self._touched.add(claim.key)
-        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_LATE)
+        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if claim.finished else _LATE)
         if claim.content is None:
             error = RemoteError(
                 ErrorCode.UNKNOWN_TICKET, "ticket", "no prompt with this ticket",

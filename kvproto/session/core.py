@@ -123,6 +123,10 @@ class Session:
     def _hear(self, whom: Part | Session) -> None:
         self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
 
+    def has(self, cls: type[Part]) -> bool:
+        """Whether a part is installed."""
+        return cls in self._parts
+
     def part(self, cls: type[P]) -> P:
         """A part that is installed; raises LocalError where the session has not chosen it."""
         found = self._parts.get(cls)

@@ -14,7 +14,7 @@ from kvproto.wire.messages import Done, Offer, Register, Transfer
 __all__ = [
     "Arrived", "Changed", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven",
     "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
-    "TransferRequested", "Unwanted",
+    "TransferRequested", "Unwanted", "Useful",
 ]  # fmt: skip
 
 
@@ -64,6 +64,9 @@ class TransferRequested(Event):
     key: bytes = attrs.field(repr=False)
     session: int
     transfer: Transfer
+    """With the windows and items that are granted so far."""
+    whole: bool = True
+    """Whether that is all that was asked for; if not, its later windows follow in another."""
 
 
 @attrs.frozen
@@ -99,6 +102,14 @@ class Expired(Event):
     """Source: the deadline of the ticket has passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
     key: bytes = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Useful(Event):
+    """Sink: items of a transfer that lacks some are of use up to this token, None: all; every source rank says so."""
+
+    transfer: int
+    tokens: int | None
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt,
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 
-__all__ = ["Delivery", "SinkPush", "SourcePush", "Unpacker", "check_begins", "check_outcome"]
+__all__ = ["Delivery", "SinkPush", "SourcePush", "Unpacker", "check_begins", "check_outcome", "check_whole"]
 
 Unpacker = Callable[[Mapping[int, int]], Any]
 """Makes what unpacks a stream, from where its late windows begin, by group id."""
@@ -87,9 +87,11 @@ class SinkPush(Delivery):
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
+            check_whole(attempt)
             check_outcome(self._session.described, self._session.features, message)
             self._begin_at(attempt, check_begins(attempt, message.begins))
             transfers.heard(attempt)
+            transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
@@ -102,6 +104,13 @@ class SinkPush(Delivery):
 
     def free(self, attempt: SinkAttempt) -> bool:
         return self.dead or attempt.done is not None or attempt.proof == Proof.PROVEN
+
+
+def check_whole(attempt: SinkAttempt) -> None:
+    """Raise UNEXPECTED_MESSAGE where the source cannot have written all of an attempt (KVP-INT-DONE)."""
+    if not attempt.whole:
+        mine, yours = "a transfer whose items are all granted", f"sequence {attempt.sequence}"
+        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours, "wait for Grant")
 
 
 def check_outcome(described: Described, features: Collection[int], message: m.Done | m.Offer) -> None:

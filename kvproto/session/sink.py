@@ -12,6 +12,7 @@ from kvproto.session.core import Session
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import SessionRefused
 from kvproto.session.inline import SinkInline
+from kvproto.session.intent import SinkIntent
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
 from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
@@ -115,6 +116,8 @@ class SinkSession(Session):
         self.endpoints = {e.rank: e.address for e in message.endpoints}
         self.install(PingPart(self, now))
         self.install(SinkTransfers(self, lambda attempt: self.delivery.stop(attempt)))
+        if Feature.INTENT in self.features and Feature.PULL not in self.features:
+            self.install(SinkIntent(self))
         self._deliver_by(SinkPull(self) if Feature.PULL in self.features else SinkPush(self))
         self.step("Describe")
         self.request(m.Describe, now, **self.host.stated.fields)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-
-import attrs
+from functools import partial
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
@@ -12,15 +11,17 @@ from kvproto.planning.plan import Plan
 from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.endpoint import Endpoint
+from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
+from kvproto.session.records import SinkAttempt, Want
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
-from kvproto.session.transfers import SinkAttempt, SinkTransfers
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
@@ -29,16 +30,6 @@ __all__ = ["SinkEndpoint"]
 
 _OURS = 0
 """Stands for our own copies, which no death of a peer proves; no session has that number."""
-
-
-@attrs.define(eq=False)
-class _Want:
-    """A transfer: one attempt in the session of each required rank."""
-
-    number: int
-    parts: dict[int, SinkAttempt]
-    started: float
-    error: KvprotoError | None = None
 
 
 class SinkEndpoint(Endpoint):
@@ -70,7 +61,7 @@ class SinkEndpoint(Endpoint):
         """By address."""
         self._ranks: dict[int, SinkSession] = {}
         """Sessions whose plan is known, by source rank."""
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, Want] = {}
         self._changed: set[int] = set()
         """Transfers that something has happened to."""
         self._unproven: dict[int, set[tuple[int, int]]] = {}
@@ -176,15 +167,34 @@ class SinkEndpoint(Endpoint):
         number, made = self._next, {}
         for rank in self.plan.required(self.me.rank):
             made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
+            if self._ranks[rank].has(SinkIntent):
+                self._ranks[rank].part(SinkIntent).take(made[rank][0])
         self._next += 1
         for rank, (attempt, request) in made.items():
             session = self._ranks[rank]
-            session.delivery.begin(attempt, (unpackers or {}).get(rank))
+            if attempt.whole:
+                session.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
-        self._wants[number] = _Want(number, {rank: attempt for rank, (attempt, _) in made.items()}, now)
+        self._wants[number] = Want(number, {rank: attempt for rank, (attempt, _) in made.items()}, now)
         self._changed.add(number)
         self._after(now)
         return number
+
+    def grant(
+        self, number: int, grants: Mapping[int, m.Grants], now: float, unpackers: Mapping[int, Unpacker] | None = None
+    ) -> None:  # fmt: skip
+        """Name items of a transfer that lacks some, by group id: all that are granted by now, those of before included.
+
+        Source ranks hear of them when they may; those that are `streamed` when all are named, which needs `unpackers`.
+        Harmless once it is over.
+        """
+        want = self._wants.get(number)
+        for rank, attempt in want.parts.items() if want is not None and want.error is None else ():
+            session = self._ranks[rank]
+            if session.has(SinkIntent) and session.open:
+                begin = partial(session.delivery.begin, attempt, (unpackers or {}).get(rank))
+                session.part(SinkIntent).grant(attempt, grants, now, begin, packed=session.streamed_by is not None)
+        self._after(now)
 
     def accepted(self, number: int) -> bool:
         """Whether every source rank has answered this transfer, or it is over."""
@@ -196,7 +206,7 @@ class SinkEndpoint(Endpoint):
         self._fail(self._wants.get(number), error, now)
         self._after(now)
 
-    def _fail(self, want: _Want | None, error: KvprotoError, now: float) -> None:
+    def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
         """Abort the parts that are not here, but for those that are being read: Abort says that nothing is."""
         if want is None:
             return
@@ -224,7 +234,7 @@ class SinkEndpoint(Endpoint):
         """The source rank of a session; None: it is not there, or over."""
         return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
 
-    def _part(self, offered: e.Offered) -> tuple[_Want, SinkAttempt] | None:
+    def _part(self, offered: e.Offered) -> tuple[Want, SinkAttempt] | None:
         """The part of a transfer that an offer is about; None: the transfer is over."""
         want = self._wants.get(offered.transfer)
         return (want, want.parts[offered.offer.writer]) if want is not None else None
@@ -244,7 +254,7 @@ class SinkEndpoint(Endpoint):
         self._watch(*part, now)
         return True
 
-    def _watch(self, want: _Want, attempt: SinkAttempt, now: float) -> None:
+    def _watch(self, want: Want, attempt: SinkAttempt, now: float) -> None:
         """Fail a copy that outlives its lease."""
         if want.error is not None or attempt.lease is None or not attempt.reading:
             return
@@ -345,7 +355,7 @@ class SinkEndpoint(Endpoint):
         sessions = [self._ranks.get(rank) for rank in plan.required(self.me.rank)]
         return all(session is not None and session.ready for session in sessions)
 
-    def _progress(self, want: _Want, now: float) -> None:
+    def _progress(self, want: Want, now: float) -> None:
         """Tell of offers, fail what cannot succeed any more, and report a transfer that is over."""
         parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
         for session, attempt in parts:
@@ -357,6 +367,9 @@ class SinkEndpoint(Endpoint):
             if want.error is None and attempt.lease is not None and not attempt.lease.told:
                 attempt.lease.told = True
                 self._events.append(e.Offered(want.number, attempt.lease.offer))
+        if want.error is None and (tokens := useful(want.parts.values(), want.useful)) != want.useful:
+            want.useful = tokens
+            self._events.append(e.Useful(want.number, tokens))
         if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
@@ -372,7 +385,7 @@ class SinkEndpoint(Endpoint):
             attempt.settled = True
             session.forget()
 
-    def _outcome(self, want: _Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:
+    def _outcome(self, want: Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:
         if want.error is None:
             done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
             return e.Arrived(want.number, tuple(done), now - want.started)

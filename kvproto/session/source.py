@@ -10,6 +10,7 @@ from kvproto.errors import KvprotoError
 from kvproto.session.core import Session
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SourceInline
+from kvproto.session.intent import SourceIntent
 from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
@@ -35,8 +36,9 @@ class SourceSession(Session):
     def __init__(
         self, host: Endpoint, conn: Hashable, number: int, hello: m.Hello, features: tuple[int, ...], now: float,
         seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[bytes], bool],
+        granted: Callable[[SourceAttempt], None],
     ) -> None:  # fmt: skip
-        """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers."""
+        """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers; `granted`: SourceIntent."""
         super().__init__(host, conn)
         self.session, self.greeting, self.features, self.limits = number, hello.request, features, hello.limits
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
@@ -52,6 +54,8 @@ class SourceSession(Session):
         self.install(SourceTransfers(self, partial(seek, self), draining))
         self.install(PingPart(self, now))
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
+        if Feature.INTENT in features and not self.pulls:
+            self.install(SourceIntent(self, granted))
 
     def resumes(self, hello: m.Hello, peer: Party, features: tuple[int, ...]) -> bool:
         """Whether the session goes on by a Hello that names it (KVP-SES-RESUME)."""

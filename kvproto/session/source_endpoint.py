@@ -11,6 +11,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.session.claims import Claims
 from kvproto.session.core import Session
 from kvproto.session.events import SessionRefused, TransferRequested
+from kvproto.session.intent import SourceIntent
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.phases import Party
@@ -124,7 +125,9 @@ class SourceEndpoint(Claims):
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
             number = self._fresh()
-            session = SourceSession(self, conn, number, hello, chosen.features, now, self._seek, self._refuses)
+            session = SourceSession(
+                self, conn, number, hello, chosen.features, now, self._seek, self._refuses, self._granted
+            )
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
             session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
@@ -229,6 +232,11 @@ class SourceEndpoint(Claims):
         """The copy begins; `done`, `offer` or `failed` ends it."""
         if (found := self._attempt(asked)) is not None:
             found[1].copying = True
+
+    def progress(self, asked: TransferRequested, tokens: int, now: float) -> None:
+        """Rows below this token may be copied once the sink has granted items for them (feature SPANS)."""
+        if (found := self._attempt(asked)) is not None and found[0].open and not found[1].whole:
+            found[0].part(SourceIntent).progress(found[1], tokens, now)
 
     def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
         """Say the next piece of the stream of a transfer; `begins`: where its late windows begin."""

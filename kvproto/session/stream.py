@@ -12,7 +12,7 @@ import attrs
 
 from kvproto.errors import RemoteError
 from kvproto.session.core import Part, Session
-from kvproto.session.push import SinkPush, Unpacker, check_begins
+from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt
 from kvproto.wire import messages as m
@@ -112,6 +112,7 @@ class SinkStream(SinkPush):
         if attempt is None:
             mine = "a transfer that is not over"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, str(message.sequence))
+        check_whole(attempt)
         transfers.heard(attempt)
         self._session.move(attempt, type(message).__name__)
         return attempt

@@ -11,60 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import numpy as np
 
 from kvproto.copying.grants import check_grants
+from kvproto.copying.program import RankLayout
+from kvproto.copying.spans import bare, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session.core import Part, Session
 from kvproto.session.events import ProtocolError
-from kvproto.session.leases import Lease, Loan
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.records import Attempt, Request
+from kvproto.session.records import Request, SinkAttempt, SourceAttempt
 from kvproto.session.refusals import refusal, refused
 from kvproto.session.registering import EPOCH, Holder
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Proof, RequestState
+from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
 __all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
-
-
-@attrs.define(eq=False)
-class SourceAttempt(Attempt):
-    """An attempt at the source."""
-
-    transfer: m.Transfer | None = None
-    """None: it was aborted before its Transfer came."""
-    progress: Callable[[], RequestState] | None = None
-    """How far the request is now."""
-    refused: KvprotoError | None = None
-    """What the Transfer was answered by, where that was Failed."""
-    aborted: bool = False
-    copying: bool = False
-    """Whether writes of it may arrive."""
-    drain: m.Abort | None = None
-    """An Abort that waits for the copy to end."""
-    loan: Loan | None = None
-    fetched: bool = False
-    """Whether the sink has read what it was offered."""
-    served: bool = False
-    """Whether the sink has said that it has it, so that no other attempt follows (KVP-TRN-AGAIN)."""
-    lost: KvprotoError | None = None
-    """Why the sink may not have it, although it has not aborted it."""
-
-    @property
-    def over(self) -> bool:
-        return self.state == TransferState.ENDED and not self.copying
-
-    @property
-    def running(self) -> bool:
-        """Whether Done or Failed may still answer it."""
-        return self.state in (TransferState.ASKED, TransferState.ACCEPTED)
-
-    def lent(self, now: float) -> bool:
-        """Whether the sink may still read what this attempt was offered."""
-        return self.loan is not None and now < self.loan.end
 
 
 class SourceTransfers(Part):
@@ -107,7 +70,7 @@ class SourceTransfers(Part):
         session.attempts[message.sequence] = attempt
         session.move(attempt, "Transfer")
         try:
-            self._check(message)
+            self._check(attempt, message)
         except RemoteError as error:
             self.fail(attempt, error, now)
             return
@@ -144,8 +107,8 @@ class SourceTransfers(Part):
             advice = "abort the attempt before, and wait until it is Drained"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}", advice)
 
-    def _check(self, message: m.Transfer) -> None:
-        """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*)."""
+    def _check(self, attempt: SourceAttempt, message: m.Transfer) -> None:
+        """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); take what it grants."""
         session, epoch = self._session, self._session.part(Holder).epoch
         state = session.state if session.open else session.closed_in
         draining = self._draining(bytes(message.ticket))
@@ -163,9 +126,17 @@ class SourceTransfers(Part):
         ):
             if ours != theirs:
                 raise RemoteError(ErrorCode.BAD_GRANT, field, str(ours), str(theirs), advice)
+        side = RankLayout(described.sink, described.ranks[1], epoch.columns)
+        named = tuple(g.group for g in message.grants) == described.groups
+        left_out = named and Feature.INTENT in session.features and bare(side, message.grants)
         check_grants(
-            described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps
-        )
+            described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
+            left_out=left_out,
+        )  # fmt: skip
+        attempt.granted = message.grants
+        if left_out:
+            attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
+            attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
 
     def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer by how far its request is; Done or Failed will follow."""
@@ -173,13 +144,13 @@ class SourceTransfers(Part):
         attempt.progress = progress
         self._session.reply(m.Accepted, transfer, state=progress())
 
-    def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float) -> None:
-        """End an attempt without its bytes; this proves nothing about its writes."""
-        asked, attempt.lost = attempt.state == TransferState.ASKED, error
+    def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float, grant: m.Grant | None = None) -> None:
+        """End an attempt without its bytes, perhaps by a `grant`; this proves nothing about its writes."""
+        asked, attempt.lost = attempt.transfer if attempt.state == TransferState.ASKED else grant, error
         self._session.move(attempt, "Failed")
-        if asked and attempt.transfer is not None:
+        if asked is not None:
             attempt.refused = error
-            self._session.reply(m.Failed, attempt.transfer, **refusal(error))
+            self._session.reply(m.Failed, asked, **refusal(error))
         else:
             self._session.request(
                 m.Failed, now, **attempt.ids, **refusal(error),
@@ -194,25 +165,28 @@ class SourceTransfers(Part):
         self._session.tell(ProtocolError(self._session.name, error))
 
     def _done_ack(self, message: m.DoneAck, now: float) -> None:
-        self._session.answered(message.request)
         attempt = self.find(message)
+        if attempt is None or attempt.refused is None:  # else it names a request of the sink, not one of this side
+            self._session.answered(message.request, m.Done, m.Failed)
         if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
             attempt.served = attempt.state == TransferState.DONE
             self._session.move(attempt, "DoneAck")
 
     def _abort(self, message: m.Abort, now: float) -> None:
-        attempt = self._aborted(message)
+        session, attempt = self._session, self._aborted(message)
         if attempt is None:  # over: the low-water mark refuses it from now on
             self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
-            self._session.move(attempt, "Abort")
+            session.move(attempt, "Abort")
         attempt.aborted = True
         if attempt.loan is not None:
-            self._session.answered(attempt.loan.request)
+            session.answered(attempt.loan.request)
             attempt.loan = None
         attempt.drain = message
-        if not attempt.copying:
+        if attempt.copying:
+            session.host.ended(session, attempt)  # nobody may be looking, where the next part waits for a Grant
+        else:
             self._end(attempt)
 
     def _aborted(self, message: m.Abort) -> SourceAttempt | None:
@@ -259,47 +233,6 @@ class SourceTransfers(Part):
     hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
-@attrs.define(eq=False)
-class SinkAttempt(Attempt):
-    """An attempt at the sink: the part of one source rank in a transfer."""
-
-    transfer: int = 0
-    """The transfer's number at the endpoint."""
-    asked: float = 0.0
-    """When its Transfer was first sent."""
-    request: int = 0
-    """Of the Transfer."""
-    abort: int = 0
-    """Request id of the Abort."""
-    done: m.Done | None = None
-    """What the source said; of an offer that was read, in the same words."""
-    error: KvprotoError | None = None
-    proof: Proof | None = None
-    """What Drained said."""
-    lease: Lease | None = None
-    late: Mapping[int, tuple[int, int]] = {}
-    """Windows that may begin later: first token and end, by group id."""
-    stray: bool = False
-    """Whether writes of a copy of our own may still arrive."""
-    settled: bool = False
-    """Whether the endpoint has reported the transfer."""
-
-    @property
-    def over(self) -> bool:
-        return self.state == TransferState.ENDED and self.settled
-
-    @property
-    def reading(self) -> bool:
-        """Whether a copy of what was offered is under way."""
-        return self.lease is not None and self.lease.reading
-
-    def stop_reading(self, proof: Proof) -> None:
-        """A copy of an offer is over, and of no use; UNPROVABLE: its writes may still arrive."""
-        if self.lease is not None:
-            self.lease.reading = False
-        self.stray = self.stray or proof != Proof.PROVEN
-
-
 class SinkTransfers(Part):
     """What a sink does with transfers, but for their bytes; `stop` is told of each attempt that is aborted."""
 
@@ -317,7 +250,7 @@ class SinkTransfers(Part):
         session, described = self._session, self._session.described
         asked = tuple(grants[g] for g in described.groups)
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
-        attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now, late=late)
+        attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now, late=late, asks=asked, granted=asked)
         most = session.limits.max_transfers
         if attempt.sequence > session.low_water + most:
             mine = f"{most} transfers at once with {session.name}"
@@ -358,16 +291,22 @@ class SinkTransfers(Part):
         if attempt.state == TransferState.ASKED:
             self._session.move(attempt, "Accepted")
 
-    def _accepted(self, message: m.Accepted, now: float) -> None:
-        self._session.answered(message.request)
+    def accepted(self, message: m.Accepted, now: float) -> None:
+        """Handler of Accepted."""
+        self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
         if attempt is not None:
             self.heard(attempt)
 
+    def settled(self, attempt: SinkAttempt) -> None:
+        """No answer to its Transfer or Grant is awaited any more."""
+        self._session.answered(attempt.request)
+        self._session.answered(attempt.grant)
+
     def _failed(self, message: m.Failed, now: float) -> None:
         attempt = self.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
-            self._session.answered(attempt.request)
+            self.settled(attempt)
             self._session.move(attempt, "Failed")
             self._session.move(attempt, "DoneAck")
             self.lose(attempt, refused(message, self._session.name))
@@ -377,7 +316,7 @@ class SinkTransfers(Part):
         """Stop an attempt; Drained says what is known of its writes."""
         if attempt.state != TransferState.ABORTING:
             self._session.move(attempt, "Abort")
-            self._session.answered(attempt.request)
+            self.settled(attempt)
             self._stop(attempt)
             attempt.abort = self._session.request(
                 m.Abort, now, **attempt.ids, reason=reason[:1000],
@@ -394,4 +333,4 @@ class SinkTransfers(Part):
         attempt.proof = proof
         self._session.move(attempt, "Drained")
 
-    hears = ((m.Accepted, _accepted), (m.Failed, _failed), (m.Drained, _drained))
+    hears = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))

@@ -123,6 +123,7 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
     (TransferState.ABORTING, "Abort"): TransferState.ABORTING,
     (TransferState.ABORTING, "Drained"): TransferState.ENDED,
     (TransferState.ACCEPTED, "Progress"): TransferState.ACCEPTED,
+    (TransferState.ABORTING, "Progress"): TransferState.ABORTING,
     (TransferState.ACCEPTED, "Grant"): TransferState.ACCEPTED,
     (TransferState.ACCEPTED, "Accepted"): TransferState.ACCEPTED,
     (TransferState.ACCEPTED, "Chunk"): TransferState.ACCEPTED,
@@ -142,6 +143,7 @@ TRANSFER: dict[tuple[TransferState, str], TransferState] = {
 TRANSFER_FEATURES: dict[tuple[TransferState, str], frozenset[Feature]] = {
     (TransferState.OFFERED, "Abort"): frozenset({Feature.PULL}),
     (TransferState.ACCEPTED, "Progress"): frozenset({Feature.INTENT}),
+    (TransferState.ABORTING, "Progress"): frozenset({Feature.INTENT}),
     (TransferState.ACCEPTED, "Grant"): frozenset({Feature.INTENT}),
     (TransferState.ACCEPTED, "Accepted"): frozenset({Feature.INTENT}),
     (TransferState.ACCEPTED, "Chunk"): frozenset({Feature.STAGED}),

@@ -157,6 +157,8 @@ class Feature(IntEnum):
     """Beside VERIFY: checksums of each layer and page, so that a difference is found, not only noticed."""
     FEW_SOURCES = 10
     """Each sink rank reads from as few sources as leave the busiest at most twice what it sends by dealing."""
+    SPANS = 11
+    """Beside INTENT: items are granted piece by piece while prefill runs."""
 
 
 class ErrorCode(IntEnum):

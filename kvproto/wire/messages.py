@@ -642,7 +642,7 @@ class Accepted:
 
 @attrs.frozen(kw_only=True)
 class Grant:
-    """Name the items of a transfer that was sent as an intent."""
+    """Name items of a transfer that was sent as an intent."""
 
     TYPE: ClassVar[int] = 0x0203
 
@@ -655,12 +655,12 @@ class Grant:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     grants: tuple["Grants", ...]
-    """Tokens and items of each routed group, items included. Since 1.0."""
+    """Of each routed group, the tokens granted so far and the items that no Grant before has named. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Progress:
-    """How far the source is with an accepted transfer."""
+    """How far the source is with an accepted transfer that lacks items."""
 
     TYPE: ClassVar[int] = 0x0204
 
@@ -673,7 +673,7 @@ class Progress:
     state: enums.RequestState
     """How far the source is. Since 1.0."""
     tokens: int | None = attrs.field(default=None)
-    """Positions whose rows are computed. [token] Since 1.0."""
+    """Positions below which rows are computed, so that items are of use; absent: all of the prompt. [token] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -19,6 +19,7 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Transport
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
+from tests.session.test_intent import SpansWorld
 from tests.session.test_pull import PullWorld
 from tests.session.test_staged import Bytes, Staged
 
@@ -209,6 +210,66 @@ class Streams(Transfers):
         self.source.stream(self.event(int(request)), piece, ())
 
 
+class Intents(Transfers):
+    """Transfers whose items are granted piece by piece; a request has two pieces of PIECE tokens."""
+
+    PIECE = 3
+
+    def __init__(self) -> None:
+        super().__init__(SpansWorld())
+        self.flying: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.said: dict[int, int] = {}
+
+    def ask(self, request: str, _: str) -> None:
+        made, pages = ticket(300.0), grants(self.world.pools["d0"], 2 * self.PIECE)
+        self.keys[int(request)] = bytes(made.key)
+        self.source.expect(made, CONTENT, self.clocks[TO_SOURCE])
+        bare = {g: attrs.evolve(grant, items=None) for g, grant in pages.items()}
+        self.numbers[int(request)] = self.sink.transfer(bytes(made.key), CONTENT, bare, self.clocks[TO_SINK])
+
+    def compute(self, request: str) -> None:
+        self.computed[int(request)] = self.computed.get(int(request), 0) + 1
+
+    def progress(self, request: str, pieces: str) -> None:
+        """The source says so, or says it again."""
+        if self.said.get(int(request)) == int(pieces):
+            self.resend("1", "0", "Progress", request)
+        elif int(pieces) == 2:
+            self.source.finish(self.keys[int(request)])
+        else:
+            self.source.progress(self.event(int(request)), self.PIECE, self.clocks[TO_SOURCE])
+        self.said[int(request)] = int(pieces)
+
+    def grant(self, request: str, pieces: str) -> None:
+        named = self.world.up_to(int(pieces) * self.PIECE)  # type: ignore[attr-defined]
+        self.sink.grant(self.numbers[int(request)], named, self.clocks[TO_SINK])
+
+    def event(self, request: int) -> Any:
+        """Whoever asks while prefill runs, or when it is over and everything is granted."""
+        if self.computed[request] == 2:
+            self.source.finish(self.keys[request])
+            self.collect()
+        waiting = [*self.source.asking(self.keys[request]), *self.world.events("s0", "TransferRequested")]
+        return next(e for e in waiting if e.transfer.sequence == request + 1)
+
+    def copy(self, _: str, request: str) -> None:
+        self.flying[int(request)] = self.flying.get(int(request), 0) + 1
+        super().copy(_, request)
+
+    def land(self, *where: str) -> None:
+        self.flying[int(where[1])] -= 1
+
+    def deliver(self, to: str, _: str, kind: str, *ids: str) -> None:
+        """An Abort that no copy under way keeps is answered at once."""
+        super().deliver(to, _, kind, *ids)
+        if kind == "Abort" and self.flying.get(int(ids[0])) == 0:
+            self.stopped(ids[0])
+
+    def stopped(self, request: str) -> None:
+        self.source.failed(self.event(int(request)), FAULT, self.clocks[TO_SOURCE])
+
+
 class Leases(Transfers):
     """Transfers that the sink reads; a tick is a quarter of a lease, and nothing is due to be sent again."""
 
@@ -336,6 +397,8 @@ def replay(trace: dict[str, Any]) -> None:
         made = Opening(define)
     elif model == "pull":
         made = Leases()
+    elif model == "intent":
+        made = Intents()
     elif "STAGED" in define or "INLINE" in define:
         made = Streams(Staged() if "STAGED" in define else Inline())
     else:

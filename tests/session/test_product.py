@@ -18,7 +18,7 @@ from kvproto.session.table import TRANSFER, SessionState, TransferState, next_se
 from kvproto.session.transfers import SinkTransfers
 from kvproto.transport.inline.sender import DataPiece
 from kvproto.wire import decode, encode, enums, messages, tables
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Feature
 from tests.session import test_inline, test_staged
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
@@ -100,11 +100,28 @@ class Datas(Inline):
         super().serve(address)
 
 
+class Intents(World):
+    """A world in which sinks name their items after their Transfer: at once, but for those that wait."""
+
+    features = (Feature.VERIFY, Feature.INTENT, Feature.SPANS)
+    waits = False
+
+    def transfer(self, name: str, made: Any, content: bytes, tokens: int = 6) -> int:
+        sink, pages = self.sinks[name], grants(self.pools[name], tokens)
+        bare = {g: attrs.evolve(grant, items=None) for g, grant in pages.items()}
+        number = sink.transfer(bytes(made.key), content, bare, self.now)
+        self.run()
+        if not self.waits:
+            sink.grant(number, pages, self.now)
+        return number
+
+
 WAYS: dict[str, Callable[[], World]] = {
     "PUSH": lambda: World(geometry(1)),
     "PULL": lambda: PullWorld(geometry(1)),
     "STAGED": lambda: Slots(sinks=0),
     "INLINE": lambda: Datas(sinks=0),
+    "INTENT": lambda: Intents(geometry(1)),
 }
 """How bytes move, and a world in which they do."""
 
@@ -254,7 +271,12 @@ def asked(wrong: Wrong, name: str) -> int:
 
 
 def accepted(wrong: Wrong, name: str) -> int:
-    return ask(wrong, name)[2]
+    if isinstance(wrong.world, Intents):
+        wrong.world.waits = True
+    sequence = ask(wrong, name)[2]
+    if isinstance(wrong.world, Intents):
+        wrong.world.waits = False
+    return sequence
 
 
 def served(wrong: Wrong, name: str, *deaf: str) -> int:
@@ -295,7 +317,7 @@ def new(wrong: Wrong, name: str) -> int:
     return int(max(sink.part(SinkTransfers)._sequence, source.low_water, *source.attempts, 0) + 1)
 
 
-PUSHED = ("PUSH", "STAGED", "INLINE")
+PUSHED = ("PUSH", "STAGED", "INLINE", "INTENT")
 """Ways that end by Done."""
 TRANSFER_STATES: dict[tuple[str, TransferState, str], Callable[[Wrong, str], int]] = {
     **{(side, TransferState.NEW, way): new for side in ("source", "sink") for way in WAYS},

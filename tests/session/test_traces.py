@@ -12,7 +12,7 @@ from tools.specgen.promela import rows
 from tools.specgen.registry import load
 
 MADE = json.loads(TRACES.read_text())
-UNTRACED = {"EPOCHS", "INTENT"}
+UNTRACED = {"EPOCHS"}
 """Draft features that kvproto.session does not have."""
 
 

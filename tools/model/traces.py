@@ -37,4 +37,6 @@ def _of(model: str, define: Mapping[str, int], walked: set[str]) -> Iterator[dic
 
 def _features(model: str, define: Mapping[str, int]) -> list[str]:
     """Features that the sessions of a model have."""
+    if model == "intent":
+        return ["INTENT"]
     return ["PULL"] if model == "pull" else [name for name in ("PULL", "STAGED", "INLINE") if name in define]

@@ -145,7 +145,7 @@ inline transfer_Accepted(state) {
   :: state == transfer_asked -> ROW(41, transfer_asked, Accepted, transfer_accepted); state = transfer_accepted
   :: state == transfer_aborting -> ROW(55, transfer_aborting, Accepted, transfer_aborting); state = transfer_aborting
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(63, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(64, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -181,7 +181,7 @@ inline transfer_Error(state) {
   if
   :: state == transfer_done -> ROW(46, transfer_done, Error, transfer_ended); state = transfer_ended
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(74, transfer_offered, Error, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(75, transfer_offered, Error, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -215,6 +215,9 @@ inline transfer_Progress(state) {
 #if defined(INTENT)
   :: state == transfer_accepted -> ROW(61, transfer_accepted, Progress, transfer_accepted); state = transfer_accepted
 #endif
+#if defined(INTENT)
+  :: state == transfer_aborting -> ROW(62, transfer_aborting, Progress, transfer_aborting); state = transfer_aborting
+#endif
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -222,7 +225,7 @@ inline transfer_Progress(state) {
 inline transfer_Grant(state) {
   if
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(62, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(63, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -231,10 +234,10 @@ inline transfer_Grant(state) {
 inline transfer_Chunk(state) {
   if
 #if defined(STAGED)
-  :: state == transfer_accepted -> ROW(64, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(65, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(STAGED)
-  :: state == transfer_aborting -> ROW(65, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(66, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -243,10 +246,10 @@ inline transfer_Chunk(state) {
 inline transfer_Data(state) {
   if
 #if defined(INLINE)
-  :: state == transfer_accepted -> ROW(66, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(67, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(INLINE)
-  :: state == transfer_aborting -> ROW(67, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(68, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -255,10 +258,10 @@ inline transfer_Data(state) {
 inline transfer_Offer(state) {
   if
 #if defined(PULL)
-  :: state == transfer_accepted -> ROW(68, transfer_accepted, Offer, transfer_offered); state = transfer_offered
+  :: state == transfer_accepted -> ROW(69, transfer_accepted, Offer, transfer_offered); state = transfer_offered
 #endif
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(69, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(70, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -267,10 +270,10 @@ inline transfer_Offer(state) {
 inline transfer_Renewed(state) {
   if
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(70, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(71, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
 #endif
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(72, transfer_offered, Renewed, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(73, transfer_offered, Renewed, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -279,7 +282,7 @@ inline transfer_Renewed(state) {
 inline transfer_Renew(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(71, transfer_offered, Renew, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(72, transfer_offered, Renew, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -288,7 +291,7 @@ inline transfer_Renew(state) {
 inline transfer_Pulled(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(73, transfer_offered, Pulled, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(74, transfer_offered, Pulled, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -297,7 +300,7 @@ inline transfer_Pulled(state) {
 inline transfer_Released(state) {
   if
 #if defined(PULL)
-  :: state == transfer_ended -> ROW(75, transfer_ended, Released, transfer_ended); state = transfer_ended
+  :: state == transfer_ended -> ROW(76, transfer_ended, Released, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi

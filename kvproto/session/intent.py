@@ -1,0 +1,202 @@
+"""Items that are named when they are of use: Progress and Grant (features INTENT and SPANS).
+
+Theory. A source says Progress while an attempt lacks items that are of use, and again each `resend`: a lost frame costs
+time and nothing else. A sink sends one Grant of an attempt at a time, each with what no Grant before has named, so that
+neither side sends or checks the same items twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from kvproto.copying.grants import check_grants
+from kvproto.copying.program import RankLayout
+from kvproto.copying.spans import added, bare, extended, granted_to, is_whole, nothing
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session import limits
+from kvproto.session.core import Part, Session
+from kvproto.session.refusals import refusal
+from kvproto.session.registering import Holder
+from kvproto.session.table import TransferState
+from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode, Feature, RequestState
+
+__all__ = ["SinkIntent", "SourceIntent", "useful"]
+
+_OVER = (TransferState.FAILED, TransferState.ENDED)
+
+
+class SourceIntent(Part):
+    """The source's half; `granted` is told of each attempt of which more may be written."""
+
+    def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
+        super().__init__(session)
+        self._granted = granted
+
+    def progress(self, attempt: SourceAttempt, tokens: int | None, now: float) -> None:
+        """Say that items are of use up to this token, None: all are, and again until they are granted."""
+        if attempt.useful is not None and (tokens is None or tokens > attempt.useful):
+            attempt.useful = tokens
+            self._say(attempt, now)
+
+    def _say(self, attempt: SourceAttempt, now: float) -> None:
+        """KVP-INT-AGAIN."""
+        session = self._session
+        if attempt.saying is not None:
+            attempt.saying.cancel()
+        if not session.open or attempt.state != TransferState.ACCEPTED or not self._lacks(attempt):
+            return
+        session.move(attempt, "Progress")
+        state = RequestState.READY if attempt.useful is None else RequestState.RUNNING
+        session.notice(m.Progress(session=session.session, **attempt.ids, state=state, tokens=attempt.useful))
+        attempt.saying = session.host.timers.at(now + limits.RESEND, partial(self._say, attempt))
+
+    def _lacks(self, attempt: SourceAttempt) -> bool:
+        """Whether items that are of use are not granted."""
+        if attempt.whole or attempt.useful is None or attempt.transfer is None:
+            return not attempt.whole
+        end = granted_to(self._side(), attempt.granted, attempt.transfer.grants)
+        return end is not None and end < attempt.useful
+
+    def _side(self) -> RankLayout:
+        described, epoch = self._session.described, self._session.part(Holder).epoch
+        return RankLayout(described.sink, described.ranks[1], epoch.columns if epoch is not None else {})
+
+    def _grant(self, message: m.Grant, now: float) -> None:
+        session, attempt = self._session, self._session.part(SourceTransfers).find(message)
+        try:
+            if attempt is None or attempt.transfer is None or attempt.progress is None:
+                mine, advice = "no such attempt, or one that is over", "ask by a Transfer"
+                raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(message.sequence), advice)
+            if attempt.aborted:
+                raise RemoteError(
+                    ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence), "use the next attempt"
+                )
+            if attempt.lost is not None and attempt.state in _OVER:
+                raise attempt.lost
+        except KvprotoError as error:
+            session.reply(m.Failed, message, **refusal(error))
+            return
+        if message.request > attempt.grant:
+            try:
+                granted = self._check(attempt, attempt.transfer, message)
+                session.move(attempt, "Grant")
+            except RemoteError as error:
+                if attempt.state == TransferState.ACCEPTED:
+                    session.part(SourceTransfers).fail(attempt, error, now, message)
+                else:
+                    session.reply(m.Failed, message, **refusal(error))
+                return
+            attempt.granted, attempt.grant = granted, message.request
+            attempt.whole = is_whole(self._side(), granted, attempt.transfer.grants)
+            session.move(attempt, "Accepted")
+            self._granted(attempt)
+        session.reply(m.Accepted, message, state=attempt.progress())
+
+    def _check(self, attempt: SourceAttempt, transfer: m.Transfer, message: m.Grant) -> tuple[m.Grants, ...]:
+        """What is granted from now on; raises by the first check that fails (KVP-INT-CHECKS)."""
+        session, side, spans = self._session, self._side(), Feature.SPANS in self._session.features
+        if attempt.whole:
+            mine, yours = "an attempt whose items are all granted", "more of them"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "grant each item once")
+        if not spans and attempt.progress is not None and attempt.progress() != RequestState.READY:
+            mine = "a request whose prefill is not over, without SPANS"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Grant", "wait for Progress READY")
+        granted = extended(side, attempt.granted, transfer.grants, message.grants, spans)
+        described, epoch = session.described, session.part(Holder).epoch
+        overlaps = epoch.overlaps if epoch is not None else None
+        check_grants(
+            described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps, asked=transfer.grants
+        )
+        return granted
+
+    hears = ((m.Grant, _grant),)
+
+
+class SinkIntent(Part):
+    """The sink's half."""
+
+    def take(self, attempt: SinkAttempt) -> None:
+        """Note what an attempt lacks when its Transfer is composed."""
+        if bare(self._side(), attempt.asks):
+            attempt.granted, attempt.whole = nothing(self._side(), attempt.asks), False
+
+    def grant(
+        self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
+    ) -> None:  # fmt: skip
+        """Name the items of an attempt, those of before included, as soon as the source may hear it.
+
+        `begin` is called once all are named. Where bytes are `packed`, the source has no use for some of them.
+        """
+        named = tuple(grants[g.group] for g in attempt.asks)
+        if not attempt.whole and not attempt.begun and is_whole(self._side(), named, attempt.asks):
+            attempt.begun = True
+            begin()
+        if attempt.begun or not packed:
+            attempt.named = named
+            self._next(attempt, now)
+
+    def _side(self) -> RankLayout:
+        described = self._session.described
+        return RankLayout(described.sink, described.ranks[1], {})
+
+    def _next(self, attempt: SinkAttempt, now: float) -> None:
+        """Send a Grant, if there is something to say and it may be said (KVP-SPN-TURN)."""
+        session = self._session
+        if not attempt.named or attempt.whole or attempt.grant or attempt.state != TransferState.ACCEPTED:
+            return
+        whole, spans = attempt.begun, Feature.SPANS in session.features
+        said = added(attempt.granted, attempt.named)
+        news = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
+        if not (whole or (spans and news)) or not (spans or attempt.ready):
+            return
+        on_error = partial(session.part(SinkTransfers).lose, attempt)
+        try:
+            request = session.compose(
+                m.Grant, now, **attempt.ids, grants=said, on_error=lambda error, now: on_error(error)
+            )
+        except KvprotoError as error:
+            on_error(error)
+            return
+        session.move(attempt, "Grant")
+        attempt.granted, attempt.whole = attempt.named, whole
+        attempt.grant = session.ask(request, now)
+
+    def _accepted(self, message: m.Accepted, now: float) -> None:
+        transfers = self._session.part(SinkTransfers)
+        transfers.accepted(message, now)
+        attempt = transfers.find(message)
+        if attempt is None:
+            return
+        if message.request == attempt.grant and attempt.state == TransferState.ACCEPTED:
+            attempt.grant = 0
+            self._session.move(attempt, "Accepted")
+        self._note(attempt, message.state, 0, now)
+
+    def _progress(self, message: m.Progress, now: float) -> None:
+        transfers = self._session.part(SinkTransfers)
+        attempt = transfers.find(message)
+        if attempt is None or attempt.state == TransferState.ENDED:
+            return  # it has overtaken nothing that still matters
+        transfers.heard(attempt)
+        self._session.move(attempt, "Progress")
+        self._note(attempt, message.state, message.tokens or 0, now)
+
+    def _note(self, attempt: SinkAttempt, state: int, tokens: int, now: float) -> None:
+        attempt.ready = attempt.ready or state == RequestState.READY
+        attempt.useful = max(attempt.useful, tokens)
+        self._next(attempt, now)
+        self._session.host.ended(self._session, attempt)
+
+    hears = ((m.Progress, _progress), (m.Accepted, _accepted))
+
+
+def useful(attempts: Iterable[SinkAttempt], told: int | None) -> int | None:
+    """Up to which token all source ranks have a use for items that lack, and no less than was `told`; None: all."""
+    lacking = [attempt for attempt in attempts if not attempt.whole]
+    if not lacking or told is None:
+        return told
+    tokens = min((attempt.useful for attempt in lacking if not attempt.ready), default=None)
+    return tokens if tokens is None else max(tokens, told)
