@@ -291,6 +291,7 @@ class Door:
         """
         self._draining = True
         self._driver.post(self._drain)
+        self._driver.post(self._observer.draining)
 
     def _drain(self) -> None:
         """On the node: refuse what peers ask from now on."""
@@ -302,7 +303,7 @@ class Door:
 
     def _check_draining(self) -> None:
         if self._draining:
-            raise LocalError(ErrorCode.DRAINING, self._who, "it drains", "a new request", "send it to another engine")
+            raise LocalError(ErrorCode.DRAINING, self._who, "no new request: it drains", "one", "send it elsewhere")
 
     def __enter__(self) -> Self:
         return self
@@ -349,6 +350,7 @@ class Door:
         """On the node: what is under way now, by metric and values of its labels."""
         census = self._census()
         yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
+        yield "kvproto_draining", (), int(self._draining)
         yield "kvproto_peers", (), census.peers
         yield "kvproto_suspects", (), census.suspects
         yield "kvproto_resends_total", (), census.resends

@@ -75,9 +75,10 @@ _COLUMNS = (
 def _row(state: _State) -> list[str]:
     engine, replica, rank, role = state.who
     outcome, phase = _GOOD.get(role, ("", ""))
+    note = " (ended)" if state.ended else " (drains)" if state.total("kvproto_draining") else ""
     numbers = {name: state.total(f"kvproto_{name}") for name in ("peers", "suspects", "in_flight", "quarantined_pages")}
     return [
-        f"{engine}/{replica}" + (" (ended)" if state.ended else ""), rank, role, f"{numbers['peers']:.0f}",
+        f"{engine}/{replica}{note}", rank, role, f"{numbers['peers']:.0f}",
         f"{numbers['suspects']:.0f}", f"{numbers['in_flight']:.0f}",
         f"{state.total('kvproto_transfers_total', outcome):.0f}",
         f"{state.rate('kvproto_transfers_total', outcome):.1f}", f"{state.rate('kvproto_bytes_total') / 1e6:.1f}",

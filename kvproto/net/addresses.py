@@ -34,10 +34,11 @@ class Seed:
     key: str | None = None
 
 
-def read_sources(path: str | Path) -> dict[tuple[str, int], Seed]:
+def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, int], Seed]:
     """Seeds by engine and replica, from a TOML file with a [[source]] for each: engine, replica, address, key.
 
-    Raises LocalError naming the file and the entry that is wrong.
+    Raises LocalError naming the file and the entry that is wrong, such as a TCP address without a key (KVP-NET-KEY)
+    unless `insecure`, as in Options, says that there are none.
     """
     try:
         with Path(path).open("rb") as file:
@@ -48,7 +49,8 @@ def read_sources(path: str | Path) -> dict[tuple[str, int], Seed]:
         raise _file(str(path), "TOML", str(error), "correct it") from error
     sources, found = table.get("source", []), dict[tuple[str, int], Seed]()
     if table.keys() - {"source"} or not isinstance(sources, list):
-        raise _file(str(path), "tables [[source]]", ", ".join(table), "correct it")
+        advice = "one [[source]], in double brackets, for each source"
+        raise _file(str(path), "tables [[source]]", ", ".join(f"[{name}]" for name in table), advice)
     for i, source in enumerate(sources):
         at = f"{path}: source[{i}]"
         check_type(at, source, dict, "a table [[source]]")
@@ -61,6 +63,9 @@ def read_sources(path: str | Path) -> dict[tuple[str, int], Seed]:
             raise _file(at, "each engine and replica once", f"{place[0]} replica {place[1]} again", "remove one")
         if "key" in source:
             check_public(f"{at}.key", source["key"])
+        elif encrypted(source["address"]) and not insecure:
+            advice = "add it, the line of its public.key; read_sources(..., insecure=True) goes without"
+            raise _file(f"{at}.key", f"the public key of the source at {source['address']}", "none", advice)
         found[place] = Seed(source["address"], source.get("key"))
     return found
 
@@ -98,9 +103,14 @@ def check_address(address: str, keyed: bool, insecure: bool) -> None:
 
 def _check_path(path: str) -> None:
     folder = Path(path).parent
-    if not path or path.startswith("@") or len(os.fsencode(path)) > _LONGEST_PATH:
-        advice = "abstract sockets are open to every user"
-        raise _bad(f"ipc:// and a path in the file system of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
+    if path.startswith("@"):
+        advice = (
+            "every user of this host may connect to an abstract socket: name a file, such as ipc:///run/kv/prefill-0"
+        )
+        raise _bad("a socket that is a file in a private directory", f"ipc://{path}, an abstract socket", advice)
+    if not path or len(os.fsencode(path)) > _LONGEST_PATH:
+        advice = "choose a directory with a shorter name"
+        raise _bad(f"ipc:// and the path of a file, of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
     if not folder.is_dir():
         raise _bad("an existing directory", str(folder), "make it with mode 0700")
     mode = folder.stat()

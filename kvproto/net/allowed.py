@@ -65,6 +65,11 @@ class AllowList:
         """Whether a client with this key may connect at all."""
         return key in self._clients
 
+    def name(self, key: bytes) -> str:
+        """A client, for people: the engines that its key may be, and the key."""
+        engines = sorted({each.engine for each in self._clients.get(key, ())})
+        return f"{', '.join(engines) or 'unknown'} (key {key.decode(errors='replace')})"
+
     def check(self, key: bytes, party: Party, role: int) -> None:
         """Raise RemoteError(NOT_ALLOWED) where a client with this key may not say that it is this (KVP-NET-ALLOW)."""
         mine = self._clients.get(key, ())
@@ -112,7 +117,9 @@ class AllowList:
         for i, client in enumerate(clients if isinstance(clients, list) else [clients]):
             path = f"{self.path}: client[{i}]"
             if not isinstance(client, dict) or not isinstance(clients, list):
-                raise _bad(path, "a table [[client]]", type(client).__name__, "correct it")
+                found_ = "[client]" if isinstance(client, dict) else type(client).__name__
+                advice = "one [[client]], in double brackets, for each client"
+                raise _bad(path, "a table [[client]]", found_, advice)
             key = check_public(f"{path}.key", client.get("key"))
             found[key] = (*found.get(key, ()), _allowed(path, client))
         return found

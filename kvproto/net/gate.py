@@ -71,12 +71,12 @@ class Connections:
     descriptor. Clauses KVP-NET-CONNECTIONS, KVP-NET-CLIENT, KVP-NET-SILENT.
     """
 
-    def __init__(self, context: zmq.Context[Socket], listener: Socket, keyed: bool) -> None:
-        """Before the listener is bound; `keyed`: whether its clients prove who they are."""
+    def __init__(self, context: zmq.Context[Socket], listener: Socket, allow: AllowList | None) -> None:
+        """Before the listener is bound; with an allow-list its clients prove who they are."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(most // 2, 1))
         self.most_of_one = min(MAX_CLIENT_CONNECTIONS, max(self.most // 2, 1))
-        self.count, self.full, self._keyed = 0, False, keyed
+        self.count, self.full, self._allow, self._next_word = 0, False, allow, 0.0
         self._silent: dict[int, None] = {}
         """Descriptors of connections that nothing was heard of, the oldest first."""
         self._clients: dict[int, bytes] = {}
@@ -96,7 +96,7 @@ class Connections:
                 self._fd = value
             elif event == zmq.EVENT_DISCONNECTED:
                 self._gone(value)
-            elif event == zmq.EVENT_ACCEPTED and self._keyed and value not in self._clients:
+            elif event == zmq.EVENT_ACCEPTED and self._allow is not None and value not in self._clients:
                 self._silent[value] = None
                 if len(self._silent) > self.most_of_one:
                     oldest = next(iter(self._silent))
@@ -106,19 +106,36 @@ class Connections:
         if full != self.full:
             self._drop(full)
             self.full = full
+            self._tell_full()
 
     def heard(self, key: bytes, digits: bytes) -> bool:
         """A frame has come by a connection; False where it is one too many of its client, and cut for that."""
         fd = int(digits or -1)
-        if self._clients.get(fd) == key or not self._keyed:
+        if self._clients.get(fd) == key or self._allow is None:
             return True
         if self._of[key] >= self.most_of_one:
+            self._tell_of(self._allow.name(key))
             self.cut(fd)
             return False
         self._gone(fd)  # it was another's, whose end is not counted yet
         self._clients[fd] = key
         self._of[key] += 1
         return True
+
+    def _tell_full(self) -> None:
+        if not self.full:
+            _log.warning("%d connections are left: new ones are taken again", self.count)
+            return
+        of = [(self._allow.name(key), count) for key, count in self._of.most_common(1) if self._allow is not None]
+        most = "".join(f"; most of them, {count}, are of client {name}" for name, count in of)
+        _log.warning("full: %d connections, and new ones wait until some end%s", self.count, most)
+
+    def _tell_of(self, name: str) -> None:
+        """Name a client that has too many, without a flood of words."""
+        now = time.monotonic()
+        if now >= self._next_word:
+            self._next_word = now + LIST_CHECK
+            _log.warning("client %s has %d connections, as many as one may: more are closed", name, self.most_of_one)
 
     def _gone(self, fd: int) -> None:
         self._silent.pop(fd, None)

@@ -50,7 +50,10 @@ def make_keys(folder: Path) -> KeyPair:
 
 
 def read_keys(folder: str | Path) -> KeyPair:
-    """The pair whose secret lies in a folder; raises LocalError naming the file, and what would be right."""
+    """The pair whose secret lies in a folder; raises LocalError naming the file, and what would be right.
+
+    Nobody else may write to the folder, and public.key, where there is one, is that of the secret (KVP-NET-SECRET).
+    """
     path = Path(folder) / SECRET
     advice = f"`kvproto keygen {folder}` makes a pair"
     try:
@@ -64,7 +67,26 @@ def read_keys(folder: str | Path) -> KeyPair:
     if not _is_key(text.strip()):
         found = f"{len(text.strip())} characters" if len(text.strip()) < _CHARACTERS else "something else"
         raise _bad(str(path), f"a key of {_CHARACTERS} characters of Z85", found, advice)
-    return KeyPair(zmq.curve_public(text.strip()), text.strip())
+    pair = KeyPair(zmq.curve_public(text.strip()), text.strip())
+    _check_folder(path.parent, pair.public)
+    return pair
+
+
+def _check_folder(folder: Path, public: bytes) -> None:
+    mode, path = stat.S_IMODE(folder.stat().st_mode), folder / PUBLIC
+    if mode & stat.S_IWOTH:
+        advice = f"chmod o-w {folder}" if not mode & stat.S_ISVTX else "keep the keys in a directory of their own"
+        raise _bad(str(folder), "a directory that no other user may write to", f"mode {mode:04o}", advice)
+    try:
+        with open(path, "rb", opener=at_once) as file:
+            stated = file.read(_CHARACTERS + 2).strip()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _bad(str(path), "a file with a public key", str(error.strerror), "make it readable") from error
+    if stated != public:
+        advice = f"one of {SECRET} and {PUBLIC} is from elsewhere: restore it, or remove {PUBLIC}"
+        raise _bad(str(path), f"the public key of {SECRET}, {public.decode()}", "another", advice)
 
 
 def at_once(path: str, flags: int) -> int:

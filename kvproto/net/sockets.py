@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import socket
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import attrs
 import zmq
 
-from kvproto.errors import LocalError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import limits
 from kvproto.net.addresses import check_address, encrypted
 from kvproto.net.allowed import AllowList
 from kvproto.net.direct import Inbox
 from kvproto.net.gate import Connections, Handshakes, Socket, event_of, events_of
 from kvproto.net.keys import KeyPair
+from kvproto.net.load import Load
 from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
@@ -78,17 +80,20 @@ class Listener:
             # ZeroMQ itself would take over an ipc path that someone listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
-            self._connections = Connections(self._context, made, self._allow is not None)
+            self._connections = Connections(self._context, made, self._allow)
             opened.append(self._connections.inbox.socket)
             made.bind(address)
             self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self.close()
             wanted, advice = "an address that is free on this machine", "choose another address, or stop its owner"
+            if e.errno == errno.ENODEV:
+                wanted, advice = "an address of this machine", "name one of its interfaces, or its IP address"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "address", wanted, f"{address}: {e}", advice) from e
         self._inbox = Inbox(made)
         self._inboxes = [self._inbox, self._connections.inbox]
         self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []
+        self._load = Load(self._allow) if self._allow is not None else None
 
     @property
     def pending(self) -> bool:
@@ -113,7 +118,12 @@ class Listener:
             if not frames:
                 return
             if len(frames) == 4 and self._hears(frames[0], frames[1]):
-                yield (frames[2], frames[0]), frames[3]
+                began = time.monotonic()
+                try:
+                    yield (frames[2], frames[0]), frames[3]
+                finally:  # also of the frame after which the turn ends
+                    if self._load is not None:
+                        self._load.add(frames[0], began, time.monotonic())
 
     def _hears(self, key: bytes, fd: bytes) -> bool:
         return self._allow is None or (self._allow.knows(key) and self._connections.heard(key, fd))
@@ -214,8 +224,8 @@ class Dialer:
         """Whether frames of connections whose keys begin with this are still to be taken."""
         return any(line.inbox.pending for key, line in self._lines.items() if key[0] == link)
 
-    def refusals(self) -> list[tuple[tuple[Any, ...], LocalError]]:
-        """Connections whose handshake can never succeed, and why."""
+    def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
+        """Connections whose handshake can never succeed, and why; NOT_ALLOWED is the source's own word."""
         found = []
         for key, line in list(self._greeting.items()):
             while line.events is not None and (frames := line.events.take()) is not None:
@@ -226,7 +236,9 @@ class Dialer:
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)
-                        found.append((key, _refusal(event, str(key[-1]))))
+                        found.append(
+                            (key, _refusal(event, str(key[-1]), self._keys.public.decode() if self._keys else "no key"))
+                        )
         return found
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
@@ -258,9 +270,12 @@ class Dialer:
             line = _Line(Inbox(made), events)
         except zmq.ZMQError as e:
             _shut(opened)
-            mine, yours = "an address that ZeroMQ connects to", f"{address}: {e}"
-            advice = "raise the limit of open files (ulimit -n)" if e.errno == errno.EMFILE else "correct the address"
-            raise LocalError(ErrorCode.INTERNAL, "address", mine, yours, advice) from e
+            if e.errno == errno.EMFILE:
+                advice = "raise the limit of open files (ulimit -n)"
+                raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", str(e), advice) from e
+            mine, yours = "a host whose name is known here, or an IP address", f"{address}: {e}"
+            advice = "correct the address, or see that this host can resolve the name"
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice) from e
         self._opened += opened
         return line
 
@@ -300,10 +315,11 @@ _HANDSHAKES = (
 )
 
 
-def _refusal(event: int, address: str) -> LocalError:
+def _refusal(event: int, address: str, ours: str) -> KvprotoError:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        advice = "its operator adds our public key to its allow-list"
-        return LocalError(ErrorCode.NOT_ALLOWED, "keys", f"to be let in at {address}", "our key is unknown", advice)
+        advice = "the operator of the source adds our public key to its allow-list"
+        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without our key", ours, advice)
+        return ReportedError.of(address, found)
     mine, yours = f"the source's key at {address}", "another key, or none"
     advice = "ask its operator for its public.key; a source without keys needs Options(insecure=True), --insecure"
     return LocalError(ErrorCode.WRONG_PEER, "key", mine, yours, advice)

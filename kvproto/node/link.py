@@ -320,7 +320,9 @@ class SourceLink:
         return {(done.writer, group): value for group, value in here.items()}
 
 
-_UNANSWERED = "the ticket's deadline passed and the source at {} has not answered: see that it runs"
+_UNANSWERED = (
+    "the ticket's deadline passed and the source at {} has not answered: see that it runs, and that its name is known"
+)
 
 
 def _begins(said: Done | Offer) -> dict[int, int]:

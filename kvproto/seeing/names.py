@@ -9,6 +9,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kvproto_bytes_total": ("counter", (), "Bytes of transfers that have arrived (sink) or were sent whole (source). [byte]"),
     "kvproto_phase_seconds": ("histogram", ("phase",), "Time that a transfer or a request has spent in each phase, of those that went well. [second]"),
     "kvproto_in_flight": ("gauge", (), "Requests (source) or fetches (sink) that are not over."),
+    "kvproto_draining": ("gauge", (), "1 while it is going away and takes nothing new (KVP-SES-DRAINING), else 0."),
     "kvproto_quarantined_pages": ("gauge", ("group",), "Pages that a peer may still write after a lost transfer, so that nobody may use them yet; `group` is the name in the sink's own Description. [item]"),
     "kvproto_peers": ("gauge", (), "Ranks of other engines with a session that is open."),
     "kvproto_suspects": ("gauge", (), "Those of them that have been silent for too long (KVP-SES-SUSPECT)."),

@@ -42,19 +42,25 @@ class Observer:
         if self.counts is not None:
             self.counts.hear(event)
         level = LEVELS[type(event)]
-        logged, followed = _log.isEnabledFor(level), self.feed is not None and self.feed.followed
-        if not (logged or followed) or (isinstance(event, of_peers) and self._too_many()):
+        if not (_log.isEnabledFor(level) or self._followed) or (isinstance(event, of_peers) and self._too_many()):
             return
         record: Record = {**self.base, **record_of(event)}
         if self._left_out:
             record["left_out"], self._left_out = self._left_out, 0
-        self._write(level, record, followed)
+        self._write(level, record)
+
+    @property
+    def _followed(self) -> bool:
+        return self.feed is not None and self.feed.followed
 
     def failed(self, error: BaseException) -> None:
         """No further turn is possible: log why."""
         said = repr(error) if not isinstance(error, KvprotoError) else error
-        record: Record = {**self.base, "event": "failed", "error": shown(said)}
-        self._write(logging.CRITICAL, record, self.feed is not None and self.feed.followed)
+        self._write(logging.CRITICAL, {**self.base, "event": "failed", "error": shown(said)})
+
+    def draining(self) -> None:
+        """It finishes what is under way, and takes nothing new."""
+        self._write(logging.INFO, {**self.base, "event": "draining"})
 
     def samples(self) -> list[Sample]:
         """All metrics; to be asked under the node's lock."""
@@ -71,10 +77,10 @@ class Observer:
         if self.feed is not None:
             self.feed.close()
 
-    def _write(self, level: int, record: Record, followed: bool) -> None:
+    def _write(self, level: int, record: Record) -> None:
         if _log.isEnabledFor(level):
             _log.log(level, "%s", _Line(record), extra=record)
-        if followed and self.feed is not None:
+        if self.feed is not None and self.feed.followed:
             self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
     def _too_many(self) -> bool:

@@ -10,6 +10,7 @@ from kvproto import Seed, read_sources
 from kvproto.cli.main import main
 from kvproto.errors import LocalError, RemoteError
 from kvproto.net import AllowList, make_keys, read_keys
+from kvproto.net.load import Load
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
 
@@ -63,6 +64,33 @@ def test_a_key_file_that_cannot_be(tmp_path: Path, text: bytes | None, mode: int
         read_keys(tmp_path)
     assert caught.value.path == str(path)
     assert KEY not in str(caught.value)
+
+
+def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
+    """KVP-NET-SECRET: they could put other keys there, and another allow-list."""
+    folder = tmp_path / "keys"
+    made = make_keys(folder)
+    folder.chmod(0o707)
+    with pytest.raises(LocalError, match="chmod o-w") as caught:
+        read_keys(folder)
+    assert caught.value.path == str(folder)
+    folder.chmod(0o1777)
+    with pytest.raises(LocalError, match="a directory of their own"):
+        read_keys(folder)
+    folder.chmod(0o755)
+    assert read_keys(folder) == made
+
+
+def test_the_public_key_is_that_of_the_secret(tmp_path: Path) -> None:
+    made, other = make_keys(tmp_path / "ours"), make_keys(tmp_path / "other")
+    public = tmp_path / "ours" / "public.key"
+    public.write_bytes(other.public + b"\n")
+    with pytest.raises(LocalError, match=r"the public key of secret\.key") as caught:
+        read_keys(tmp_path / "ours")
+    assert caught.value.path == str(public)
+    assert made.public.decode() in str(caught.value)
+    public.unlink()
+    assert read_keys(tmp_path / "ours") == made
 
 
 def test_a_pipe_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
@@ -162,6 +190,36 @@ def test_a_list_that_changes_is_read_again_and_a_broken_one_is_not(tmp_path: Pat
     assert not found.knows(KEY.encode())
 
 
+def test_one_pair_of_brackets_is_told_to_be_two(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"one \[\[client\]\], in double brackets, for each client"):
+        allowed(tmp_path / "allow.toml", f'[client]\nkey = "{KEY}"\nengine = "decode"')
+
+
+def test_sources_without_keys_are_said_to_be_so(tmp_path: Path) -> None:
+    """KVP-NET-KEY."""
+    path = tmp_path / "sources.toml"
+    path.write_text('[[source]]\nengine = "prefill"\naddress = "tcp://10.0.0.1:7100"')
+    with pytest.raises(LocalError, match=r"the public key of the source at tcp://10\.0\.0\.1:7100"):
+        read_sources(path)
+    assert read_sources(path, insecure=True) == {("prefill", 0): Seed("tcp://10.0.0.1:7100")}
+
+
+def test_the_log_names_the_client_that_keeps_a_source_busy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once in a while, and only one that takes most of the time."""
+    load = Load(allowed(tmp_path / "allow.toml"))
+    times = [n / 100 for n in range(1000, 3000)]
+    for now in times:
+        load.add(b"fair", now, now + 0.004)
+    assert not caplog.records
+    for now in times:
+        load.add(KEY.encode(), now + 30, now + 30.008)
+        load.add(b"fair", now + 30.008, now + 30.009)
+    said = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(said) <= 2
+    assert said[0].startswith(f"client canary, decode (key {KEY}) keeps this source busy: 1")
+    assert "79% of" in said[0]
+
+
 def test_sources_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(f"""
@@ -191,7 +249,9 @@ def test_sources_of_a_file(tmp_path: Path) -> None:
         ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nkey = ""', "source[0].key"),
         ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nreplica = -1', "source[0].replica"),
         ('[[source]]\nengine = "p"\naddress = "tcp://a:1"\nport = 1', "source[0]"),
-        (2 * '[[source]]\nengine = "p"\naddress = "tcp://a:1"\n', "source[1]"),
+        ('[[source]]\nengine = "p"\naddress = "tcp://a:1"', "source[0].key"),
+        ('[source]\nengine = "p"\naddress = "ipc:///a/b"', ""),
+        (2 * '[[source]]\nengine = "p"\naddress = "ipc:///a/b"\n', "source[1]"),
     ],
 )
 def test_sources_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:

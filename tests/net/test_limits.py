@@ -111,8 +111,8 @@ def test_a_handshake_that_does_not_end(monkeypatch: pytest.MonkeyPatch, dialer: 
     listener.close()
 
 
-def test_too_many_connections(listener: Listener, dialer: Dialer) -> None:
-    """KVP-NET-CONNECTIONS: those that are there go on, and others come in once there is room."""
+def test_too_many_connections(listener: Listener, dialer: Dialer, caplog: pytest.LogCaptureFixture) -> None:
+    """KVP-NET-CONNECTIONS: those that are there go on, and others come in once there is room; the log says so."""
     heard(dialer, listener)
     counted = listener._connections
     counted.most = 8
@@ -126,6 +126,9 @@ def test_too_many_connections(listener: Listener, dialer: Dialer) -> None:
         each.close()
     until(lambda: b"later" in [frame for _, frame in listener.receive()], listener)
     assert not counted.full
+    full, room = (record.getMessage() for record in caplog.records)
+    assert full == "full: 9 connections, and new ones wait until some end"
+    assert "new ones are taken again" in room
     later.close()
 
 
@@ -168,8 +171,10 @@ def keyed(tmp_path: Path) -> Iterator[tuple[Listener, KeyPair, list[KeyPair]]]:
     listener.close()
 
 
-def test_too_many_connections_of_one_client(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:
-    """KVP-NET-CLIENT: what comes beyond its bound is closed, what it has goes on, and others come in."""
+def test_too_many_connections_of_one_client(
+    keyed: tuple[Listener, KeyPair, list[KeyPair]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """KVP-NET-CLIENT: what comes beyond its bound is closed, what it has goes on, others come in; the log names it."""
     listener, server, (one, two) = keyed
     dialers = [Dialer(keys=one) for _ in range(3)]
     for n, each in enumerate(dialers):
@@ -186,6 +191,7 @@ def test_too_many_connections_of_one_client(keyed: tuple[Listener, KeyPair, list
     other.send((0, listener.address), b"other", server.public)
     until(lambda: found.update(f for _, f in listener.receive()) or b"other" in found, listener)
     assert found == {b"second 0", b"second 1", b"other"}
+    assert f"client e (key {one.public.decode()}) has 2 connections" in caplog.text
     for each in (*dialers, other):
         each.close()
 

@@ -13,6 +13,7 @@ import zmq
 
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, direct, private_address
+from kvproto.wire.enums import ErrorCode
 
 
 @pytest.fixture
@@ -155,6 +156,28 @@ def test_tcp_without_keys_when_insecure_is_said(address: str) -> None:
 def test_insecure_makes_no_address_of_what_is_none(address: str) -> None:
     with pytest.raises(LocalError):
         Listener(address, insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("ipc://@kv-0-0", "every user of this host may connect to an abstract socket: name a file"),
+        (f"ipc:///{'x' * 200}", "at most 107 bytes"),
+        ("tcp://no-such-host.invalid:7100", "an address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_with_its_reason(address: str, says: str) -> None:
+    with pytest.raises(LocalError, match=says) as caught:
+        Listener(address, insecure=True)
+    assert caught.value.code == ErrorCode.OUT_OF_RANGE
+
+
+@pytest.mark.parametrize("address", ["tcp://*:7100", "tcp://-x:7100"])
+def test_a_host_that_cannot_be_dialled_is_the_user_s_error(address: str) -> None:
+    with pytest.raises(LocalError, match="a host whose name is known here") as caught:
+        Dialer(insecure=True).send((0, address), b"hello")
+    assert caught.value.code == ErrorCode.OUT_OF_RANGE
+    assert address in caught.value.yours
 
 
 def test_directory_that_others_may_enter(folder: Path) -> None:

@@ -77,6 +77,20 @@ def test_top_shows_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sink[:7] == ["decode/0", "0", "sink", "1", "0", "0", "3"]
 
 
+def test_an_engine_that_drains_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KVP-SES-DRAINING: in `top` as long as it lasts, in `tail` and the log when it begins."""
+    with followed(tmp_path) as (both, path):
+        tail = Command("tail", path)
+        until_followed(both)
+        both.sink.drain()
+        top = Command("top", "--once", path)
+        both.until(lambda: not top.is_alive())
+    assert (tail.ended(), top.ended()) == (0, 0)
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["decode/0", "(drains)", "0", "sink"] in [line[:4] for line in words]
+    assert ["INFO", "decode/0/0", "sink", "draining"] in [line[1:] for line in words]
+
+
 def test_what_tail_has_kept_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with followed(tmp_path) as (both, path):
         tail = Command("tail", "--json", path)
