@@ -20,7 +20,7 @@ from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import register
 from kvproto.node.told import Received, TransferLost, TransferProven
 from kvproto.planning.axes import TOKENS, axis_of
-from kvproto.session import Party, Registration, SinkEndpoint
+from kvproto.session import Exposed, Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.session.push import Unpacker
 from kvproto.transport.base import StreamDelivery, Transport
@@ -68,9 +68,8 @@ class SourceLink:
         """
         self._here, self.key, self.seed, self.server = here, key, seed, server
         columns = tuple(here.pool.layout.columns.values())
-        regions = tuple(attrs.evolve(m.region, id=id) for id, m in here.pool.memories.items())
         self.endpoint = SinkEndpoint(
-            here.party, here.pool.layout.geometry, regions, columns, here.features, seed, self._registration,
+            here.party, here.pool.layout.geometry, Exposed(1, columns, self._registration), here.features, seed,
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip

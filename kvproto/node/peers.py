@@ -14,7 +14,6 @@ from kvproto.node.registrar import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.events import RegisterAsked
 from kvproto.session.source import SourceSession
-from kvproto.session.table import SessionState
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Feature
@@ -23,7 +22,7 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """Mappings by session."""
+    """Mappings by session and epoch."""
 
     def __init__(
         self, endpoint: SourceEndpoint, pool: RankPool, transports: Sequence[Transport],
@@ -31,26 +30,23 @@ class Peers:
     ) -> None:  # fmt: skip
         """`defer` works out how a pair's rows lie, which takes long where they lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
-        self._mapped: dict[int, PeerMapping] = {}
+        self._mapped: dict[tuple[int, int], PeerMapping] = {}
 
     def __len__(self) -> int:
         return len(self._mapped)
 
-    def get(self, number: int) -> PeerMapping | None:
-        """The memory of a session's sink; None: it is not mapped, or not any more."""
-        return self._mapped.get(number)
+    def get(self, number: int, epoch: int) -> PeerMapping | None:
+        """An epoch of a session's sink; None: it is not mapped, or not any more."""
+        return self._mapped.get((number, epoch))
 
-    def _registering(self, number: int) -> SourceSession | None:
+    def _registering(self, event: RegisterAsked) -> SourceSession | None:
         """The session, unless it has ended meanwhile."""
-        session = self._endpoint.sessions.get(number)
-        return session if session is not None and session.state == SessionState.REGISTERING else None
+        session = self._endpoint.sessions.get(event.session)
+        return session if session is not None and session.open else None
 
     def map(self, event: RegisterAsked) -> None:
         """Map a sink's memory by the first of its transports that works here, or let it read ours."""
-        session = self._registering(event.session)
-        if session is None:
-            return
-        described, columns = session.described, {c.group: c for c in event.register.columns}
+        described, columns = event.described, {c.group: c for c in event.register.columns}
         sink = RankLayout(described.sink, described.ranks[1], columns)
 
         def pair() -> Pair:
@@ -61,7 +57,7 @@ class Peers:
         self._defer(pair, partial(self._reach, event))
 
     def _reach(self, event: RegisterAsked, pair: Pair | KvprotoError) -> None:
-        session = self._registering(event.session)
+        session = self._registering(event)
         if session is None:
             return
         try:
@@ -75,7 +71,7 @@ class Peers:
         except KvprotoError as error:
             session.refuse_register(error)
             return
-        self._mapped[event.session] = peer
+        self._mapped[event.session, event.register.epoch] = peer
         capabilities = peer.transport.capabilities
         process = self._endpoint.process if capabilities.death_is_proof else None
         session.accept_register(capabilities.code, peer.connection.link, process)
@@ -85,16 +81,16 @@ class Peers:
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
         made, _ = register((transport,), self._pool.memories, pair.nothing, pair.nothing.runs)
         session.accept_register(transport.capabilities.code)
-        session.expose(made.regions, tuple(self._pool.layout.columns.values()), time.monotonic())
-        self._mapped[event.session] = PeerMapping(event, transport, pair, reads=True)
+        session.expose(1, self._pool, made.regions, tuple(self._pool.layout.columns.values()), time.monotonic())
+        self._mapped[event.session, event.register.epoch] = PeerMapping(event, transport, pair, reads=True)
 
-    def unmap(self, used: Iterable[int]) -> None:
-        """Let go of the memory of sessions that are over, but for those that copies use."""
+    def unmap(self, used: Iterable[tuple[int, int]]) -> None:
+        """Let go of the memory of sessions that are over, but for that which copies use."""
         sessions = self._endpoint.sessions
-        gone = [n for n in self._mapped if n not in sessions or not sessions[n].open]
+        gone = [key for key in self._mapped if key[0] not in sessions or not sessions[key[0]].open]
         if gone:
-            for number in set(gone).difference(used):
-                self._mapped.pop(number).close()
+            for key in set(gone).difference(used):
+                self._mapped.pop(key).close()
 
     def close(self) -> None:
         """Let go of all; no copy may be under way."""

@@ -74,6 +74,11 @@ class PeerMapping:
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Its session and epoch."""
+        return self.asked.session, self.asked.register.epoch
+
+    @property
     def packed(self) -> bool:
         """Whether bytes are packed, as its pages cannot be written directly."""
         return self.connection.link is not None

@@ -161,7 +161,7 @@ class SourceNode:
             moved = self._complete(told)
             for key in [key for key in self._over if not self.reads(key)]:
                 told += self._release(self._over.pop(key))
-            self._peers.unmap(number for some in self._attempts.values() for number, _, _ in some)
+            self._peers.unmap(a.peer.key for some in self._attempts.values() for a in some.values())
             self._flush()
             if not moved and not events:
                 return told
@@ -220,7 +220,8 @@ class SourceNode:
     def _join(self, asked: TransferRequested) -> None:
         """A sink rank asks for a request."""
         key = (asked.session, asked.transfer.sequence, asked.transfer.attempt)
-        peer, attempts = self._peers.get(asked.session), self._attempts.get(asked.key, {})
+        peer = self._peers.get(asked.session, asked.transfer.epoch)
+        attempts = self._attempts.get(asked.key, {})
         if peer is not None and key not in attempts:  # its session may be over already
             attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
             self._attempts[asked.key] = attempts

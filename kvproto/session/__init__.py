@@ -4,9 +4,10 @@
 holds all sessions of one rank.
 """
 
+from kvproto.session.exposing import Exposed
 from kvproto.session.phases import Party, new_incarnation
 from kvproto.session.sink_endpoint import SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
 from kvproto.session.stream import Registration
 
-__all__ = ["Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]
+__all__ = ["Exposed", "Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

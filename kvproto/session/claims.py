@@ -25,10 +25,11 @@ from kvproto.session.events import Changed, Expired, Released, TransferRequested
 from kvproto.session.intent import SourceIntent
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
+from kvproto.session.records import SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
-from kvproto.session.transfers import SourceAttempt, SourceTransfers
+from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, RequestState
 
@@ -262,7 +263,7 @@ class Claims(Endpoint):
             if not claim.finished or claim.waiting:
                 continue
             users = sorted(claim.users.values(), key=lambda user: user.attempt.lost is None)
-            plan = users[0].session.described.plan
+            plan = users[0].attempt.described.plan
             said = {user.session.peer.rank: user.attempt.lost for user in users}  # a rank may have come again
             if said.keys() >= set(plan.served(self.me.rank)):
                 self._release(claim, now)
@@ -339,7 +340,7 @@ def _check_windows(claim: _Claim, user: _User) -> None:
 
 def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
     """Raise BAD_GRANT where a window ends beyond its axis (KVP-GRANT-PROMPT)."""
-    groups = {g.id: g for g in user.session.described.sink.groups}
+    groups = {g.id: g for g in user.attempt.described.sink.groups}
     for i, grant in enumerate(user.transfer.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
         if end > length_of(group, tokens, axes) and kind_of(group).has_memory:
@@ -353,7 +354,7 @@ def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
 
 def _check_held(claim: _Claim, user: _User) -> None:
     if claim.since:
-        described = user.session.described
+        described = user.attempt.described
         groups = {g.id: g for g in described.sink.groups}
         check_held(held_from(described.routes, groups, claim.since), user.transfer.grants)
 

@@ -200,10 +200,12 @@ class Session:
             fields |= {"sequence": to.sequence, "attempt": to.attempt}
         self.notice(cls(session=self.session, request=to.request, **fields))
 
-    def refuse(self, request: m.Describe | m.Register, error: KvprotoError) -> None:
-        """Answer by Refused, and tell the engine."""
+    def refuse(
+        self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True
+    ) -> None:  # fmt: skip
+        """Answer by Refused, and tell the engine; `ends`: the session is of no use without what was asked."""
         self.reply(m.Refused, request, **refusal(error))
-        self.tell(SessionRefused(self.name, error, by_us=True))
+        self.tell(SessionRefused(self.name, error, by_us=True) if ends else events.ProtocolError(self.name, error))
 
     def refused(self, message: m.Refused, now: float) -> None:
         """Handler of Refused: the peer has refused Hello, Describe or Register."""

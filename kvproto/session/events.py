@@ -8,13 +8,14 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Plan
+from kvproto.session.phases import Described
 from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
     "Arrived", "Changed", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven",
     "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
-    "TransferRequested", "Unwanted", "Useful",
+    "TransferRequested", "UnmapAsked", "Unwanted", "Useful",
 ]  # fmt: skip
 
 
@@ -41,6 +42,16 @@ class RegisterAsked(Event):
 
     session: int
     register: Register = attrs.field(repr=False)
+    described: Described = attrs.field(repr=False)
+    """What its transfers will be planned by."""
+
+
+@attrs.frozen
+class UnmapAsked(Event):
+    """The peer wants an epoch back and nothing uses it: unmap its memory, then call `unmapped`."""
+
+    session: int
+    epoch: int
 
 
 @attrs.frozen

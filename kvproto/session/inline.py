@@ -14,9 +14,8 @@ import attrs
 from kvproto.errors import RemoteError
 from kvproto.session.core import Session
 from kvproto.session.limits import MAX_CREDIT
-from kvproto.session.push import SinkPush
+from kvproto.session.records import SourceAttempt
 from kvproto.session.stream import SinkStream, SourceStream, StreamPiece, StreamReader, StreamWriter
-from kvproto.session.transfers import SourceAttempt
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
@@ -90,22 +89,21 @@ class Came:
 class SinkInline(SinkStream):
     """The sink's half: it says Credit and hears Data."""
 
-    feature = Feature.INLINE
+    feature, piece = Feature.INLINE, m.Data
 
-    def __init__(self, session: Session, reader: DataReader) -> None:
-        super().__init__(session, reader)
+    def __init__(self, session: Session, epoch: int, reader: DataReader) -> None:
+        super().__init__(session, epoch, reader)
         self._streams = reader
         self._came = Came()
 
     def reconnected(self) -> None:
         self._came = Came()
 
-    def _data(self, message: m.Data, now: float) -> None:
+    def take(self, message: m.Chunk | m.Data) -> None:
+        assert isinstance(message, m.Data)  # `Pieces` has looked
         self._came.count(len(message.data))
         self._check_begins(self._piece_of(message), message)
         self._streams.data(message)
-
-    hears = (*SinkPush.hears, (m.Data, _data))
 
     def credit(self) -> m.Credit | None:
         """What came is unpacked: grant it again, in parts of a quarter of the window at least."""

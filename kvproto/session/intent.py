@@ -16,10 +16,10 @@ from kvproto.copying.spans import added, bare, extended, granted_to, is_whole, n
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Part, Session
+from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.refusals import refusal
-from kvproto.session.registering import Holder
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
+from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, RequestState
 
@@ -57,12 +57,13 @@ class SourceIntent(Part):
         """Whether items that are of use are not granted."""
         if attempt.whole or attempt.useful is None or attempt.transfer is None:
             return not attempt.whole
-        end = granted_to(self._side(), attempt.granted, attempt.transfer.grants)
+        end = granted_to(self._side(attempt), attempt.granted, attempt.transfer.grants)
         return end is not None and end < attempt.useful
 
-    def _side(self) -> RankLayout:
-        described, epoch = self._session.described, self._session.part(Holder).epoch
-        return RankLayout(described.sink, described.ranks[1], epoch.columns if epoch is not None else {})
+    @staticmethod
+    def _side(attempt: SourceAttempt) -> RankLayout:
+        described, columns = attempt.described, attempt.epoch.columns if attempt.epoch is not None else {}
+        return RankLayout(described.sink, described.ranks[1], columns)
 
     def _grant(self, message: m.Grant, now: float) -> None:
         session, attempt = self._session, self._session.part(SourceTransfers).find(message)
@@ -90,14 +91,14 @@ class SourceIntent(Part):
                     session.reply(m.Failed, message, **refusal(error))
                 return
             attempt.granted, attempt.grant = granted, message.request
-            attempt.whole = is_whole(self._side(), granted, attempt.transfer.grants)
+            attempt.whole = is_whole(self._side(attempt), granted, attempt.transfer.grants)
             session.move(attempt, "Accepted")
             self._granted(attempt)
         session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check(self, attempt: SourceAttempt, transfer: m.Transfer, message: m.Grant) -> tuple[m.Grants, ...]:
         """What is granted from now on; raises by the first check that fails (KVP-INT-CHECKS)."""
-        session, side, spans = self._session, self._side(), Feature.SPANS in self._session.features
+        side, spans = self._side(attempt), Feature.SPANS in self._session.features
         if attempt.whole:
             mine, yours = "an attempt whose items are all granted", "more of them"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "grant each item once")
@@ -105,8 +106,7 @@ class SourceIntent(Part):
             mine = "a request whose prefill is not over, without SPANS"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Grant", "wait for Progress READY")
         granted = extended(side, attempt.granted, transfer.grants, message.grants, spans)
-        described, epoch = session.described, session.part(Holder).epoch
-        overlaps = epoch.overlaps if epoch is not None else None
+        described, overlaps = attempt.described, attempt.epoch.overlaps if attempt.epoch is not None else None
         check_grants(
             described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps, asked=transfer.grants
         )
@@ -120,8 +120,9 @@ class SinkIntent(Part):
 
     def take(self, attempt: SinkAttempt) -> None:
         """Note what an attempt lacks when its Transfer is composed."""
-        if bare(self._side(), attempt.asks):
-            attempt.granted, attempt.whole = nothing(self._side(), attempt.asks), False
+        side = self._side(attempt)
+        if bare(side, attempt.asks):
+            attempt.granted, attempt.whole = nothing(side, attempt.asks), False
 
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
@@ -131,16 +132,16 @@ class SinkIntent(Part):
         `begin` is called once all are named. Where bytes are `packed`, the source has no use for some of them.
         """
         named = tuple(grants[g.group] for g in attempt.asks)
-        if not attempt.whole and not attempt.begun and is_whole(self._side(), named, attempt.asks):
+        if not attempt.whole and not attempt.begun and is_whole(self._side(attempt), named, attempt.asks):
             attempt.begun = True
             begin()
         if attempt.begun or not packed:
             attempt.named = named
             self._next(attempt, now)
 
-    def _side(self) -> RankLayout:
-        described = self._session.described
-        return RankLayout(described.sink, described.ranks[1], {})
+    @staticmethod
+    def _side(attempt: SinkAttempt) -> RankLayout:
+        return RankLayout(attempt.described.sink, attempt.described.ranks[1], {})
 
     def _next(self, attempt: SinkAttempt, now: float) -> None:
         """Send a Grant, if there is something to say and it may be said (KVP-SPN-TURN)."""

@@ -20,3 +20,5 @@ PING_SILENCE = 5.0
 """Time without a frame from the peer after which a side sends Ping; twice of it makes the peer suspect. In seconds."""
 MAX_CREDIT = 4194304
 """Bytes of Data that a Credit may allow beyond those that were sent."""
+MAX_EPOCHS = 8
+"""Epochs of one side's memory that a session holds at once."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import attrs
 
@@ -11,9 +13,9 @@ from kvproto.errors import PlanError, RemoteError, WireError
 from kvproto.planning.geometry import Geometry, decode_geometry, digest, encode_geometry
 from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Described", "Epoch", "Party", "Stated", "check_digest", "new_incarnation"]
+__all__ = ["Described", "Epoch", "Owned", "Party", "Stated", "check_digest", "new_incarnation"]
 
 _RANDOM_BITS = 20
 _VERSION = 1
@@ -131,12 +133,45 @@ class Described:
         return self.plan.required(self.ranks[1])
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Epoch:
-    """Memory that one side has registered and the other has mapped."""
+    """Memory that the peer has registered and this side has mapped."""
 
     number: int
+    described: Described
+    """What its transfers are planned by."""
     columns: dict[int, m.Columns]
     """By group id of the owner."""
     overlaps: Overlaps
     """Which of the columns share bytes."""
+    answer: m.Registered
+    stream: Any = None
+    """Where bytes are packed, at a source."""
+    back: m.Unregister | None = None
+    """Asks for it back."""
+    unmapping: bool = False
+    proof: Proof = Proof.PROVEN
+    """Whether nothing touches it once it is unmapped."""
+
+
+@attrs.define(eq=False)
+class Owned:
+    """An epoch of this side's own memory that the peer may hold."""
+
+    number: int
+    described: Described
+    request: int
+    """Of the Register."""
+    take: Callable[[Owned, m.Registered], Any] | None
+    """Makes the delivery, by what the holder has mapped; raises RemoteError."""
+    memory: object
+    """What was registered, as the caller knows it."""
+    delivery: Any = None
+    """How bytes reach it, at a sink."""
+    mapped: bool = False
+    back: bool | None = None
+    """Whether it is asked back at once; None: not asked back."""
+    asking: int = 0
+    """Request id of the Unregister."""
+    unprovable: bool = False
+    """Whether the peer cannot say that it touches it no more."""

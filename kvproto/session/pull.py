@@ -12,10 +12,12 @@ from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.events import Fetched
 from kvproto.session.leases import Lease, Loan
+from kvproto.session.phases import Epoch
 from kvproto.session.push import Delivery, check_begins, check_outcome
-from kvproto.session.registering import EPOCH, Holder, registered
+from kvproto.session.records import SinkAttempt, SourceAttempt
+from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
-from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
+from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Outcome
 
@@ -25,17 +27,26 @@ __all__ = ["SinkPull", "SourcePull"]
 class SourcePull(Part):
     """The source's half: it registers its memory, and offers items in place of writing."""
 
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._owner = Owner(session, Access.READ)
+        session.install(self._owner)
+
     def offer(
         self, attempt: SourceAttempt, now: float, end: float, latest: float, grants: tuple[m.Grants, ...],
         outcome: Outcome, handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
         begins: tuple[m.Begin, ...],
     ) -> None:  # fmt: skip
         """The sink may read these items until `end`; Renew prolongs that up to `latest` (KVP-PUL-OFFER)."""
-        session = self._session
+        session, owned = self._session, self._owner.newest  # its Registered may be on its way behind the Transfer
+        if owned is None or owned.back is not None:
+            error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "memory that is registered", "none", "make a new ticket")
+            session.part(SourceTransfers).fail(attempt, error, now)
+            return
         session.move(attempt, "Offer")
         request = session.request(
             m.Offer, now, patience=max(limits.PATIENCE, latest - now), **attempt.ids, writer=session.me.rank,
-            epoch=EPOCH, grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff,
+            epoch=owned.number, grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff,
             checksums=checksums, begins=begins or None,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
@@ -76,13 +87,7 @@ class SourcePull(Part):
             loan.end, loan.renewed = max(loan.end, now + lease / 1000), (message.request, lease)
         self._session.reply(m.Renewed, message, lease=loan.renewed[1])
 
-    def _registered(self, message: m.Registered, now: float) -> None:
-        registered(self._session, message)
-
-    def _refused(self, message: m.Refused, now: float) -> None:
-        self._session.refused(message, now)
-
-    hears = ((m.Registered, _registered), (m.Refused, _refused), (m.Pulled, _pulled), (m.Renew, _renew))
+    hears = ((m.Pulled, _pulled), (m.Renew, _renew))
 
 
 class SinkPull(Delivery):
@@ -93,14 +98,14 @@ class SinkPull(Delivery):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._holder = Holder(session, Access.READ)
+        self._holder = Holder(session, Access.READ, self._reads, self._end_epoch)
         session.install(self._holder)
         self._read: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Bytes read of as many attempts as a source may still ask about again."""
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
-        return self._holder.epoch is not None
+        return bool(self._holder.open)
 
     def _offer(self, message: m.Offer, now: float) -> None:
         session, transfers = self._session, self._session.part(SinkTransfers)
@@ -121,12 +126,12 @@ class SinkPull(Delivery):
 
     def _check(self, attempt: SinkAttempt, message: m.Offer) -> None:
         """Raise what speaks against an Offer: it is checked like a Transfer, before anything is read."""
-        described, epoch = self._session.described, self._holder.epoch
+        described, epoch = attempt.described, self._holder.epochs.get(message.epoch)
         check_outcome(described, self._session.features, message)
         check_begins(attempt, message.begins)
-        if epoch is None or message.epoch != epoch.number:
-            mine = str(epoch.number) if epoch is not None else "none"
-            raise RemoteError(ErrorCode.BAD_GRANT, "epoch", mine, str(message.epoch), "name the registered epoch")
+        if epoch is None or epoch.back is not None:
+            mine = " or ".join(map(str, self._holder.open)) or "none"
+            raise RemoteError(ErrorCode.BAD_GRANT, "epoch", mine, str(message.epoch), "name a registered epoch")
         check_grants(
             described.source, described.ranks[0], epoch.columns, described.drawn, message.grants, written=False
         )
@@ -142,7 +147,7 @@ class SinkPull(Delivery):
         session.reply(m.Pulled, offer, bytes=count)
         attempt.done = m.Done(
             session=session.session, request=offer.request, **attempt.ids, writer=offer.writer,
-            groups=np.array(session.described.groups, np.uint32), bytes=count, outcome=offer.outcome,
+            groups=np.array(attempt.described.groups, np.uint32), bytes=count, outcome=offer.outcome,
             handoff=offer.handoff, checksums=offer.checksums, begins=offer.begins,
         )  # fmt: skip
         session.move(attempt, "Pulled")
@@ -191,5 +196,19 @@ class SinkPull(Delivery):
 
     def free(self, attempt: SinkAttempt) -> bool:
         return not attempt.stray
+
+    def _of(self, epoch: Epoch) -> list[SinkAttempt]:
+        """Attempts that were offered items of an epoch of the source."""
+        attempts: list[SinkAttempt] = list(self._session.attempts.values())
+        return [each for each in attempts if each.lease is not None and each.lease.offer.epoch == epoch.number]
+
+    def _reads(self, epoch: Epoch) -> bool:
+        return bool(self._of(epoch))
+
+    def _end_epoch(self, epoch: Epoch, now: float) -> None:
+        """Stop reading an epoch that is asked back at once (KVP-EPO-MOVED)."""
+        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "to be read", "asked back", "make a new ticket")
+        for attempt in self._of(epoch):
+            self._session.part(SinkTransfers).lose(attempt, error)
 
     hears = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))

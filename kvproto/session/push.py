@@ -11,12 +11,22 @@ from kvproto.errors import RemoteError
 from kvproto.planning.kinds import kind_of
 from kvproto.session.core import Hears, Part, Session
 from kvproto.session.phases import Described
+from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt, SourceTransfers
+from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 
-__all__ = ["Delivery", "SinkPush", "SourcePush", "Unpacker", "check_begins", "check_outcome", "check_whole"]
+__all__ = [
+    "Deliveries",
+    "Delivery",
+    "SinkPush",
+    "SourcePush",
+    "Unpacker",
+    "check_begins",
+    "check_outcome",
+    "check_whole",
+]
 
 Unpacker = Callable[[Mapping[int, int]], Any]
 """Makes what unpacks a stream, from where its late windows begin, by group id."""
@@ -33,14 +43,14 @@ class SourcePush(Part):
         session = self._session
         session.move(attempt, "Done")
         session.request(
-            m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(session.described.groups, np.uint32),
+            m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(attempt.described.groups, np.uint32),
             bytes=written, outcome=outcome, handoff=handoff, checksums=checksums, begins=begins or None,
             on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
         )  # fmt: skip
 
 
 class Delivery(Part):
-    """Base of SinkPush, SinkStaged and SinkPull: what the endpoint asks of any of them."""
+    """Base of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint asks of any of them."""
 
     polled = False
     """Whether copies of this side may have ended without a word."""
@@ -70,26 +80,16 @@ class Delivery(Part):
         """Send what has become due since the last frame."""
 
 
-class SinkPush(Delivery):
-    """The sink's half."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.prover = session.session
-        self.dead = False
-        """Whether the writer has ended."""
-
-    def registered(self, message: m.Registered, proving: Collection[int]) -> None:
-        """The source has mapped this side's memory; by the transports `proving` its death is proof."""
-        self.process = message.process if message.transport in proving else None
+class Deliveries(Part):
+    """The sink's half: Done, whatever epoch it is of."""
 
     def _done(self, message: m.Done, now: float) -> None:
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             check_whole(attempt)
-            check_outcome(self._session.described, self._session.features, message)
-            self._begin_at(attempt, check_begins(attempt, message.begins))
+            check_outcome(attempt.described, self._session.features, message)
+            attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
             transfers.heard(attempt)
             transfers.settled(attempt)
             attempt.done = message
@@ -97,10 +97,27 @@ class SinkPush(Delivery):
             self._session.move(attempt, "DoneAck")
         self._session.reply(m.DoneAck, message)
 
-    def _begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
-        """Done says where late windows begin."""
-
     hears: Hears = ((m.Done, _done),)
+
+
+class SinkPush(Delivery):
+    """How bytes reach one epoch of the sink's memory: the source writes it."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.prover = session.session
+        self.transport = 0
+        """That the source took."""
+        self.dead = False
+        """Whether the writer has ended."""
+
+    def registered(self, message: m.Registered, proving: Collection[int]) -> None:
+        """The source has mapped this side's memory; by the transports `proving` its death is proof."""
+        self.transport = int(message.transport)
+        self.process = message.process if message.transport in proving else None
+
+    def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+        """Done says where late windows begin."""
 
     def free(self, attempt: SinkAttempt) -> bool:
         return self.dead or attempt.done is not None or attempt.proof == Proof.PROVEN

@@ -9,6 +9,7 @@ import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.leases import Lease, Loan
+from kvproto.session.phases import Described, Epoch, Owned
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
@@ -53,6 +54,8 @@ class SourceAttempt(Attempt):
 
     transfer: m.Transfer | None = None
     """None: it was aborted before its Transfer came."""
+    epoch: Epoch | None = None
+    """Of the sink's memory; None: its Transfer was refused, or has not come."""
     granted: tuple[m.Grants, ...] = ()
     """What may be written of what the Transfer asks for."""
     whole: bool = True
@@ -81,6 +84,12 @@ class SourceAttempt(Attempt):
     """When Progress is said again."""
 
     @property
+    def described(self) -> Described:
+        """What it is planned by, once its Transfer was found legal."""
+        assert self.epoch is not None
+        return self.epoch.described
+
+    @property
     def over(self) -> bool:
         return self.state == TransferState.ENDED and not self.copying
 
@@ -98,6 +107,8 @@ class SourceAttempt(Attempt):
 class SinkAttempt(Attempt):
     """An attempt at the sink: the part of one source rank in a transfer."""
 
+    owned: Owned = attrs.field(kw_only=True)
+    """The epoch of its items."""
     transfer: int = 0
     """The transfer's number at the endpoint."""
     asked: float = 0.0
@@ -140,6 +151,16 @@ class SinkAttempt(Attempt):
         return self.state == TransferState.ENDED and self.settled
 
     @property
+    def described(self) -> Described:
+        """What it is planned by."""
+        return self.owned.described
+
+    @property
+    def delivery(self) -> Any:
+        """How its bytes reach this side."""
+        return self.owned.delivery
+
+    @property
     def reading(self) -> bool:
         """Whether a copy of what was offered is under way."""
         return self.lease is not None and self.lease.reading
@@ -156,6 +177,8 @@ class Want:
     """A transfer at the sink: one attempt in the session of each required rank."""
 
     number: int
+    into: object
+    """The pool of its items."""
     parts: dict[int, SinkAttempt]
     started: float
     error: KvprotoError | None = None

@@ -1,111 +1,299 @@
-"""Register and Registered, whoever owns the memory (spec/v1/registration.md).
+"""Register and Unregister, whoever owns the memory (spec/v1/registration.md).
 
-The owner registers its memory; the holder maps it, and so may write it (push) or read it (pull).
+The owner registers its memory; the holder maps it, and so may write it (push) or read it (pull). Each Register opens an
+epoch, and Unregister asks one back: the holder takes no new transfer of it, waits for those that are under way, unmaps,
+and only then answers. Epochs beside the first need the feature EPOCHS.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import zip_longest
+from typing import Any
+
+import attrs
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Part, Session
-from kvproto.session.events import RegisterAsked
-from kvproto.session.phases import Described, Epoch
+from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
+from kvproto.session.limits import MAX_EPOCHS
+from kvproto.session.phases import Described, Epoch, Owned
+from kvproto.session.refusals import refused
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Access, ErrorCode, Transport
+from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
 
-__all__ = ["EPOCH", "Holder", "register", "registered"]
-
-EPOCH = 1
-"""Of all memory that this package registers: without the feature EPOCHS there is no other."""
+__all__ = ["Holder", "Owner"]
 
 
-def register(
-    session: Session, access: Access, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
-) -> None:  # fmt: skip
-    """Grant the peer access to this rank's memory."""
-    described = session.described
-    session.step("Register")
-    session.request(
-        m.Register, now, source=described.of_source.digest, sink=described.of_sink.digest, epoch=EPOCH, access=access,
-        regions=regions, columns=columns, plan=described.plan.digest, routes=described.refs,
-    )  # fmt: skip
+# the owner
 
 
-def registered(session: Session, message: m.Registered, take: Callable[[], None] = lambda: None) -> None:
-    """Go on with what the holder has mapped; give the session up where its routes differ (KVP-REG-CHECK)."""
-    if not session.answered(message.request, m.Register):
-        return
-    session.step("Registered")
-    try:
-        _check_routes(message, session.described)
-        take()
-    except RemoteError as error:
-        session.give_up(error)
-
-
-class Holder(Part):
-    """The side that maps the peer's memory: the engine is asked to, and then Register is answered."""
+class Owner(Part):
+    """The side whose memory it is."""
 
     def __init__(self, session: Session, access: Access) -> None:
         super().__init__(session)
         self._access = access
-        self.epoch: Epoch | None = None
+        self.epochs: dict[int, Owned] = {}
+        """Those that the peer has not proven to have given back."""
+        self.first = self._last = 0
+        """The first epoch that the peer has mapped, and the last that was registered."""
+
+    @property
+    def newest(self) -> Owned | None:
+        """The epoch that was registered last, where it is not given back."""
+        return self.epochs.get(self._last)
+
+    @property
+    def registering(self) -> bool:
+        """Whether a Register is not answered yet, so that there may be no other (KVP-EPO-ONE)."""
+        return any(self._session.asks(each.request) for each in self.epochs.values() if not each.mapped)
+
+    @property
+    def current(self) -> Owned | None:
+        """The newest epoch, where new transfers may use it."""
+        found = self.newest
+        return found if found is not None and found.mapped and found.back is None else None
+
+    def register(
+        self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float,
+        take: Callable[[Owned, m.Registered], Any] | None = None,
+    ) -> Owned:  # fmt: skip
+        """Grant the peer access to this rank's memory, under this number or the next that rises (KVP-EPO-RISE)."""
+        session, described = self._session, self._session.described
+        session.step("Register")
+        number = max(number, self._last + 1)
+        request = session.request(
+            m.Register, now, source=described.of_source.digest, sink=described.of_sink.digest, epoch=number,
+            access=self._access, regions=regions, columns=columns, plan=described.plan.digest, routes=described.refs,
+        )  # fmt: skip
+        self._last = number
+        made = self.epochs[number] = Owned(number, described, request, take, memory)
+        return made
+
+    def unregister(self, owned: Owned, at_once: bool, now: float) -> None:
+        """Ask an epoch back, as soon as the peer has mapped it; `at_once`: its transfers end with POOL_MOVED."""
+        if owned.back is None:
+            owned.back = at_once
+            if owned.mapped:
+                self._ask_back(owned, now)
+
+    def _ask_back(self, owned: Owned, now: float) -> None:
+        self._session.step("Unregister")
+        owned.asking = self._session.request(
+            m.Unregister, now, epoch=owned.number, at_once=owned.back or None,
+            on_error=lambda error, now: self._unproven(owned, error),
+        )  # fmt: skip
+
+    def _unproven(self, owned: Owned, error: RemoteError) -> None:
+        """The peer refuses to give an epoch back: it is kept (KVP-EPO-FREE)."""
+        owned.unprovable = True
+        self._session.tell(ProtocolError(self._session.name, error))
+
+    def reconnected(self) -> None:
+        for owned in self.epochs.values():
+            if owned.delivery is not None:
+                owned.delivery.reconnected()
+
+    def _registered(self, message: m.Registered, now: float) -> None:
+        """Go on with what the holder has mapped; give the session up where its routes differ (KVP-REG-CHECK)."""
+        owned = self._of(message.request, lambda each: each.request)
+        if owned is None:
+            return
+        self._session.step("Registered")
+        try:
+            _check_routes(message, owned.described)
+            if message.epoch != owned.number:
+                mine, yours = str(owned.number), str(message.epoch)
+                raise RemoteError(ErrorCode.FIELD_CONFLICT, "epoch", mine, yours, "answer the epoch of the Register")
+            if owned.take is not None:
+                owned.delivery = owned.take(owned, message)
+        except RemoteError as error:
+            self._session.give_up(error)
+            return
+        owned.mapped, self.first = True, self.first or owned.number
+        if owned.back is not None:
+            self._ask_back(owned, now)
+
+    def _unregistered(self, message: m.Unregistered, now: float) -> None:
+        owned = self._of(message.request, lambda each: each.asking)
+        if owned is not None:
+            self._session.step("Unregistered")
+            owned.unprovable = message.proof != Proof.PROVEN
+            if not owned.unprovable:
+                del self.epochs[owned.number]
+
+    def _refused(self, message: m.Refused, now: float) -> None:
+        asked_back = self._of(message.request, lambda each: each.asking)
+        if asked_back is not None:
+            self._session.step("Refused")
+            self._unproven(asked_back, refused(message, self._session.name))
+            return
+        self.epochs = {n: each for n, each in self.epochs.items() if each.request != message.request}
+        self._session.refused(message, now)
+
+    def _of(self, request: int, number: Callable[[Owned], int]) -> Owned | None:
+        """The epoch that a request under way is about, which is answered by that."""
+        found = next((each for each in self.epochs.values() if number(each) == request), None)
+        return found if found is not None and self._session.answered(request) else None
+
+    hears = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
+
+
+# the holder
+
+
+@attrs.frozen
+class _Asked:
+    """A Register whose memory is being mapped."""
+
+    register: m.Register
+    described: Described
+    overlaps: Overlaps
+
+
+class Holder(Part):
+    """The side that maps the peer's memory: the engine is asked to, and then Register and Unregister are answered."""
+
+    def __init__(
+        self, session: Session, access: Access, busy: Callable[[Epoch], bool], end: Callable[[Epoch, float], None]
+    ) -> None:  # fmt: skip
+        """`busy` says whether a transfer of an epoch is under way; `end` ends all of them with POOL_MOVED."""
+        super().__init__(session)
+        self._access, self._busy, self._end = access, busy, end
+        self.epochs: dict[int, Epoch] = {}
         """What is mapped."""
-        self._asked: tuple[m.Register, Overlaps] | None = None
-        """What is being mapped."""
-        self._answer: m.Registered | None = None
+        self._first = self._last = 0
+        self._asked: _Asked | None = None
+        self._gone: OrderedDict[int, m.Unregistered] = OrderedDict()
+        """What was given back, the latest."""
+
+    @property
+    def registered(self) -> bool:
+        """Whether the peer has ever registered memory here."""
+        return bool(self._first)
+
+    @property
+    def open(self) -> list[int]:
+        """The epochs that new transfers may name."""
+        return [number for number, epoch in self.epochs.items() if epoch.back is None]
+
+    def credited(self, credit: m.Credit) -> Epoch | None:
+        """The epoch that a Credit is of; None: it was given back."""
+        return self.epochs.get(credit.epoch or self._first)
+
+    def reconnected(self) -> None:
+        for epoch in self.epochs.values():
+            if epoch.stream is not None:
+                epoch.stream.reconnected()
 
     def _register(self, message: m.Register, now: float) -> None:
         session, before = self._session, self._session.state
-        if self._asked is not None and self._asked[0].request == message.request:
+        if self._asked is not None and self._asked.register.request == message.request:
             return  # it is being mapped, and answered once
-        if self._answer is not None and self._answer.request == message.request:
-            session.notice(self._answer)
+        answer = next((e.answer for e in self.epochs.values() if e.answer.request == message.request), None)
+        if answer is not None:
+            session.notice(answer)
             return
         if self._access == Access.READ and before == SessionState.REGISTERING:
             return  # it has overtaken the Registered of this side, and comes again
+        if (self._first or self._asked is not None) and not self._may_follow(message):
+            return
         try:
-            if self._answer is not None or self._asked is not None:
-                mine = "one Register, without the feature EPOCHS"
-                raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "epoch", mine, str(message.epoch), "open a new session")
             session.step("Register")
             overlaps = _check(message, self._access, session.described)
         except KvprotoError as error:
             session.state = before
             session.refuse(message, error)
             return
-        self._asked = message, overlaps
-        session.tell(RegisterAsked(session.session, message))
+        self._last = message.epoch
+        self._asked = _Asked(message, session.described, overlaps)
+        session.tell(RegisterAsked(session.session, message, session.described))
 
-    def accept(self, transport: Transport, process: m.Process | None) -> bool:
-        """The peer's memory is mapped: whether the peer still wants that."""
+    def _may_follow(self, message: m.Register) -> bool:
+        """Whether a Register is legal beside the epochs that were opened; refuses it if not."""
+        name, advice = "epoch", "ask for an earlier one back first"
+        error = None
+        if Feature.EPOCHS not in self._session.features:
+            mine, advice = "one Register, without the feature EPOCHS", "open a new session"
+            error = RemoteError(ErrorCode.UNEXPECTED_MESSAGE, name, mine, str(message.epoch), advice)
+        elif message.epoch <= self._last:
+            mine, advice = f"above {self._last}", "raise it with every Register"
+            error = RemoteError(ErrorCode.OUT_OF_RANGE, name, mine, str(message.epoch), advice)
+        elif self._asked is not None:
+            mine, advice = f"epoch {self._asked.register.epoch} is being mapped", "wait for its Registered"
+            error = RemoteError(ErrorCode.BUSY, name, mine, str(message.epoch), advice)
+        elif len(self.epochs) >= MAX_EPOCHS:
+            error = RemoteError(ErrorCode.BUSY, name, f"{MAX_EPOCHS} epochs at once", str(message.epoch), advice)
+        if error is not None:
+            self._session.refuse(message, error, ends=False)
+        return error is None
+
+    def accept(self, transport: Transport, process: m.Process | None) -> Epoch | None:
+        """The peer's memory is mapped: the epoch, unless the session has ended meanwhile."""
         asked, self._asked = self._asked, None
         if asked is None or not self._session.open:
-            return False
+            return None
         self._session.step("Registered")
-        register, overlaps = asked
-        self.epoch = Epoch(register.epoch, {c.group: c for c in register.columns}, overlaps)
-        described = self._session.described
-        self._answer = m.Registered(
+        register, described = asked.register, asked.described
+        answer = m.Registered(
             session=self._session.session, request=register.request, epoch=register.epoch, transport=transport,
             routes=described.refs, plan=described.plan.digest, process=process,
         )  # fmt: skip
-        self._session.notice(self._answer)
-        return True
+        columns, self._first = {c.group: c for c in register.columns}, self._first or register.epoch
+        made = self.epochs[register.epoch] = Epoch(register.epoch, described, columns, asked.overlaps, answer)
+        self._session.notice(answer)
+        return made
 
     def refuse(self, error: KvprotoError) -> None:
         """The peer's memory cannot be mapped."""
         asked, self._asked = self._asked, None
         if asked is not None and self._session.open:
             self._session.step("Refused")
-            self._session.refuse(asked[0], error)
+            self._session.refuse(asked.register, error)
 
-    hears = ((m.Register, _register),)
+    def _unregister(self, message: m.Unregister, now: float) -> None:
+        session, epoch, gone = self._session, self.epochs.get(message.epoch), self._gone.get(message.epoch)
+        session.step("Unregister")
+        if gone is not None and gone.request == message.request:
+            session.notice(gone)
+        elif epoch is None or epoch.back is not None:
+            if epoch is None or epoch.back is None or epoch.back.request != message.request:
+                mine = f"one of {self.open}, which are not asked back yet"
+                error = RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, str(message.epoch), "name an epoch once")
+                session.refuse(message, error, ends=False)
+        else:
+            epoch.back = message
+            if message.at_once:
+                self._end(epoch, now)
+            self.look()
+
+    def look(self) -> None:
+        """Have epochs unmapped that are asked back and that no transfer uses any more (KVP-EPO-UNMAP)."""
+        for epoch in self.epochs.values():
+            if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
+                epoch.unmapping = True
+                self._session.tell(UnmapAsked(self._session.session, epoch.number))
+
+    def unmapped(self, number: int) -> None:
+        """The memory of an UnmapAsked is mapped no more."""
+        epoch = self.epochs.pop(number, None)
+        if epoch is None or epoch.back is None or not self._session.open:
+            return
+        answer = m.Unregistered(
+            session=self._session.session, request=epoch.back.request, epoch=number, proof=epoch.proof
+        )
+        self._gone[number] = answer
+        if len(self._gone) > MAX_EPOCHS:
+            self._gone.popitem(last=False)
+        self._session.step("Unregistered")
+        self._session.notice(answer)
+
+    hears = ((m.Register, _register), (m.Unregister, _unregister))
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -14,14 +15,14 @@ from kvproto.session.events import SessionRefused
 from kvproto.session.inline import SinkInline
 from kvproto.session.intent import SinkIntent
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
-from kvproto.session.phases import Party, check_digest
+from kvproto.session.phases import Owned, Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
-from kvproto.session.push import Delivery, SinkPush
+from kvproto.session.push import Deliveries, Delivery, SinkPush
 from kvproto.session.refusals import refused
-from kvproto.session.registering import register, registered
+from kvproto.session.registering import Holder, Owner
 from kvproto.session.staged import SinkStaged
-from kvproto.session.stream import Registration, SinkStream
+from kvproto.session.stream import Pieces, Registration, SinkStream
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
@@ -39,27 +40,41 @@ class SinkSession(Session):
     role = "sink"
 
     def __init__(
-        self, host: Endpoint, conn: Hashable, columns: tuple[m.Columns, ...], offered: tuple[Feature, ...],
-        proving: Collection[int], replica: tuple[str, int] | None = None,
+        self, host: Endpoint, conn: Hashable, offered: tuple[Feature, ...], proving: Collection[int],
+        replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         """`proving`: transports by which the death of the writer is proof; `replica`: who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
         """Where the ranks of the source's replica listen."""
-        self.delivery = Delivery(self)
-        self.streamed_by: int | None = None
-        """The transport by which the source packs, where it does not write the pages itself."""
+        self.owner = Owner(self, Access.WRITE)
         self.revoked: RemoteError | None = None
         """Why the source does not allow this session any more."""
         self._replica = replica
-        self._columns, self._terms, self._proving = columns, Terms(offered), proving
-        self._exposed = Registration(())
+        self._terms, self._proving = Terms(offered), proving
         self._hello = 0
 
     @property
+    def delivery(self) -> Delivery | None:
+        """How bytes reach the memory that was registered last; None: it is not mapped yet, or given back."""
+        newest = self.owner.newest
+        return newest.delivery if newest is not None else None
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """Of all epochs that the source may hold."""
+        return [owned.delivery for owned in self.owner.epochs.values() if owned.delivery is not None]
+
+    @property
+    def streamed_by(self) -> int | None:
+        """The transport by which the source packs, where it does not write the pages itself."""
+        return self.delivery.transport if isinstance(self.delivery, SinkStream) else None
+
+    @property
     def ready(self) -> bool:
-        """Whether transfers may run."""
-        return self.state == SessionState.READY and self.delivery.ready
+        """Whether transfers may run, into the memory that was registered last."""
+        current = self.owner.current
+        return self.state == SessionState.READY and current is not None and current.delivery.ready
 
     @property
     def resuming(self) -> bool:
@@ -115,18 +130,23 @@ class SinkSession(Session):
         self.features, self.limits = tuple(message.features), message.limits
         self.endpoints = {e.rank: e.address for e in message.endpoints}
         self.install(PingPart(self, now))
-        self.install(SinkTransfers(self, lambda attempt: self.delivery.stop(attempt)))
-        if Feature.INTENT in self.features and Feature.PULL not in self.features:
-            self.install(SinkIntent(self))
-        self._deliver_by(SinkPull(self) if Feature.PULL in self.features else SinkPush(self))
+        self.install(SinkTransfers(self))
+        self.install(self.owner)
+        if Feature.PULL in self.features:
+            self.install(SinkPull(self))
+        else:
+            self.install(Deliveries(self))
+            self.install(Pieces(self))
+            if Feature.INTENT in self.features:
+                self.install(SinkIntent(self))
         self.step("Describe")
         self.request(m.Describe, now, **self.host.stated.fields)
 
-    def _refused(self, message: m.Refused, now: float) -> None:
+    def refused(self, message: m.Refused, now: float) -> None:
         if self._peer is not None and self.answered(message.request, m.Hello):
             self.lose(str(refused(message, self.name)))
         else:
-            self.refused(message, now)
+            super().refused(message, now)
 
     def _check_replica(self, message: m.Welcome) -> None:
         """Raise where another engine or replica listens at the address than the one that was to be there."""
@@ -146,10 +166,6 @@ class SinkSession(Session):
             advice = f"an earlier run listens at {self.conn}: end it"
             raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(message.incarnation), advice)
         self.host.runs[place] = message.incarnation
-
-    def _deliver_by(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-        self.install(delivery)
 
     def _description(self, message: m.Description, now: float) -> None:
         if not self.answered(message.request, m.Describe):
@@ -171,36 +187,40 @@ class SinkSession(Session):
         reason = "the session is over: say what is known of its writes"
         self.notice(m.Abort(session=self.session, request=number, sequence=sequence, attempt=1, reason=reason))
 
-    def register(self, exposed: Registration, now: float) -> None:
+    def register(
+        self, number: int, memory: object, columns: tuple[m.Columns, ...], exposed: Registration, now: float
+    ) -> None:  # fmt: skip
         """Grant the source access to this rank's memory; one that is read itself gets no handles."""
         if Feature.PULL in self.features:
             regions = exposed.regions
             exposed = Registration(
                 tuple(attrs.evolve(r, handles=tuple(attrs.evolve(h, data=b"") for h in r.handles)) for r in regions)
             )
-        self._exposed = exposed
-        register(self, Access.WRITE, exposed.regions, self._columns, now)
+        self.owner.register(number, memory, exposed.regions, columns, now, partial(self._take, exposed))
 
-    def _registered(self, message: m.Registered, now: float) -> None:
-        registered(self, message, lambda: self._take(message))
+    def look(self) -> None:
+        """Have memory of the source unmapped that it has asked back, and that is read no more."""
+        if Feature.PULL in self.features:
+            self.part(Holder).look()
 
-    def _take(self, message: m.Registered) -> None:
+    def _take(self, exposed: Registration, owned: Owned, message: m.Registered) -> Delivery:
         """Go on with the transport that the source took."""
-        offered = {h.transport for region in self._exposed.regions for h in region.handles}
+        offered = {h.transport for region in exposed.regions for h in region.handles}
         if message.transport not in offered:
             mine, yours = str(sorted(offered)), str(message.transport)
             raise RemoteError(ErrorCode.NO_TRANSPORT, "transport", mine, yours, "take a transport of the handles")
-        if (reader := self._exposed.readers.get(message.transport)) is not None:
-            stream: SinkStream = _STREAMS[reader.kind](self, reader)
+        if Feature.PULL in self.features:
+            return self.part(SinkPull)
+        made: SinkPush = SinkPush(self)
+        if (reader := exposed.readers.get(message.transport)) is not None:
+            made = stream = _STREAMS[reader.kind](self, owned.number, reader)
             if stream.feature not in self.features:
                 name = stream.feature.name
                 raise RemoteError(
                     ErrorCode.FEATURE_MISSING, "transport", name, "packed bytes without it", f"negotiate {name}"
                 )
-            self.streamed_by = message.transport
-            self._deliver_by(stream)
-        if isinstance(self.delivery, SinkPush):
-            self.delivery.registered(message, self._proving)
+        made.registered(message, self._proving)
+        return made
 
     def _ended(self, message: m.Error, now: float) -> None:
         """Error; one that answers nothing and says NOT_ALLOWED ends the session (KVP-SES-REVOKED)."""
@@ -211,11 +231,13 @@ class SinkSession(Session):
         self.tell(SessionRefused(self.name, self.revoked, by_us=False))
         self.lose(str(self.revoked))
 
+    def _heard_refused(self, message: m.Refused, now: float) -> None:
+        self.refused(message, now)
+
     hears = (
         *Session.hears,
         (m.Error, _ended),
         (m.Welcome, _welcome),
         (m.Description, _description),
-        (m.Registered, _registered),
-        (m.Refused, _refused),
+        (m.Refused, _heard_refused),
     )

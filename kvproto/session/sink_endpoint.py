@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.plan import Plan
 from kvproto.session import events as e
 from kvproto.session import limits
-from kvproto.session.endpoint import Endpoint
+from kvproto.session.exposing import Exposed, Exposing
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
@@ -18,7 +17,6 @@ from kvproto.session.push import SinkPush, Unpacker
 from kvproto.session.records import SinkAttempt, Want
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
-from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
 from kvproto.session.transfers import SinkTransfers
@@ -32,40 +30,25 @@ _OURS = 0
 """Stands for our own copies, which no death of a peer proves; no session has that number."""
 
 
-class SinkEndpoint(Endpoint):
+class SinkEndpoint(Exposing):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
-        self, me: Party, geometry: Geometry, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...],
-        features: tuple[Feature, ...], seed: str, staging: Callable[[int], Registration] | None = None,
+        self, me: Party, geometry: Geometry, exposed: Exposed, features: tuple[Feature, ...], seed: str,
         proving: Collection[int] = (), replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         """`seed`: address of any source rank; the others follow from its Welcome and the plan.
 
-        `replica`: the engine and replica that must answer there; None: any.
-
-        `staging` gives what is registered with one source rank, where that is not `regions`. `proving`: transports by
-        which the end of the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
+        `replica`: the engine and replica that must answer there; None: any. `proving`: transports by which the end of
+        the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
         """
-        super().__init__(me, geometry)
-        self._seed, self._columns, self._features, self._proving = seed, columns, features, proving
-        self._registration = staging or (lambda rank: Registration(regions))
-        self._replica = replica
-        self.plan: Plan | None = None
+        super().__init__(me, geometry, exposed)
+        self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
         self.source: Geometry | None = None
-        self.ready = False
         self.over = False
         """Whether a session has ended, so that only a new endpoint can be ready again."""
-        self.refused: KvprotoError | None = None
-        self.sessions: dict[str, SinkSession] = {}
-        """By address."""
-        self._ranks: dict[int, SinkSession] = {}
-        """Sessions whose plan is known, by source rank."""
-        self._wants: dict[int, Want] = {}
         self._changed: set[int] = set()
         """Transfers that something has happened to."""
-        self._unproven: dict[int, set[tuple[int, int]]] = {}
-        """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
         self._asking: Timer | None = None
         self._told: list[tuple[SinkSession, e.Event]] = []
         """Events of sessions from which no conclusions are drawn yet."""
@@ -77,7 +60,7 @@ class SinkEndpoint(Endpoint):
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self.sessions:
-            session = SinkSession(self, address, self._columns, self._features, self._proving, self._replica)
+            session = SinkSession(self, address, self._features, self._proving, self._replica)
             self.sessions[address] = session
             session.hello(now)
 
@@ -122,13 +105,13 @@ class SinkEndpoint(Endpoint):
 
     def _ask_late(self, now: float) -> None:
         """Abort again what has no proof: a source that was stopped or cut off may be back (KVP-END-LATE)."""
-        parts = sorted({part for missing in self._unproven.values() for part in missing if part[0] != _OURS})
+        parts = sorted({part for _, missing in self._unproven.values() for part in missing if part[0] != _OURS})
         for number, sequence in parts:
             self._numbered(number).abort_late(sequence)
         self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if parts else None
 
     def _prove(self, proven: Collection[tuple[int, int]]) -> None:
-        for transfer, missing in list(self._unproven.items()):
+        for transfer, (_, missing) in list(self._unproven.items()):
             missing.difference_update(proven)
             if not missing:
                 del self._unproven[transfer]
@@ -159,7 +142,7 @@ class SinkEndpoint(Endpoint):
         `grants` by group id; `unpackers` for the streams of the ranks that are `streamed`. Raises LocalError before
         Ready, and BUSY or TOO_LARGE beyond a source's limits; then nothing was asked.
         """
-        if not self.ready or self.plan is None:
+        if not self.ready or self.plan is None or self.exposed is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
         if self.suspect:
             advice = "ask again when it answers"
@@ -173,9 +156,9 @@ class SinkEndpoint(Endpoint):
         for rank, (attempt, request) in made.items():
             session = self._ranks[rank]
             if attempt.whole:
-                session.delivery.begin(attempt, (unpackers or {}).get(rank))
+                attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
-        self._wants[number] = Want(number, {rank: attempt for rank, (attempt, _) in made.items()}, now)
+        self._wants[number] = Want(number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now)
         self._changed.add(number)
         self._after(now)
         return number
@@ -192,7 +175,7 @@ class SinkEndpoint(Endpoint):
         for rank, attempt in want.parts.items() if want is not None and want.error is None else ():
             session = self._ranks[rank]
             if session.has(SinkIntent) and session.open:
-                begin = partial(session.delivery.begin, attempt, (unpackers or {}).get(rank))
+                begin = partial(attempt.delivery.begin, attempt, (unpackers or {}).get(rank))
                 session.part(SinkIntent).grant(attempt, grants, now, begin, packed=session.streamed_by is not None)
         self._after(now)
 
@@ -225,6 +208,11 @@ class SinkEndpoint(Endpoint):
     def refuse_register(self, number: int, error: KvprotoError, now: float) -> None:
         """The memory of a RegisterAsked cannot be mapped."""
         self._numbered(number).part(Holder).refuse(error)
+        self._after(now)
+
+    def unmapped(self, number: int, epoch: int, now: float) -> None:
+        """The memory of an UnmapAsked is mapped no more."""
+        self._numbered(number).part(Holder).unmapped(epoch)
         self._after(now)
 
     def _numbered(self, number: int) -> SinkSession:
@@ -289,31 +277,39 @@ class SinkEndpoint(Endpoint):
 
     def writers(self) -> dict[int, m.Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
-        deliveries = {s.session: s.delivery for s in self.sessions.values()}
-        return {n: d.process for n, d in deliveries.items() if isinstance(d, SinkPush) and d.process and not d.dead}
+        found = {s.session: d for s in self.sessions.values() for d in s.deliveries}
+        return {n: d.process for n, d in found.items() if isinstance(d, SinkPush) and d.process and not d.dead}
 
     def died(self, number: int, now: float) -> None:
         """The writer of this session has ended: nothing of it is awaited, and no write of it can arrive any more."""
         session = self._numbered(number)
-        if isinstance(session.delivery, SinkPush):
-            session.delivery.dead = True
+        for delivery in session.deliveries:
+            if isinstance(delivery, SinkPush):
+                delivery.dead = True
         session.lose("its process has ended")
         self._after(now)
-        self._prove({part for missing in self._unproven.values() for part in missing if part[0] == number})
+        self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
 
     def _after(self, now: float) -> None:
-        while self._told:
-            self._conclude(*self._told.pop(0), now)
-        if self.plan is not None and not self.ready and self._all_ready(self.plan):
+        self._hear_sessions(now)
+        if self.plan is not None and not self.ready and self._all_ready():
             self.ready = True
             self._events.append(e.Ready(self.plan))
-        for session in self.sessions.values():
-            if session.delivery.polled:  # slots are emptied without a word
-                session.delivery.advance()
+        for delivery in [d for session in self.sessions.values() for d in session.deliveries]:
+            if delivery.polled:  # slots are emptied without a word
+                delivery.advance()
                 self._changed.update(self._wants)
         while self._changed:
             if (want := self._wants.get(self._changed.pop())) is not None:
                 self._progress(want, now)
+        for session in self.sessions.values():
+            session.look()
+        self._hear_sessions(now)
+
+    def _hear_sessions(self, now: float) -> None:
+        while self._told or self._register(now):
+            if self._told:
+                self._conclude(*self._told.pop(0), now)
 
     def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)
@@ -336,12 +332,6 @@ class SinkEndpoint(Endpoint):
             )
             return
         self.plan, self.source = described.plan, described.source
-        if rank in described.writers:
-            try:
-                session.register(self._registration(rank), now)
-            except KvprotoError as error:  # no memory can be exposed to this source
-                session.give_up(error)
-                return
         for other in described.writers:
             if other not in session.endpoints:
                 yours = str(sorted(session.endpoints))
@@ -350,10 +340,6 @@ class SinkEndpoint(Endpoint):
                 )
             elif other not in self._ranks and session.endpoints[other] != session.conn:
                 self._greet(session.endpoints[other], now)
-
-    def _all_ready(self, plan: Plan) -> bool:
-        sessions = [self._ranks.get(rank) for rank in plan.required(self.me.rank)]
-        return all(session is not None and session.ready for session in sessions)
 
     def _progress(self, want: Want, now: float) -> None:
         """Tell of offers, fail what cannot succeed any more, and report a transfer that is over."""
@@ -373,11 +359,11 @@ class SinkEndpoint(Endpoint):
         if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
-            if want.error is None and not all(s.delivery.finish(a) for s, a in parts):
+            if want.error is None and not all(a.delivery.finish(a) for _, a in parts):
                 return
         except KvprotoError as error:
             want.error = error
-        if not all(s.delivery.stop(a) for s, a in parts):
+        if not all(a.delivery.stop(a) for _, a in parts):
             return
         del self._wants[want.number]
         self._events.append(self._outcome(want, parts, now))
@@ -389,9 +375,9 @@ class SinkEndpoint(Endpoint):
         if want.error is None:
             done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
             return e.Arrived(want.number, tuple(done), now - want.started)
-        missing = {(s.delivery.prover or _OURS, a.sequence) for s, a in parts if not s.delivery.free(a)}
+        missing = {(a.delivery.prover or _OURS, a.sequence) for _, a in parts if not a.delivery.free(a)}
         if missing:
-            self._unproven[want.number] = missing
+            self._unproven[want.number] = want.into, missing
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)

@@ -15,10 +15,11 @@ from kvproto.session.phases import Party, check_digest
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
-from kvproto.session.registering import Holder, register
+from kvproto.session.records import SourceAttempt
+from kvproto.session.registering import Holder, Owner
 from kvproto.session.staged import SourceStaged
-from kvproto.session.stream import SourceStream, StreamWriter
-from kvproto.session.transfers import SourceAttempt, SourceTransfers
+from kvproto.session.stream import Credits, StreamWriter
+from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, CreditKind, Feature, Transport
 
@@ -44,14 +45,15 @@ class SourceSession(Session):
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         self._describing: int | None = None
         """Request id of a Describe whose plan is being made."""
-        self.stream: SourceStream | None = None
-        """Where bytes are packed."""
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
         self.step("Hello")
         self.step("Welcome")
-        self.install(Holder(self, Access.WRITE))
-        self.install(SourceTransfers(self, partial(seek, self), draining))
+        transfers = SourceTransfers(self, partial(seek, self), draining)
+        self.install(Holder(self, Access.WRITE, transfers.uses, transfers.end_epoch))
+        self.install(transfers)
+        if not {Feature.STAGED, Feature.INLINE}.isdisjoint(features):
+            self.install(Credits(self))
         self.install(PingPart(self, now))
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
         if Feature.INTENT in features and not self.pulls:
@@ -107,15 +109,20 @@ class SourceSession(Session):
         `writer`: where bytes are packed, so that Credit is heard. `process`: the one that writes, where its end is
         proof that no write of it can arrive any more (KVP-REG-PROCESS).
         """
-        accepted = self.part(Holder).accept(transport, process if not self.pulls else None)
-        if accepted and writer is not None:
-            self.stream = _STREAMS[writer.kind](self, writer)
-            self.install(self.stream)
+        epoch = self.part(Holder).accept(transport, process if not self.pulls else None)
+        if epoch is not None and writer is not None:
+            epoch.stream = _STREAMS[writer.kind](self, writer)
 
     def refuse_register(self, error: KvprotoError) -> None:
         """The sink's memory cannot be mapped."""
         self.part(Holder).refuse(error)
 
-    def expose(self, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float) -> None:
+    def unmapped(self, epoch: int) -> None:
+        """The memory of an UnmapAsked is mapped no more."""
+        self.part(Holder).unmapped(epoch)
+
+    def expose(
+        self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
+    ) -> None:  # fmt: skip
         """Register this rank's memory with the sink, to be read (feature PULL)."""
-        register(self, Access.READ, regions, columns, now)
+        self.part(Owner).register(number, memory, regions, columns, now)

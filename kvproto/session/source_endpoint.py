@@ -17,11 +17,13 @@ from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
+from kvproto.session.records import SourceAttempt
 from kvproto.session.refusals import refusal
+from kvproto.session.registering import Holder
 from kvproto.session.source import SourceSession
 from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState, TransferState
-from kvproto.session.transfers import SourceAttempt, SourceTransfers
+from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
@@ -240,8 +242,8 @@ class SourceEndpoint(Claims):
 
     def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
         """Say the next piece of the stream of a transfer; `begins`: where its late windows begin."""
-        if (found := self._attempt(asked)) is not None and found[0].stream is not None:
-            found[0].stream.send(found[1], piece, begins)
+        if (found := self._attempt(asked)) is not None and found[1].epoch is not None:
+            found[1].epoch.stream.send(found[1], piece, begins)
 
     def _copied(
         self, asked: TransferRequested, proof: Proof = Proof.PROVEN
@@ -285,6 +287,7 @@ class SourceEndpoint(Claims):
         """An attempt of a session is over."""
         self._touch(attempt)
         session.forget()
+        session.part(Holder).look()
 
     def closed(self, session: Session) -> None:
         """A session is over: its requests may be, now or when what it was lent comes back."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvproto.session.core import Session
-from kvproto.session.push import SinkPush
 from kvproto.session.stream import SinkStream, SourceStream, StreamReader, StreamWriter
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, Feature
@@ -58,23 +57,22 @@ class SourceStaged(SourceStream):
 class SinkStaged(SinkStream):
     """The sink's half: slots, and Chunk."""
 
-    feature = Feature.STAGED
+    feature, piece = Feature.STAGED, m.Chunk
 
-    def __init__(self, session: Session, slots: SlotReader) -> None:
-        super().__init__(session, slots)
+    def __init__(self, session: Session, epoch: int, slots: SlotReader) -> None:
+        super().__init__(session, epoch, slots)
         self._slots = slots
 
     def reconnected(self) -> None:
         self._slots.restart()
 
-    def _chunk(self, message: m.Chunk, now: float) -> None:
+    def take(self, message: m.Chunk | m.Data) -> None:
+        assert isinstance(message, m.Chunk)  # `Pieces` has looked
         attempt = self._piece_of(message)
         try:
             self._check_begins(attempt, message)
         finally:  # its slot comes back
             self._slots.chunk(message)
-
-    hears = (*SinkPush.hears, (m.Chunk, _chunk))
 
     def credit(self) -> m.Credit | None:
         return self._slots.credit(self._session.session)

@@ -11,14 +11,25 @@ from typing import Any, ClassVar, Protocol
 import attrs
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Hears, Part, Session
 from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
+from kvproto.session.records import SinkAttempt, SourceAttempt
+from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState
-from kvproto.session.transfers import SinkAttempt, SinkTransfers, SourceAttempt
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
-__all__ = ["Registration", "SinkStream", "SourceStream", "StreamPiece", "StreamReader", "StreamWriter"]
+__all__ = [
+    "Credits",
+    "Pieces",
+    "Registration",
+    "SinkStream",
+    "SourceStream",
+    "StreamPiece",
+    "StreamReader",
+    "StreamWriter",
+]
 
 
 class StreamWriter(Protocol):
@@ -60,19 +71,26 @@ class Registration:
     """What unpacks the source's streams, by the transports that do not write the pages themselves."""
 
 
-class SourceStream(Part):
-    """The source's half of any stream: it hears Credit, and says what is packed."""
-
-    kind: CreditKind
+class Credits(Part):
+    """The source's half of Credit: each is of the streams into one epoch."""
 
     def _credit(self, message: m.Credit, now: float) -> None:
         self._session.step("Credit")
-        if message.kind != self.kind:
-            mine, yours = f"{self.kind.name} in this session", CreditKind(message.kind).name
-            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", mine, yours)
-        self.grant(message)
+        epoch = self._session.part(Holder).credited(message)
+        if epoch is None:
+            return  # it was given back meanwhile
+        if epoch.stream is None or message.kind != epoch.stream.kind:
+            mine = f"{epoch.stream.kind.name} in this session" if epoch.stream is not None else "no stream"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", mine, CreditKind(message.kind).name)
+        epoch.stream.grant(message)
 
     hears = ((m.Credit, _credit),)
+
+
+class SourceStream(Part):
+    """The source's half of the streams into one epoch: it takes Credit, and says what is packed."""
+
+    kind: CreditKind
 
     def grant(self, credit: m.Credit) -> None:
         """Take a Credit of this kind; raises RemoteError, CREDIT."""
@@ -86,24 +104,45 @@ class SourceStream(Part):
         return said
 
 
+class Pieces(Part):
+    """The sink's half of Chunk and Data: each goes to the streams into the epoch of its transfer."""
+
+    def _piece(self, message: m.Chunk | m.Data, now: float) -> None:
+        attempt, newest = self._session.attempts.get(message.sequence), self._session.part(Owner).newest
+        owned = attempt.owned if attempt is not None else newest
+        stream = owned.delivery if owned is not None else None
+        if not isinstance(stream, SinkStream) or not isinstance(message, stream.piece):
+            mine, yours = "no such stream in this session", type(message).__name__
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours)
+        stream.take(message)
+
+    hears: Hears = ((m.Chunk, _piece), (m.Data, _piece))
+
+
 class SinkStream(SinkPush):
-    """The sink's half of any stream: it says Credit and hears the pieces.
+    """The sink's half of the streams into one epoch: it says Credit and takes the pieces.
 
     This side alone writes the pages, so what it knows of its own unpacking is proof, whatever the source says.
     """
 
     feature: Feature
     """Without which the source may not choose it."""
+    piece: type[m.Chunk] | type[m.Data]
+    """What carries its bytes, or announces them."""
 
     polled = True
 
-    def __init__(self, session: Session, reader: StreamReader) -> None:
+    def __init__(self, session: Session, epoch: int, reader: StreamReader) -> None:
         super().__init__(session)
-        self._reader = reader
+        self._epoch, self._reader = epoch, reader
         self._unopened: dict[tuple[int, int], Unpacker] = {}
         """Of attempts of which nothing has said yet where their windows begin."""
         self._begins: dict[tuple[int, int], Mapping[int, int]] = {}
         """Where the windows of the others begin."""
+
+    def take(self, message: m.Chunk | m.Data) -> None:
+        """Take a piece; raises RemoteError."""
+        raise NotImplementedError
 
     def _piece_of(self, message: m.Chunk | m.Data) -> SinkAttempt:
         """Move the attempt that a piece is of; raises UNEXPECTED_MESSAGE."""
@@ -121,7 +160,7 @@ class SinkStream(SinkPush):
         """Open the stream by its first piece; raises BAD_GRANT (KVP-GRANT-BEGINS)."""
         key = attempt.sequence, attempt.attempt
         if key in self._unopened or (message.begins is not None and key in self._begins):
-            self._begin_at(attempt, check_begins(attempt, message.begins))
+            self.begin_at(attempt, check_begins(attempt, message.begins))
 
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         assert unpacker is not None
@@ -135,7 +174,7 @@ class SinkStream(SinkPush):
         self._begins[attempt.sequence, attempt.attempt] = begins
         self._reader.open(attempt.sequence, attempt.attempt, unpacker(begins))
 
-    def _begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
+    def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
         key = attempt.sequence, attempt.attempt
         if key in self._unopened:  # its stream is empty
             self._open(attempt, begins)
@@ -155,12 +194,13 @@ class SinkStream(SinkPush):
         return True
 
     def advance(self) -> None:
-        """Grant what is free."""
+        """Grant what is free; the first epoch of a session need not be named."""
         ready = self._session.state == SessionState.READY and not self._session.resuming
         credit = self.credit() if ready else None
         if credit is not None:
+            named = None if self._epoch == self._session.part(Owner).first else self._epoch
             self._session.step("Credit")
-            self._session.notice(credit)
+            self._session.notice(attrs.evolve(credit, epoch=named))
 
     def credit(self) -> m.Credit | None:
         """A Credit for what has become free, if there is any."""

@@ -8,7 +8,7 @@ recorded as aborted before it is called proven, and so refused whenever its Tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,15 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session.core import Part, Session
 from kvproto.session.events import ProtocolError
 from kvproto.session.limits import MAX_TRANSFERS
+from kvproto.session.phases import Epoch
 from kvproto.session.records import Request, SinkAttempt, SourceAttempt
 from kvproto.session.refusals import refusal, refused
-from kvproto.session.registering import EPOCH, Holder
+from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
-__all__ = ["SinkAttempt", "SinkTransfers", "SourceAttempt", "SourceTransfers"]
+__all__ = ["SinkTransfers", "SourceTransfers"]
 
 
 class SourceTransfers(Part):
@@ -109,23 +110,25 @@ class SourceTransfers(Part):
 
     def _check(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); take what it grants."""
-        session, epoch = self._session, self._session.part(Holder).epoch
+        session, holder = self._session, self._session.part(Holder)
         state = session.state if session.open else session.closed_in
         draining = self._draining(bytes(message.ticket))
-        if state != SessionState.READY or epoch is None or not (session.open or draining):
+        if state != SessionState.READY or not holder.registered or not (session.open or draining):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
         if draining:
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
-        described = session.described
+        epoch = holder.epochs.get(message.epoch)
+        described = epoch.described if epoch is not None else session.described
         for field, ours, theirs, advice in (
-            ("source_version", described.of_source.version, message.source_version, "describe again"),
-            ("sink_version", described.of_sink.version, message.sink_version, "describe again"),
-            ("epoch", epoch.number, message.epoch, "name the epoch of the last Registered"),
-            ("writers", list(described.writers), message.writers.tolist(), "name all source ranks of the plan"),
+            ("source_version", [described.of_source.version], message.source_version, "describe again"),
+            ("sink_version", [described.of_sink.version], message.sink_version, "describe again"),
+            ("epoch", holder.open, message.epoch, "name an epoch that is registered, and not asked back"),
+            ("writers", [list(described.writers)], message.writers.tolist(), "name all source ranks of the plan"),
         ):
-            if ours != theirs:
-                raise RemoteError(ErrorCode.BAD_GRANT, field, str(ours), str(theirs), advice)
+            if theirs not in ours:
+                raise RemoteError(ErrorCode.BAD_GRANT, field, _either(ours), str(theirs), advice)
+        assert epoch is not None  # it is one of those that are open
         side = RankLayout(described.sink, described.ranks[1], epoch.columns)
         named = tuple(g.group for g in message.grants) == described.groups
         left_out = named and Feature.INTENT in session.features and bare(side, message.grants)
@@ -133,7 +136,7 @@ class SourceTransfers(Part):
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
             left_out=left_out,
         )  # fmt: skip
-        attempt.granted = message.grants
+        attempt.epoch, attempt.granted = epoch, message.grants
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
             attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
@@ -219,9 +222,27 @@ class SourceTransfers(Part):
         """The copy of an attempt is over; an Abort that waited for it is answered with the proof (KVP-END-PROVEN)."""
         if proof != Proof.PROVEN:
             self._unprovable.add((attempt.sequence, attempt.attempt))
+            if attempt.epoch is not None:
+                attempt.epoch.proof = proof
         attempt.copying = False
         self._end(attempt)
         self._session.host.ended(self._session, attempt)
+
+    def uses(self, epoch: Epoch) -> bool:
+        """Whether an attempt may still touch the memory of an epoch."""
+        return any(
+            each.copying or each.running or each.state == TransferState.OFFERED
+            for each in self._session.attempts.values()
+            if each.epoch is epoch
+        )
+
+    def end_epoch(self, epoch: Epoch, now: float) -> None:
+        """Fail what an epoch that is asked back at once still waits for (KVP-EPO-MOVED)."""
+        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "asked back at once", str(epoch.number), "make a new ticket")
+        for attempt in list(self._session.attempts.values()):
+            if attempt.epoch is epoch and attempt.running:
+                self.fail(attempt, error, now)
+                self._session.host.ended(self._session, attempt)
 
     def closed(self) -> None:
         """What the sink has not acknowledged may not have reached it."""
@@ -234,11 +255,11 @@ class SourceTransfers(Part):
 
 
 class SinkTransfers(Part):
-    """What a sink does with transfers, but for their bytes; `stop` is told of each attempt that is aborted."""
+    """What a sink does with transfers, but for their bytes."""
 
-    def __init__(self, session: Session, stop: Callable[[SinkAttempt], object]) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._stop, self._sequence = stop, 0
+        self._sequence = 0
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
@@ -247,17 +268,22 @@ class SinkTransfers(Part):
 
         Raises LocalError: BUSY beyond the transfers that the source takes at once, TOO_LARGE beyond its `max_body`.
         """
-        session, described = self._session, self._session.described
+        session, owned = self._session, self._session.part(Owner).current
+        if owned is None:
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+        described = owned.described
         asked = tuple(grants[g] for g in described.groups)
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
-        attempt = SinkAttempt(self._sequence + 1, 1, transfer=number, asked=now, late=late, asks=asked, granted=asked)
+        attempt = SinkAttempt(
+            self._sequence + 1, 1, owned=owned, transfer=number, asked=now, late=late, asks=asked, granted=asked
+        )
         most = session.limits.max_transfers
         if attempt.sequence > session.low_water + most:
             mine = f"{most} transfers at once with {session.name}"
             raise LocalError(ErrorCode.BUSY, "transfer", mine, "one more", "wait until earlier transfers are over")
         request = session.compose(
             m.Transfer, now, **attempt.ids, ticket=key, content=content, source_version=described.of_source.version,
-            sink_version=described.of_sink.version, epoch=EPOCH, grants=asked,
+            sink_version=described.of_sink.version, epoch=owned.number, grants=asked,
             writers=np.array(described.writers, np.uint32), on_error=lambda error, now: self.lose(attempt, error),
         )  # fmt: skip
         return attempt, request
@@ -317,7 +343,7 @@ class SinkTransfers(Part):
         if attempt.state != TransferState.ABORTING:
             self._session.move(attempt, "Abort")
             self.settled(attempt)
-            self._stop(attempt)
+            attempt.delivery.stop(attempt)
             attempt.abort = self._session.request(
                 m.Abort, now, **attempt.ids, reason=reason[:1000],
                 on_error=lambda error, now: self._ended(attempt, Proof.UNPROVABLE),
@@ -334,3 +360,7 @@ class SinkTransfers(Part):
         self._session.move(attempt, "Drained")
 
     hears = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
+
+
+def _either(values: Sequence[object]) -> str:
+    return " or ".join(map(str, values)) or "none"

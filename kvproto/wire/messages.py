@@ -574,6 +574,8 @@ class Unregister:
     """Request id; a reply echoes it. Since 1.0."""
     epoch: int
     """Epoch to give up. Since 1.0."""
+    at_once: bool | None = attrs.field(default=None)
+    """Whether transfers of the epoch end with POOL_MOVED; absent: they are waited for. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -821,7 +823,9 @@ class Credit:
     slots: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """Staging slots that are free again. Since 1.0."""
     total: int | None = attrs.field(default=None)
-    """Bytes that the source may have sent in this session in all. [byte] Since 1.0."""
+    """Bytes that the source may have sent into this epoch in all. [byte] Since 1.0."""
+    epoch: int | None = attrs.field(default=None)
+    """Feature EPOCHS: epoch of the sink's registration whose slots or bytes these are; absent: the first of the session. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)

@@ -2838,11 +2838,14 @@ Unregister = messages.Unregister
 _Unregister_session = setter(Unregister, "session")
 _Unregister_request = setter(Unregister, "request")
 _Unregister_epoch = setter(Unregister, "epoch")
+_Unregister_at_once = setter(Unregister, "at_once")
 
 
 def _d_Unregister(b: Any, p: int) -> tuple[Unregister, int]:
-    if b[p] != 131:
+    left = b[p]
+    if not 131 <= left <= 132:
         raise Doubt
+    left -= 131
     p += 1
     if b[p] != 1:
         raise Doubt
@@ -2878,8 +2881,19 @@ def _d_Unregister(b: Any, p: int) -> tuple[Unregister, int]:
         raise Doubt
     if f3 > 4294967295:
         raise Doubt
+    if left and b[p] == 4:
+        left -= 1
+        f4 = b[p + 1]
+        if f4 != 194 and f4 != 195:
+            raise Doubt
+        f4 = f4 == 195
+        p = p + 1 + 1
+    else:
+        f4 = None
+    if left:
+        raise Doubt
     o = new(Unregister)
-    _Unregister_session(o, f1); _Unregister_request(o, f2); _Unregister_epoch(o, f3)
+    _Unregister_session(o, f1); _Unregister_request(o, f2); _Unregister_epoch(o, f3); _Unregister_at_once(o, f4)
     return o, p
 
 
@@ -2889,13 +2903,19 @@ def _e_Unregister(o: Any, out: list[Any]) -> None:
     f1 = o.session
     f2 = o.request
     f3 = o.epoch
+    f4 = o.at_once
+    out.append(BYTE_OF[132 - (f4 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
+    if f4 is not None:
+        if f4.__class__ is not bool:
+            raise Doubt
+        out += (b'\x04', b'\xc3' if f4 else b'\xc2')
 
 
 Unregistered = messages.Unregistered
@@ -4193,11 +4213,12 @@ _Credit_session = setter(Credit, "session")
 _Credit_kind = setter(Credit, "kind")
 _Credit_slots = setter(Credit, "slots")
 _Credit_total = setter(Credit, "total")
+_Credit_epoch = setter(Credit, "epoch")
 
 
 def _d_Credit(b: Any, p: int) -> tuple[Credit, int]:
     left = b[p]
-    if not 130 <= left <= 132:
+    if not 130 <= left <= 133:
         raise Doubt
     left -= 130
     p += 1
@@ -4241,6 +4262,18 @@ def _d_Credit(b: Any, p: int) -> tuple[Credit, int]:
                 f5, p = read_uint(b, f5, p)
     else:
         f5 = None
+    if left and b[p] == 6:
+        left -= 1
+        f6 = b[p + 1]
+        p += 2
+        if f6 > 127:
+            f6, p = read_uint(b, f6, p)
+        if f6 < 1:
+            raise Doubt
+        if f6 > 4294967295:
+            raise Doubt
+    else:
+        f6 = None
     if left:
         raise Doubt
     if (f4 is not None) != (f3 == 1):
@@ -4250,7 +4283,7 @@ def _d_Credit(b: Any, p: int) -> tuple[Credit, int]:
     if f4 is not None and not array_ascends(f4):
         raise Doubt
     o = new(Credit)
-    _Credit_session(o, f1); _Credit_kind(o, f3); _Credit_slots(o, f4); _Credit_total(o, f5)
+    _Credit_session(o, f1); _Credit_kind(o, f3); _Credit_slots(o, f4); _Credit_total(o, f5); _Credit_epoch(o, f6)
     return o, p
 
 
@@ -4261,13 +4294,14 @@ def _e_Credit(o: Any, out: list[Any]) -> None:
     f3 = o.kind
     f4 = o.slots
     f5 = o.total
+    f6 = o.epoch
     if (f4 is not None) != (f3 == 1):
         raise Doubt
     if (f5 is not None) != (f3 == 2):
         raise Doubt
     if f4 is not None and not array_ascends(f4):
         raise Doubt
-    out.append(BYTE_OF[132 - (f4 is None) - (f5 is None)])
+    out.append(BYTE_OF[133 - (f4 is None) - (f5 is None) - (f6 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not enums.CreditKind and f3.__class__ is not int or f3 not in _CreditKind:
@@ -4280,6 +4314,10 @@ def _e_Credit(o: Any, out: list[Any]) -> None:
         if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
             raise Doubt
         out += (b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5))
+    if f6 is not None:
+        if f6.__class__ is not int or not 1 <= f6 <= 4294967295:
+            raise Doubt
+        out += (b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6))
 
 
 Data = messages.Data

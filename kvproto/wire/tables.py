@@ -266,6 +266,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (1, "session", "u64", True, None, None, None),
         (2, "request", "u64", True, None, None, None),
         (3, "epoch", "u32", True, 1, None, None),
+        (4, "at_once", "bool", False, None, None, None),
     ),
     "Unregistered": (
         (1, "session", "u64", True, None, None, None),
@@ -366,6 +367,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (3, "kind", "enum:CreditKind", True, None, None, None),
         (4, "slots", "array<u32>", False, None, None, None),
         (5, "total", "u64", False, None, None, None),
+        (6, "epoch", "u32", False, 1, None, None),
     ),
     "Data": (
         (1, "session", "u64", True, None, None, None),

@@ -14,6 +14,7 @@ from kvproto.node.request import Computed
 from kvproto.node.scheduler import Attempt
 from kvproto.planning.plan import plan
 from kvproto.session.events import RegisterAsked, TransferRequested
+from kvproto.session.phases import Described, Stated
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Access
 from kvproto.wire.messages import Register, Transfer
@@ -61,7 +62,8 @@ def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> Regis
         session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=Access.WRITE, regions=made.regions,
         columns=tuple(pool.layout.columns.values()), plan=bytes(32), routes=(),
     )  # fmt: skip
-    return RegisterAsked(1, message)
+    stated = Stated.of(geometry(1))
+    return RegisterAsked(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0), 1))
 
 
 def tables(pages: Sequence[int] = HERE) -> dict[int, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 from kvproto import Pool
 from kvproto.copying.grants import items_needed
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
-from kvproto.session import Party, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Event, RegisterAsked, TransferRequested
+from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
+from kvproto.session.events import Event, RegisterAsked, TransferRequested, UnmapAsked
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport
 from kvproto.wire.messages import Grants, HandOff, Ticket
 from tests.pools import allocate, memory
@@ -65,9 +65,7 @@ class World:
         self.runs += 1  # a later sink of a rank has the greater incarnation
         party = Party(engine, sink.replica, rank, self.runs)
         columns = tuple(pool.layout.columns.values())
-        endpoint = SinkEndpoint(
-            party, sink, (memory(pool).region,), columns, self.features, "s0", self.staging(name, pool)
-        )
+        endpoint = SinkEndpoint(party, sink, Exposed(1, columns, self.staging(name, pool)), self.features, "s0")
         self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
         return endpoint
@@ -81,12 +79,16 @@ class World:
         return self
 
     def staging(self, name: str, pool: Pool) -> Any:
-        """What a sink registers instead of its pool."""
-        return None
+        """What a sink registers with a source rank."""
+        return lambda rank: Registration((memory(pool).region,))
 
     def accept(self, address: str, session: int) -> None:
         """A source maps memory."""
         self.sources[address].sessions[session].accept_register(Transport.SHM)
+
+    def unmap(self, address: str, event: UnmapAsked) -> None:
+        """A source gives memory back."""
+        self.sources[address].sessions[event.session].unmapped(event.epoch)
 
     def run(self) -> None:
         """Pass frames until nobody has any."""
@@ -103,6 +105,9 @@ class World:
                 for event in source.take_events():
                     if isinstance(event, RegisterAsked):
                         self.accept(address, event.session)
+                        moved = True
+                    elif isinstance(event, UnmapAsked):
+                        self.unmap(address, event)
                         moved = True
                     self.told[address].append(event)
                 for conn, frame in source.to_send(self.now):
@@ -147,6 +152,20 @@ class World:
 
     def events(self, name: str, kind: str) -> list[Any]:
         return [e for e in self.told[name] if type(e).__name__ == kind]
+
+
+class EpochWorld(World):
+    """One whose sessions have EPOCHS; a sink's pools are numbered as they come."""
+
+    features = (Feature.VERIFY, Feature.EPOCHS)
+
+    def another(self, name: str) -> Exposed:
+        """Another pool of a sink, which later transfers of it name items of."""
+        sink = self.sinks[name]
+        made = allocate(sink.geometry, sink.me.rank, {g.id: PAGES for g in sink.geometry.groups})
+        self.pools[name] = made
+        self.runs += 1
+        return Exposed(self.runs, tuple(made.layout.columns.values()), self.staging(name, made))
 
 
 def grants(pool: Pool, tokens: int) -> dict[int, Grants]:

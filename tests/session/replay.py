@@ -10,14 +10,15 @@ from typing import Any
 import attrs
 
 from kvproto.errors import RemoteError
-from kvproto.session.events import Lost
+from kvproto.session import Exposed
+from kvproto.session.events import Lost, RegisterAsked, UnmapAsked
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.table import SessionState, TransferState
 from kvproto.transport.inline.sender import DataPiece
 from kvproto.transport.staging.staged import Piece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Transport
-from tests.session.driver import World, geometry, grants, ticket
+from tests.session.driver import EpochWorld, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld
 from tests.session.test_pull import PullWorld
@@ -317,6 +318,35 @@ class Leases(Transfers):
         """The engine of the source uses its items for something else."""
 
 
+class Epochs(Transfers):
+    """Memory that is registered again and asked back; what the source maps and unmaps takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__(EpochWorld(geometry(1)))
+        self.exposed: dict[str, Exposed] = {}
+
+    def states(self, part: int) -> tuple[Any, Any]:
+        (sink,), (source,) = self.sink.sessions.values(), self.source.sessions.values()
+        return sink.state, source.state
+
+    def collect(self) -> None:
+        super().collect()
+        for event in self.world.told["s0"]:
+            if isinstance(event, RegisterAsked):
+                self.world.accept("s0", event.session)
+            elif isinstance(event, UnmapAsked):
+                self.world.unmap("s0", event)
+        self.world.told["s0"] = [e for e in self.world.told["s0"] if not isinstance(e, RegisterAsked | UnmapAsked)]
+        super().collect()
+
+    def register(self, epoch: str) -> None:
+        self.exposed[epoch] = self.world.another("d0")
+        self.sink.expose(self.exposed[epoch], self.clocks[TO_SINK])
+
+    def unregister(self, epoch: str, at_once: str) -> None:
+        self.sink.give_back(self.exposed[epoch], at_once == "1", self.clocks[TO_SINK])
+
+
 class Opening(Replay):
     """A session from Hello on; connections are names."""
 
@@ -399,6 +429,8 @@ def replay(trace: dict[str, Any]) -> None:
         made = Leases()
     elif model == "intent":
         made = Intents()
+    elif model == "epochs":
+        made = Epochs()
     elif "STAGED" in define or "INLINE" in define:
         made = Streams(Staged() if "STAGED" in define else Inline())
     else:

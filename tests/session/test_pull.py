@@ -46,7 +46,7 @@ class PullWorld(World):
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
         if made.pulls:
-            made.expose((memory(pool).region,), tuple(pool.layout.columns.values()), self.now)
+            made.expose(1, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()
@@ -54,6 +54,10 @@ class PullWorld(World):
             for event in self.events(name, "RegisterAsked"):
                 self.told[name].remove(event)
                 sink.accept_register(event.session, Transport.SHM, self.now)
+                super().run()
+            for event in self.events(name, "UnmapAsked"):
+                self.told[name].remove(event)
+                sink.unmapped(event.session, event.epoch, self.now)
                 super().run()
 
     def serve(self, address: str = "s0", **changes: Any) -> None:

@@ -1,7 +1,7 @@
 /* Memory that is registered again while transfers run, and asked back (registration.md, Epochs; feature EPOCHS).
 
-   The owner registers epoch 1 and then epoch 2, and asks either back, whatever is under way. A write that lands in memory
-   that the owner has freed breaks OWNED. */
+   The owner registers epoch 1 and then epoch 2, and asks either back, whatever is under way: at once, or when its transfers
+   are over. A write that lands in memory that the owner has freed breaks OWNED. */
 
 #define EPOCHS
 
@@ -13,30 +13,33 @@ chan to_holder[1] = [QUEUE] of { mtype, byte, byte, byte }; /* message, number o
 chan to_owner[1] = [QUEUE] of { mtype, byte, byte, byte };
 
 /* the owner, by epoch and by transfer */
-mtype = { unregistered, mapping, mapped, asked_back, kept, freed, unasked, waiting, over }
+mtype = { unregistered, mapping, mapped, asked_back, kept, freed, refused, unasked, waiting, over }
 mtype owner = session_ready, holder = session_ready;
 mtype memory[3] = unregistered, phase[TRANSFERS] = unasked;
 byte asks[TRANSFERS]; /* the epoch that it names */
+bool at_once[3];
 
 /* the holder */
+byte last; /* the greatest epoch that it was given */
 bool maps[3], gone[3], wanted[3], unprovable[3];
-bool heard[TRANSFERS], copying[TRANSFERS], flying[TRANSFERS];
+bool heard[TRANSFERS], accepted[TRANSFERS], copying[TRANSFERS], flying[TRANSFERS];
 byte into[TRANSFERS], failures = 1;
 
 byte r, e, x, busy;
 mtype m;
+#define SHOW printf("now 0 %e %e\n", owner, holder)
 #define DONE m = 0; r = 0; e = 0; x = 0; busy = 0; SETTLED
 #define QUIET(n, e) (!(to_holder[0]??[_,eval(n),eval(e),_]) && !(to_owner[0]??[_,eval(n),eval(e),_]))
 #define OF_NONE TRANSFERS
 
 inline owner_hears() {
-  to_owner[0]?m,r,e,x; printf("owner hears %e of transfer %d, epoch %d: %d\n", m, r, e, x);
+  to_owner[0]?m,r,e,x; printf("deliver 1 0 %e %d %d %d\n", m, r, e, x);
   if
-  :: m == Registered -> session_Registered(owner); if :: memory[e] == mapping -> memory[e] = mapped :: else fi
+  :: m == Registered -> if :: memory[e] == mapping -> session_Registered(owner); memory[e] = mapped :: else fi
+  :: m == Refused -> if :: memory[e] == mapping -> session_Refused(owner); memory[e] = refused :: else fi
   :: m == Unregistered ->
-    session_Unregistered(owner);
     if
-    :: memory[e] == asked_back ->
+    :: memory[e] == asked_back -> session_Unregistered(owner);
 #ifdef WITHOUT_PROVEN
       memory[e] = freed
 #else
@@ -56,16 +59,20 @@ inline owner_hears() {
 
 proctype Owner(byte my) { /* of one epoch */
 end: do
-  :: d_step { memory[my] == unregistered && (my == 1 || memory[my - 1] != unregistered) && ROOM(to_holder[0], 1);
+  :: d_step { memory[my] == unregistered && (my == 1 || (memory[my - 1] != unregistered && memory[my - 1] != mapping)) &&
+    ROOM(to_holder[0], 1); /* KVP-EPO-ONE */
     session_Register(owner); memory[my] = mapping; to_holder[0]!Register,OF_NONE,my,0; printf("register %d\n", my);
       DONE }
   :: d_step { memory[my] == mapping && QUIET(OF_NONE, my) && ROOM(to_holder[0], 1);
-    to_holder[0]!Register,OF_NONE,my,0; printf("register %d again\n", my); DONE }
+    to_holder[0]!Register,OF_NONE,my,0; printf("resend 0 0 Register %d %d\n", OF_NONE, my); DONE }
   :: d_step { memory[my] == mapped && ROOM(to_holder[0], 1);
     session_Unregister(owner); memory[my] = RETURNED; to_holder[0]!Unregister,OF_NONE,my,0;
-      printf("unregister %d\n", my); DONE }
+      printf("unregister %d 0\n", my); DONE }
+  :: d_step { memory[my] == mapped && ROOM(to_holder[0], 1);
+    session_Unregister(owner); memory[my] = RETURNED; at_once[my] = true; to_holder[0]!Unregister,OF_NONE,my,1;
+      printf("unregister %d 1\n", my); DONE }
   :: d_step { memory[my] == asked_back && QUIET(OF_NONE, my) && !wanted[my] && ROOM(to_holder[0], 1);
-    to_holder[0]!Unregister,OF_NONE,my,0; printf("unregister %d again\n", my); DONE }
+    to_holder[0]!Unregister,OF_NONE,my,at_once[my]; printf("resend 0 0 Unregister %d %d\n", OF_NONE, my); DONE }
   od
 }
 
@@ -74,8 +81,8 @@ end: do
   :: d_step { phase[me] == unasked && (memory[1] == mapped || memory[2] == mapped) && ROOM(to_holder[0], 1);
     asks[me] = (memory[2] == mapped -> 2 : 1); phase[me] = waiting;
     to_holder[0]!Transfer,me,asks[me],0; printf("ask %d in epoch %d\n", me, asks[me]); DONE }
-  :: d_step { phase[me] == waiting && !copying[me] && QUIET(me, asks[me]) && ROOM(to_holder[0], 1);
-    to_holder[0]!Transfer,me,asks[me],0; printf("ask %d again\n", me); DONE }
+  :: d_step { phase[me] == waiting && !accepted[me] && QUIET(me, asks[me]) && ROOM(to_holder[0], 1);
+    to_holder[0]!Transfer,me,asks[me],0; printf("resend 0 0 Transfer %d %d\n", me, asks[me]); DONE }
   od
 }
 
@@ -83,7 +90,7 @@ end: do
 inline give_back() {
   busy = 0;
 #ifndef WITHOUT_UNMAP /* KVP-EPO-UNMAP */
-  for (one : 0 .. TRANSFERS - 1) { if :: copying[one] && into[one] == e -> busy = 1 :: else fi }
+  for (one : 0 .. TRANSFERS - 1) { if :: accepted[one] && into[one] == e -> busy = 1 :: else fi }
 #endif
   if
   :: !busy && wanted[e] ->
@@ -99,17 +106,41 @@ inline give_back() {
 #define TAKEN(e) (maps[e] && !wanted[e]) /* KVP-TRN-AGREE */
 #endif
 
+/* The owner does not wait: what is not being copied fails with POOL_MOVED; a copy under way is waited for. */
+inline end_epoch() {
+  for (one : 0 .. TRANSFERS - 1) {
+    if
+    :: accepted[one] && !copying[one] && into[one] == e -> accepted[one] = false; to_owner[0]!Failed,one,e,0
+    :: else
+    fi
+  }
+}
+
+#ifdef WITHOUT_RISE
+#define RISES(e) true
+#else
+#define RISES(e) (e > last) /* KVP-EPO-ORDER */
+#endif
+
 inline holder_hears() {
-  to_holder[0]?m,r,e,x; printf("holder hears %e of transfer %d, epoch %d\n", m, r, e);
+  to_holder[0]?m,r,e,x; printf("deliver 0 0 %e %d %d %d\n", m, r, e, x);
   if
-  :: m == Register -> session_Register(holder); session_Registered(holder); maps[e] = maps[e] || !gone[e];
-    to_owner[0]!Registered,OF_NONE,e,0
-  :: m == Unregister -> session_Unregister(holder); wanted[e] = true; give_back()
+  :: m == Register ->
+    if
+    :: maps[e] -> to_owner[0]!Registered,OF_NONE,e,0
+    :: !maps[e] && RISES(e) -> session_Register(holder); session_Registered(holder); maps[e] = true; gone[e] = false;
+      last = e; to_owner[0]!Registered,OF_NONE,e,0
+    :: !maps[e] && !RISES(e) -> session_Register(holder); session_Refused(holder); to_owner[0]!Refused,OF_NONE,e,0
+    fi
+  :: m == Unregister ->
+    session_Unregister(holder);
+    if :: x && !wanted[e] && !gone[e] -> end_epoch() :: else fi;
+    wanted[e] = true; give_back()
   :: m == Transfer ->
     if
-    :: heard[r] && !copying[r] -> to_owner[0]!Done,r,e,0 /* it is over */
-    :: heard[r] && copying[r]
-    :: !heard[r] && TAKEN(e) -> heard[r] = true; into[r] = e; copying[r] = true; flying[r] = true
+    :: heard[r] && !accepted[r] -> to_owner[0]!Done,r,e,0 /* it is over */
+    :: heard[r] && accepted[r]
+    :: !heard[r] && TAKEN(e) -> heard[r] = true; into[r] = e; accepted[r] = true
     :: !heard[r] && !TAKEN(e) -> heard[r] = true; to_owner[0]!Failed,r,e,0
     fi
   fi
@@ -117,7 +148,7 @@ inline holder_hears() {
 
 proctype Holder() {
 end: do
-  :: d_step { nempty(to_holder[0]) && ROOM(to_owner[0], 2); holder_hears(); DONE }
+  :: d_step { nempty(to_holder[0]) && ROOM(to_owner[0], 3); holder_hears(); DONE }
   :: d_step { nempty(to_owner[0]) && ROOM(to_holder[0], 1); owner_hears(); DONE }
   :: d_step { LOSABLE(to_holder[0]); lose(to_holder[0], 0, 0); DONE }
   :: d_step { LOSABLE(to_owner[0]); lose(to_owner[0], 1, 0); DONE }
@@ -130,13 +161,14 @@ end: do
 
 proctype Copy(byte me) {
 end: do
+  :: d_step { accepted[me] && !copying[me]; copying[me] = true; flying[me] = true; printf("copy 0 %d\n", me); DONE }
   :: d_step { flying[me]; flying[me] = false; printf("land %d in epoch %d\n", me, into[me]);
     CHECK(memory[into[me]] != freed, OWNED); DONE }
-  :: d_step { copying[me] && !flying[me] && ROOM(to_owner[0], 2); copying[me] = false; e = into[me];
-    printf("copied %d\n", me);
+  :: d_step { copying[me] && !flying[me] && ROOM(to_owner[0], 2);
+    copying[me] = false; accepted[me] = false; e = into[me]; printf("copied 0 %d\n", me);
     to_owner[0]!Done,me,e,0; give_back(); DONE }
   :: d_step { failures > 0 && copying[me] && flying[me] && ROOM(to_owner[0], 2); /* its write may still land */
-    failures--; copying[me] = false; e = into[me]; unprovable[e] = true; printf("fails %d\n", me);
+    failures--; copying[me] = false; accepted[me] = false; e = into[me]; unprovable[e] = true; printf("fails 0 %d 0\n", me);
       to_owner[0]!Failed,me,e,0; give_back(); DONE }
   od
 }

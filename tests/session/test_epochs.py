@@ -1,0 +1,473 @@
+"""Memory that is registered again and asked back while transfers are under way (registration.md, Epochs)."""
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvproto.errors import RemoteError
+from kvproto.session import Exposed
+from kvproto.session.events import UnmapAsked
+from kvproto.session.limits import MAX_EPOCHS, PATIENCE
+from kvproto.session.registering import Owner
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
+from kvproto.wire.messages import (
+    Credit,
+    Error,
+    Refused,
+    Register,
+    Registered,
+    Transfer,
+    Unregister,
+    Unregistered,
+)
+from tests.pools import allocate, memory
+from tests.session.driver import EpochWorld, World, geometry, ticket
+from tests.session.test_inline import Inline
+from tests.session.test_pull import PullWorld, asked
+from tests.session.test_staged import LENGTH, SLOTS, Staged
+
+CONTENT = b"c" * 32
+MOVED = RemoteError(ErrorCode.POOL_MOVED, "", "asleep", "", "")
+
+
+class Epochs(EpochWorld):
+    """Keeps what was said; a source may leave memory mapped that is asked back."""
+
+    def __init__(self, tp: int = 1, unmaps: bool = True) -> None:
+        super().__init__(geometry(tp))
+        self.said: list[Any] = []
+        self.keep, self.unmaps = self.pass_on, unmaps
+        self.ready(1)
+        self.first: Exposed = self.sink_.exposed  # type: ignore[assignment]
+
+    @property
+    def sink_(self) -> Any:
+        return self.sinks["d0"]
+
+    def pass_on(self, to: str, frame: bytes) -> int:
+        self.said.append(decode(frame))
+        return 1
+
+    def unmap(self, address: str, event: UnmapAsked) -> None:
+        if self.unmaps:
+            super().unmap(address, event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [m for m in self.said if type(m) is kind]
+
+    def expose(self) -> Exposed:
+        """Another pool, which every source rank has mapped."""
+        made = self.another("d0")
+        self.sink_.expose(made, self.now)
+        self.run()
+        assert self.sink_.ready
+        return made
+
+    def ask(self, finished: bool = True) -> int:
+        made = ticket(300.0)
+        for source in self.sources.values():
+            source.expect(made, CONTENT, self.now)
+            if finished:
+                source.finish(bytes(made.key))
+        number = self.transfer("d0", made, CONTENT)
+        self.run()
+        return number
+
+    def give_back(self, exposed: Exposed, at_once: bool = False) -> None:
+        self.sink_.give_back(exposed, at_once, self.now)
+        self.run()
+
+    def say(self, message: Any) -> list[Any]:
+        """What the source answers to a frame of the sink."""
+        source = self.sources["s0"]
+        source.receive("d0", encode(message), self.now)
+        return [decode(frame) for _, frame in source.to_send(self.now)]
+
+    def fields(self, request: int, **more: Any) -> dict[str, Any]:
+        (session,) = self.sources["s0"].sessions
+        return {"session": session, "request": request, **more}
+
+    def serves(self) -> None:
+        """A transfer goes through."""
+        before = len(self.events("d0", "Arrived"))
+        self.ask()
+        for address in self.sources:
+            self.serve(address)
+        assert len(self.events("d0", "Arrived")) == before + 1
+
+
+def test_transfers_under_way_end_in_the_memory_that_they_name() -> None:
+    """KVP-EPO-RISE: epoch 2 is registered while a transfer of epoch 1 is being copied; both arrive."""
+    world = Epochs(2)
+    world.ask()
+    (first, second) = (world.events(address, "TransferRequested")[0] for address in world.sources)
+    for address, event in zip(world.sources, (first, second), strict=True):
+        world.sources[address].copying(event)
+    world.expose()
+    world.ask()
+    assert [m.epoch for m in world.of(Register)] == [1, 1, 2, 2]
+    assert [m.epoch for m in world.of(Transfer)] == [1, 1, 2, 2]
+    for address in world.sources:
+        world.serve(address)
+    assert len(world.events("d0", "Arrived")) == 2
+
+
+def test_an_epoch_is_given_back_once_it_is_unmapped() -> None:
+    """KVP-EPO-FREE, KVP-EPO-UNMAP: neither the copy's end alone, nor Unregister alone, frees it."""
+    world = Epochs(unmaps=False)
+    world.ask()
+    (event,) = world.events("s0", "TransferRequested")
+    world.sources["s0"].copying(event)
+    world.expose()
+    world.give_back(world.first)
+    assert not world.events("s0", "UnmapAsked")
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+    (asked,) = world.events("s0", "UnmapAsked")
+    assert not world.of(Unregistered)
+    assert world.sink_.holders(world.first) == ["p rank 0"]
+    world.unmaps = True
+    world.unmap("s0", asked)
+    world.run()
+    assert [(m.epoch, m.proof) for m in world.of(Unregistered)] == [(1, Proof.PROVEN)]
+    assert world.sink_.holders(world.first) == []
+    world.serves()
+
+
+@pytest.mark.parametrize("unmaps", [False, True])
+def test_a_transfer_of_an_epoch_that_is_asked_back_is_refused(unmaps: bool) -> None:
+    """KVP-TRN-AGREE, before it is unmapped and after."""
+    world = Epochs(unmaps=unmaps)
+    world.expose()
+    world.give_back(world.first)
+
+    def twist(to: str, frame: bytes) -> int:
+        message = decode(frame)
+        if isinstance(message, Transfer):
+            world.keep = world.pass_on
+            world.sources["s0"].receive("d0", encode(attrs.evolve(message, epoch=1)), world.now)
+            return 0
+        return world.pass_on(to, frame)
+
+    world.keep = twist
+    world.ask()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.error.path, lost.error.mine) == (ErrorCode.BAD_GRANT, "epoch", "2")
+    world.serves()
+
+
+def test_what_is_asked_back_at_once_ends() -> None:
+    """KVP-EPO-MOVED: what waits for its prefill fails; what is being copied is stopped by its sink, or ends."""
+    world = Epochs()
+    waiting = world.ask(finished=False)
+    world.expose()
+    world.give_back(world.first, at_once=True)
+    assert [m.at_once for m in world.of(Unregister)] == [True]
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.transfer, lost.error.code, lost.proof) == (waiting, ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert world.sink_.holders(world.first) == []
+    world.serves()
+
+
+def test_a_sink_without_memory_is_not_ready_until_it_registers_again() -> None:
+    world = Epochs(2)
+    world.give_back(world.first, at_once=True)
+    assert not world.sink_.ready
+    assert {s.state.value for s in world.sink_.sessions.values()} == {"ready"}
+    world.pass_time(2 * PATIENCE)
+    world.expose()
+    world.serves()
+
+
+def test_an_epoch_whose_copy_ended_without_proof_is_kept_until_its_writer_is_dead() -> None:
+    """KVP-EPO-FREE."""
+    world = Epochs()
+    number = world.ask()
+    (event,) = world.events("s0", "TransferRequested")
+    world.sources["s0"].copying(event)
+    world.give_back(world.first, at_once=True)
+    world.sink_.abort(number, MOVED, world.now)
+    world.sources["s0"].failed(event, MOVED, world.now, Proof.UNPROVABLE)
+    world.run()
+    assert [m.proof for m in world.of(Unregistered)] == [Proof.UNPROVABLE]
+    assert world.sink_.holders(world.first) == ["p rank 0", "transfers that are not over"][:1]
+    world.expose()
+    world.serves()
+    (session,) = world.sources["s0"].sessions
+    world.sink_.died(session, world.now)
+    assert world.sink_.holders(world.first) == []
+
+
+def test_memory_of_a_session_that_is_over_is_free_once_every_transfer_of_it_is_proven() -> None:
+    """KVP-EPO-FREE: a source that is stopped holds what it may still write, and answers when it runs again."""
+    world = Epochs()
+    world.ask()
+    (event,) = world.events("s0", "TransferRequested")
+    world.sources["s0"].copying(event)
+    world.keep = lambda to, frame: 0
+    world.sink_.give_back(world.first, True, world.now)
+    world.pass_time(PATIENCE)
+    assert not world.sink_.sessions["s0"].open
+    assert world.sink_.holders(world.first) == ["p rank 0"]
+    world.keep = world.pass_on
+    world.sources["s0"].failed(event, MOVED, world.now)
+    world.pass_time(PATIENCE / 2)
+    assert world.events("d0", "Proven")
+    assert world.sink_.holders(world.first) == []
+
+
+def test_one_register_at_a_time() -> None:
+    """KVP-EPO-ONE: a pool that is replaced before it is mapped waits for its turn, and the last one is used."""
+    world = Epochs()
+    pools = [world.another("d0") for _ in range(3)]
+    for each in pools:
+        world.sink_.expose(each, world.now)
+    world.run()
+    assert [m.epoch for m in world.of(Register)] == [1, pools[0].epoch, pools[2].epoch]
+    world.serves()
+    assert world.of(Transfer)[-1].epoch == pools[2].epoch
+    for each in (world.first, pools[0]):
+        world.give_back(each)
+        assert world.sink_.holders(each) == []
+
+
+def test_a_register_that_is_asked_back_before_it_is_answered() -> None:
+    """KVP-EPO-ONE, KVP-EPO-FREE: it is mapped first, and then given back."""
+    world = Epochs()
+    pool = world.another("d0")
+    world.sink_.expose(pool, world.now)
+    world.sink_.give_back(pool, True, world.now)
+    assert world.sink_.holders(pool) == ["p rank 0"]
+    world.run()
+    assert world.sink_.holders(pool) == []
+    world.expose()
+    world.serves()
+
+
+# bad input
+
+
+def another_register(world: Epochs, **changes: Any) -> Any:
+    return attrs.evolve(world.of(Register)[-1], **{**world.fields(90), **changes})
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_that_does_not_rise(epoch: int) -> None:
+    """KVP-EPO-ORDER; a Register that comes again is answered again."""
+    world = Epochs()
+    world.expose()
+    (refused,) = world.say(another_register(world, epoch=epoch))
+    assert (type(refused), refused.code, refused.path) == (Refused, ErrorCode.OUT_OF_RANGE, "epoch")
+    assert [type(m) for m in world.say(world.of(Register)[-1])] == [Registered]
+    world.serves()
+
+
+def test_more_epochs_than_the_limit() -> None:
+    """KVP-EPO-LIMIT; one that is given back makes room."""
+    world = Epochs()
+    for _ in range(MAX_EPOCHS - 1):
+        world.expose()
+    (refused,) = world.say(another_register(world, epoch=99))
+    assert (refused.code, refused.path) == (ErrorCode.BUSY, "epoch")
+    world.serves()
+    world.give_back(world.first)
+    world.expose()
+    world.serves()
+
+
+def test_a_register_while_another_is_being_mapped() -> None:
+    """KVP-EPO-LIMIT."""
+    world = Epochs()
+    accept = world.accept
+    world.accept = lambda address, session: None  # type: ignore[method-assign]
+    world.sink_.expose(world.another("d0"), world.now)
+    world.run()
+    (refused,) = world.say(another_register(world, epoch=99))
+    assert (refused.code, refused.path) == (ErrorCode.BUSY, "epoch")
+    (session,) = world.sources["s0"].sessions
+    accept("s0", session)
+    world.run()
+    world.serves()
+
+
+def test_unregister_of_what_is_not_held() -> None:
+    """KVP-EPO-UNKNOWN: an epoch that never was, one that is asked back, one that is gone; the same request is answered."""
+    world = Epochs(unmaps=False)
+    world.expose()
+    (refused,) = world.say(Unregister(**world.fields(91), epoch=77))
+    assert (type(refused), refused.code, refused.path) == (Refused, ErrorCode.OUT_OF_RANGE, "epoch")
+    world.give_back(world.first)
+    (unregister,) = world.of(Unregister)
+    assert world.say(unregister) == []
+    (refused,) = world.say(attrs.evolve(unregister, request=92))
+    assert refused.code == ErrorCode.OUT_OF_RANGE
+    (asked,) = world.events("s0", "UnmapAsked")
+    world.unmaps = True
+    world.unmap("s0", asked)
+    world.run()
+    assert [type(m) for m in world.say(unregister)] == [Unregistered]
+    (refused,) = world.say(attrs.evolve(unregister, request=93))
+    assert refused.code == ErrorCode.OUT_OF_RANGE
+    world.serves()
+
+
+def test_without_the_feature() -> None:
+    """KVP-SES-STATE: a second Register and Unregister are unexpected; what a peer cannot give back is held."""
+    world = World(geometry(1)).ready(1)
+    sink, source = world.sinks["d0"], world.sources["s0"]
+    assert not sink.adaptable
+    said: list[Any] = []
+    world.keep = lambda to, frame: said.append(decode(frame)) or 1  # type: ignore[func-returns-value]
+    (session,) = source.sessions
+    for message in (
+        Unregister(session=session, request=90, epoch=1),
+        Register(
+            session=session, request=91, source=bytes(32), sink=bytes(32), epoch=2, access=1, regions=(), columns=(),
+            routes=(), plan=bytes(32),
+        ),
+    ):  # fmt: skip
+        source.receive("d0", encode(message), world.now)
+    world.run()
+    assert [(type(m), m.code) for m in said] == [
+        (Error, ErrorCode.UNEXPECTED_MESSAGE), (Refused, ErrorCode.UNEXPECTED_MESSAGE)
+    ]  # fmt: skip
+    exposed = sink.exposed
+    assert exposed is not None
+    sink.give_back(exposed, True, world.now)
+    assert sink.holders(exposed) == ["p rank 0"]
+    sink.goodbye("over")
+    assert sink.holders(exposed) == []
+
+
+@pytest.mark.parametrize("change", [{"epoch": 7}, {"request": 7}])
+def test_a_registered_of_another_epoch_ends_the_session_and_one_of_another_request_does_nothing(change: Any) -> None:
+    """KVP-ERR-ALONE."""
+    world = Epochs()
+    world.sink_.expose(world.another("d0"), world.now)
+
+    def twist(to: str, frame: bytes) -> int:
+        message = decode(frame)
+        if isinstance(message, Registered):
+            world.keep = world.pass_on
+            world.sink_.receive("s0", encode(attrs.evolve(message, **change)), world.now)
+            return 0
+        return 1
+
+    world.keep = twist
+    world.run()
+    assert world.sink_.sessions["s0"].open == ("request" in change)
+    if "request" in change:
+        world.pass_time(3.0)
+        world.serves()
+
+
+# streams and pull
+
+
+class StagedEpochs(Staged):
+    features = (Feature.VERIFY, Feature.STAGED, Feature.EPOCHS)
+    another = EpochWorld.another
+
+
+class InlineEpochs(Inline):
+    features = (Feature.VERIFY, Feature.INLINE, Feature.EPOCHS)
+    another = EpochWorld.another
+
+
+def test_each_epoch_has_its_own_slots() -> None:
+    """KVP-EPO-CREDIT: the same slots are granted again, of another epoch."""
+    world = StagedEpochs()
+    first = world.sinks["d0"].exposed
+    assert first is not None
+    assert [m.epoch for _, m in world.frames if isinstance(m, Credit)] == [None]
+    world.ask()
+    world.chunk(0, 0, 7)
+    old = world.events("s0", "TransferRequested")[-1]
+    world.sinks["d0"].expose(world.another("d0"), world.now)
+    world.run()
+    granted = [(m.epoch, m.slots.tolist()) for _, m in world.frames if isinstance(m, Credit)]
+    assert granted == [(None, [*range(SLOTS)]), (2, [*range(SLOTS)])]
+    world.ask()
+    world.stream()
+    world.done("s0", world.events("s0", "TransferRequested")[-1])
+    world.run()
+    world.happen()
+    assert [e.transfer for e in world.events("d0", "Arrived")] == [2]
+    world.told["s0"].append(old)
+    for k in range(7, LENGTH, 7):
+        world.chunk(k // 7, k, min(7, LENGTH - k), k + 7 >= LENGTH)
+    world.done("s0", old)
+    world.run()
+    world.happen()
+    assert [e.transfer for e in world.events("d0", "Arrived")] == [2, 1]
+    world.sinks["d0"].give_back(first, False, world.now)
+    world.run()
+    assert world.sinks["d0"].holders(first) == []
+
+
+def test_each_epoch_counts_its_own_data() -> None:
+    """KVP-EPO-CREDIT, KVP-INL-COUNT."""
+    world = InlineEpochs()
+    world.sinks["d0"].expose(world.another("d0"), world.now)
+    world.run()
+    credits = [(m.epoch, m.total) for m in _said(world) if isinstance(m, Credit)]
+    assert [epoch for epoch, _ in credits] == [None, 2]
+    assert credits[0][1] == credits[1][1]
+
+
+def _said(world: Any) -> list[Any]:
+    return [m for _, m in world.frames]
+
+
+class PullEpochs(PullWorld):
+    features = (Feature.VERIFY, Feature.PULL, Feature.EPOCHS)
+    another = EpochWorld.another
+
+    def accept(self, address: str, session: int) -> None:
+        made = self.sources[address].sessions[session]
+        if made.part(Owner).newest is None:
+            super().accept(address, session)
+        else:
+            made.accept_register(Transport.SHM)
+
+
+def test_both_sides_of_pull_register_again() -> None:
+    """KVP-EPO-RISE, KVP-EPO-UNMAP: an offer names the source's epoch, and is read before that is given back."""
+    world = PullEpochs(geometry(1)).ready(1)
+    asked(world)
+    world.serve()
+    (session,) = world.sources["s0"].sessions.values()
+    old = world.kept["s0"]
+    new = allocate(geometry(1), 0, {0: 8, 1: 8, 2: 8})
+    session.expose(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
+    world.sinks["d0"].expose(world.another("d0"), world.now)
+    world.run()
+    world.kept["s0"] = new
+    owner = session.part(Owner)
+    owner.unregister(owner.epochs[1], False, world.now)
+    world.run()
+    assert 1 in owner.epochs
+    world.read("d0")
+    assert 1 not in owner.epochs
+    assert old is not new
+    world.told["d0"].clear()
+    asked(world)
+    world.serve()
+    world.read("d0")
+    assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> None:
+    """KVP-EPO-MOVED."""
+    world = PullEpochs(geometry(1)).ready(1)
+    asked(world)
+    world.serve()
+    (session,) = world.sources["s0"].sessions.values()
+    owner = session.part(Owner)
+    owner.unregister(owner.epochs[1], True, world.now)
+    world.run()
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert owner.epochs == {}
