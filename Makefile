@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c const
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
 
-.PHONY: demo demo-gpu test quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
+.PHONY: demo demo-gpu test chaos quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -81,6 +81,10 @@ engines: $(VENV)/.demo
 
 demo-matrix: $(VENV)/.demo
 	@$(PY) -m tests.demo.matrix
+
+# Engines in processes of their own to which everything happens (docs/chaos.md); about three minutes.
+chaos: $(VENV)/.test
+	@$(PY) -m kvproto_reference.chaos --seeds $(or $(SEEDS),0..59) --jobs 2 $(ARGS)
 
 sweep: $(VENV)/.test
 	@$(PY) -m tests.sweep

@@ -12,6 +12,7 @@ import pytest
 
 SLOW = {
     "calibration/test_probe.py",
+    "chaos",
     "cli/test_cli.py::test_reader_that_has_seen_enough",
     "cli/test_plans.py",
     "cli/test_probe.py",

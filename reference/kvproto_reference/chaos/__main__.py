@@ -1,0 +1,112 @@
+"""`python -m kvproto_reference.chaos`: seeds, a line for each, and a summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from kvproto.net import make_keys
+
+from . import jobs
+from .breaks import BREAKS
+from .plan import DECODES, ENGINES, PREFILLS, WAYS, make
+from .processes import prepare
+from .report import Result, line, summary, write
+from .world import Keys, World
+
+__all__ = ["main", "seeds_of"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    made = argparse.ArgumentParser(prog="python -m kvproto_reference.chaos", description=__doc__)
+    made.add_argument("--seed", type=int, help="the first seed; with --minutes as many as fit")
+    made.add_argument("--seeds", metavar="A..B", help="seeds A to B")
+    made.add_argument("--minutes", type=float, help="go on for so long")
+    made.add_argument("--seconds", type=float, default=2.6, help="of faults in each seed; the end takes as long again")
+    made.add_argument("--transport", choices=sorted(WAYS), default="", help="in place of the seed's own")
+    made.add_argument(
+        "--break", dest="broken", choices=BREAKS, default="", help="build a fault into the engines; 0 if it is found"
+    )
+    made.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    made.add_argument("--show", action="store_true", help="print what the seeds do, and do nothing")
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--json", type=Path, help="where the summary goes")
+    return made
+
+
+def keys_in(folder: Path) -> Keys:
+    """Fresh key pairs, and an allow-list that knows the proxy."""
+    made = {name: make_keys(folder / name) for name in ENGINES}
+    front = make_keys(folder / "front")
+    backs = {name: make_keys(folder / f"back-{name}") for name in DECODES}
+    rows = [f'[[client]]\nkey = "{keys.public.decode()}"\nengine = "{name}"\n' for name, keys in backs.items()]
+    for name in PREFILLS:
+        (folder / name / "allow.toml").write_text("\n".join(rows))
+    return Keys(folder, made, front, backs)
+
+
+def seeds_of(args: argparse.Namespace) -> Iterator[int]:
+    """The seeds of a command."""
+    if args.seeds:
+        first, _, last = args.seeds.partition("..")
+        yield from range(int(first), int(last or first) + 1)
+        return
+    until = time.monotonic() + 60 * args.minutes if args.minutes else None
+    seed = args.seed if args.seed is not None else 0
+    yield seed
+    while until is not None and time.monotonic() < until:
+        seed += 1
+        yield seed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit status is 1 where a seed has a violation."""
+    args = parser().parse_args(argv)
+    if args.worker:
+        for found in run(args, (int(each) for each in sys.stdin)):
+            print(json.dumps(attrs.asdict(found)), flush=True)
+        return 0
+    if args.show:
+        for seed in seeds_of(args):
+            print("\n".join(make(seed, args.seconds, args.transport).lines()))
+        return 0
+    results = []
+    for found in jobs.results(seeds_of(args), args) if args.jobs > 1 else run(args, seeds_of(args)):
+        results.append(found)
+        print(line(found), flush=True)
+        for each in found.violations:
+            print(f"      {each.kind}: {each.text}", flush=True)
+        if args.broken and _kinds([found]) & BREAKS[args.broken].kinds:
+            break
+    if args.json:
+        write(args.json, results)
+    print(json.dumps(summary(results), indent=1))
+    if args.broken:
+        return 0 if _kinds(results) & BREAKS[args.broken].kinds else 1
+    return 1 if _kinds(results) else 0
+
+
+def _kinds(results: list[Result]) -> set[str]:
+    return {each.kind for found in results for each in found.violations}
+
+
+def run(args: argparse.Namespace, seeds: Iterable[int]) -> Iterator[Result]:
+    """Seed after seed."""
+    transport = args.transport or (BREAKS[args.broken].transport if args.broken else "")
+    prepare()
+    with tempfile.TemporaryDirectory(prefix="kvproto-chaos-") as folder:
+        keys = keys_in(Path(folder))
+        for seed in seeds:
+            yield World(make(seed, args.seconds, transport), keys, args.broken).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Faults that can be built into the engines, so that whoever looks for violations is looked at too."""
+
+import attrs
+
+from .plan import Weather
+
+__all__ = ["BREAKS", "Break"]
+
+
+@attrs.frozen
+class Break:
+    """One fault: what it is, where it shows, and the violations by which it is found."""
+
+    what: str
+    kinds: frozenset[str]
+    transport: str = "shm"
+    weather: Weather | None = None
+    """In place of the seed's own."""
+
+
+_LATE = Weather(delay=0.5)
+BREAKS = {
+    "late write": Break(
+        "a source says PROVEN, and writes on", frozenset({"write after proof", "stray write"}), "slow", _LATE
+    ),
+    "no proof": Break("a sink uses pages again once it has asked for an abort",
+                      frozenset({"stray write", "wrong byte"}), "slow", _LATE),
+    "counted twice": Break("a decode engine takes an arrival twice", frozenset({"counted twice"})),
+    "wrong byte": Break("a prefill engine has a wrong byte in a page", frozenset({"wrong byte"})),
+    "freed too early": Break("a prefill engine uses pages again while they are read", frozenset({"freed too early"}),
+                             "slow"),
+    "leak": Break("a decode engine loses a descriptor with each request", frozenset({"leak"})),
+    "crash": Break("a prefill engine raises", frozenset({"crash"})),
+}  # fmt: skip

@@ -1,0 +1,147 @@
+"""A decode engine of chaos: it fetches into pages that were free a moment ago, and checks all after each step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+
+from kvproto import Fetch, KvprotoError, Seed, Sink, read_ticket
+from kvproto.events import Arrived, Event, Lost, PagesFree
+
+from .book import Book, Finding, Name
+from .engine import Engine, Setup, prompt_of
+from .labels import GROUP
+from .plan import Order
+
+__all__ = ["Decode"]
+
+
+@attrs.define(eq=False)
+class Job:
+    """One request."""
+
+    name: Name
+    order: Order
+    fetch: Fetch
+    pages: list[int]
+    hold: int = -1
+    """Steps for which an arrived request is still kept."""
+    over: bool = False
+
+
+class Decode(Engine):
+    """One run of it."""
+
+    def __init__(self, conn: Connection, setup: Setup) -> None:
+        super().__init__(conn, setup)
+        self._sources = {name: Seed(*place) for name, place in setup.sources.items()}
+        self.door: Sink = Sink(setup.name, self.pool, self._sources, setup.options())
+        self.book = Book(self.pool, 0x80 + setup.number)
+        self.jobs: dict[Fetch, Job] = {}
+        self._kept: list[Job] = []
+
+    def on_fetch(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
+        """Have a prompt's cache brought here."""
+        pages = self.book.take(order.tokens)
+        if pages is None:
+            self.say("lost", name, "no pages", True)
+            return
+        prompt = prompt_of(order.number, order.tokens, order.other_prompt)
+        self.book.write(name, pages, 0, order.cached)
+        self.book.grant(name, pages)
+        try:
+            fetch = self.door.fetch(read_ticket(ticket), prompt, {GROUP: pages}, cached=order.cached)
+        except KvprotoError as error:
+            self.book.free(pages)
+            self.say("lost", name, f"refused {error.code.name}", True)
+            return
+        job = self.jobs[fetch] = Job(name, order, fetch, pages)
+        if order.abort is not None:
+            self.after(order.abort, lambda: self._abort(job))
+
+    def on_abort_all(self) -> None:
+        """Every client is gone."""
+        for job in list(self.jobs.values()):
+            self._abort(job)
+
+    def _abort(self, job: Job) -> None:
+        """Its client is gone."""
+        if not job.over:
+            job.fetch.abort("its client is gone")
+            if self.setup.broken == "no proof" and not job.over:
+                job.over = True
+                self._free(self.jobs.pop(job.fetch))
+
+    def on_reconnect(self, source: str) -> None:
+        """Leave a prefill engine, and come again."""
+        self.door.disconnect(source)
+        seed = self._sources[source]
+        self.door.connect(source, address=seed.address, key=seed.key)
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case Arrived(fetch):
+                self._arrived(fetch)
+                if self.setup.broken == "counted twice" and self.jobs:
+                    self._arrived(fetch)
+            case Lost(fetch, error, proven):
+                job = self.jobs.get(fetch)
+                if job is None or job.over:
+                    if self.setup.broken == "no proof":
+                        return
+                    self.say("violation", "counted twice", f"{error.code.name} of a request that is over")
+                    return
+                job.over = True
+                self.book.lost(job.name, proven)
+                self.say("lost", job.name, error.code.name, proven)
+                if proven:
+                    self._free(self.jobs.pop(fetch))
+            case PagesFree(fetch):
+                job = self.jobs.pop(fetch, None)
+                if job is not None:
+                    self.book.lost(job.name, True)
+                    self.say("proven", job.name)
+                    self._free(job)
+
+    def _arrived(self, fetch: Fetch) -> None:
+        job = self.jobs.pop(fetch, None)
+        if job is None or job.over:
+            self.say("violation", "counted twice", "a request that is over has arrived")
+            return
+        job.over, job.hold = True, job.order.hold
+        self._tell(self.book.arrived(job.name, job.pages, job.order.tokens))
+        self.say("arrived", job.name)
+        self._kept.append(job)
+        if self.setup.broken == "leak":
+            os.dup(0)
+
+    def _free(self, job: Job) -> None:
+        self.book.free(job.pages)
+
+    def look(self) -> None:
+        """A step of decode: all pages are looked at, and requests that are over give theirs back."""
+        self._tell(self.book.check())
+        for job in self._kept:
+            job.hold -= 1
+            if job.hold < 0:
+                self._free(job)
+        self._kept = [job for job in self._kept if job.hold >= 0]
+
+    def _tell(self, findings: list[Finding]) -> None:
+        for each in findings:
+            self.say("finding", each)
+
+    def on_status(self) -> None:
+        """What is under way, and what waits for proof."""
+        self.say("status", len([job for job in self.jobs.values() if not job.over]),
+                 sum(self.door.quarantined.values()))  # fmt: skip
+
+    def let_go(self) -> None:
+        self.look()
+        self.jobs.clear()
+        self._kept.clear()
+        self.book.close()

@@ -1,0 +1,224 @@
+"""What both engines of chaos have in common: a process with a door, a pipe to the harness, and a checked end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto import KvprotoError, Options, Pool, Prompt, Sink, Source
+from kvproto.events import Event
+
+from . import limits
+from .clock import Clock
+from .labels import GEOMETRY, LAYERS
+from .slow import SlowShm
+
+__all__ = ["TIMES", "Engine", "Setup"]
+
+TIMES = {"RESEND": 0.12, "PATIENCE": 1.2, "TICKET_WAIT": 0.6, "PING_SILENCE": 0.25}
+"""Times of a session, in seconds: short, so that a stop can be longer than all of them (kvproto.session.limits)."""
+LEASE = 0.6
+_STEP = 0.01
+"""Seconds of a step."""
+PAGES = 160
+
+
+@attrs.frozen
+class Setup:
+    """How one run of an engine starts."""
+
+    name: str
+    number: int
+    folder: str
+    listen: str
+    """Where a prefill engine listens."""
+    sources: dict[str, tuple[str, str]]
+    """Where a decode engine finds the others: addresses and keys."""
+    transport: str
+    pull: bool
+    thread: bool
+    verify: bool | str
+    rate: float
+    behind: float
+    """How much the wall clock is behind, as a negative number."""
+    full_shm: bool
+    broken: str
+    """A fault that is built in, so that the checker can be tested."""
+    log: str
+
+    def options(self) -> Options:
+        """Of its Source or Sink."""
+        writes = (self.name.startswith("prefill")) != self.pull
+        pause = 0.04 if self.broken in ("late write", "no proof") else 0.006
+        slow = SlowShm(LAYERS, pause, self.broken == "late write")
+        transports: Any = [slow] if self.transport.startswith("slow") and writes else []
+        if self.transport in ("inline", "nixl"):
+            transports = [self.transport]
+        return Options(
+            keys=f"{self.folder}/{self.name}", transports=transports or ["shm"], pull=self.pull, thread=self.thread,
+            verify=self.verify, lease=LEASE,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:
+    """What a request computes; `other`: what somebody else takes it for."""
+    return Prompt([request + other, *range(1, tokens)])
+
+
+class Engine:
+    """One run of a prefill or decode engine."""
+
+    door: Source | Sink
+
+    def __init__(self, conn: Connection, setup: Setup) -> None:
+        self.conn, self.setup = conn, setup
+        self.clock = Clock(setup.rate, setup.behind)
+        self.pool = Pool.allocate(GEOMETRY, PAGES)
+        self._said: list[tuple[Any, ...]] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self.ending = False
+
+    # the harness
+
+    def say(self, *word: Any) -> None:
+        """Tell the harness, with the others of this step."""
+        self._said.append(word)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it in a step that many seconds from now."""
+        self._later.append((self.clock.real() + seconds, call))
+
+    def serve(self) -> None:
+        """Steps until the harness says that it is over."""
+        self.say("up")
+        while not self.ending:
+            self._flush()
+            for event in self._turn():
+                self.hear(event)
+            while self.conn.poll():
+                op, *arguments = self.conn.recv()
+                getattr(self, f"on_{op}")(*arguments)
+            now = self.clock.real()
+            due, self._later = [x for x in self._later if x[0] <= now], [x for x in self._later if x[0] > now]
+            for _, call in due:
+                call()
+            self.look()
+
+    def _flush(self) -> None:
+        if self._said:
+            said, self._said = self._said, []
+            self.conn.send(said)
+
+    def _turn(self) -> list[Event]:
+        if self.setup.thread:
+            self.conn.poll(_STEP)
+            return self.door.events()
+        return self.door.step(_STEP)
+
+    def hear(self, event: Event) -> None:
+        """An event of kvproto."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Check what can be checked after a step."""
+
+    # what the harness says to both
+
+    def on_jump(self, seconds: float) -> None:
+        """The clock goes on later."""
+        self.clock.jump(seconds)
+
+    def on_descriptors(self, left: float, seconds: float) -> None:
+        """So many descriptors more, and none beyond, for a while."""
+        limits.descriptors(int(left))
+        self.after(seconds, limits.lift)
+
+    def on_memory(self, left: float, seconds: float) -> None:
+        """So many MiB of address space more, and none beyond, for a while."""
+        limits.memory(int(left))
+        self.after(seconds, limits.lift)
+
+    def on_calm(self) -> None:
+        """Whatever is short is there again."""
+        limits.lift()
+
+    def on_fork(self, seconds: float) -> None:
+        """A child that calls the door, and lingers."""
+        said = limits.fork(self.door, seconds)
+        self.after(seconds + 0.3, said)
+
+    def on_shorten(self) -> None:
+        """Make the memory shorter that peers have mapped."""
+        self.say("shortened", limits.shorten())
+
+    def on_drain(self) -> None:
+        """Finish what is under way, then stop; the harness starts it again."""
+        self.door.drain()
+        self._drained()
+
+    def _drained(self) -> None:
+        if self.door.drained:
+            self.door.close("drained")
+            self.say("drained")
+            self._flush()
+            self.ending = True
+        else:
+            self.after(0.02, self._drained)
+
+    def on_end(self) -> None:
+        """Let go of everything, and say what is left."""
+        self.ending = True
+        self.door.close("over")
+        self.let_go()
+        self.pool.close()
+        left = {"threads": [t.name for t in threading.enumerate() if t.name.startswith(("kvproto", "chaos"))],
+                "mappings": Path("/proc/self/maps").read_text().count("memfd:kvproto"),
+                "descriptors": limits.opened() - self._before}  # fmt: skip
+        self.say("ended", left)
+        self._flush()
+
+    def let_go(self) -> None:
+        """Of views of the pool."""
+
+    _before = 0
+
+    def began(self, descriptors: int) -> None:
+        """So many descriptors were open before the door was."""
+        self._before = descriptors
+
+
+def run(make: Callable[[Connection, Setup], Engine], conn: Connection, setup: Setup) -> None:
+    """The process of an engine, from its first line to its last."""
+    os.setsid()
+    log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable()
+    from kvproto.session import limits as times
+
+    for name, seconds in TIMES.items():
+        setattr(times, name, seconds)
+    before = limits.opened()
+    try:
+        if setup.full_shm:
+            conn.send([("full shm", limits.fill_shm())])
+        engine = make(conn, setup)
+    except KvprotoError as error:
+        with contextlib.suppress(OSError):
+            conn.send([("refused to start", error.code.name, str(error))])
+        sys.exit(3)
+    engine.began(before)
+    try:
+        engine.serve()
+    except (BrokenPipeError, EOFError):  # the harness is gone
+        os._exit(0)

@@ -1,0 +1,96 @@
+"""Shortages and oddities that an engine of chaos brings upon itself: they are real, and of its process alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvproto import KvprotoError
+
+__all__ = ["descriptors", "fill_shm", "fork", "lift", "memory", "opened", "shorten"]
+
+_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 16384, 1 << 18
+_UNLIMITED = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)}
+_LINGER = 2.0
+"""Seconds for which a child lives at most."""
+
+
+def opened() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def descriptors(left: int) -> None:
+    """Let this process open so many more."""
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    _set(resource.RLIMIT_NOFILE, highest + left)
+
+
+def memory(left: int) -> None:
+    """Let this process map so many MiB more."""
+    _set(resource.RLIMIT_AS, int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + (left << 20))
+
+
+def _set(which: int, soft: int) -> None:
+    resource.setrlimit(which, (soft, _UNLIMITED[which][1]))
+
+
+def lift() -> None:
+    """All limits as they were."""
+    for which, both in _UNLIMITED.items():
+        resource.setrlimit(which, both)
+
+
+def fill_shm() -> bool:
+    """Give this process a /dev/shm of its own that is full; False where the machine does not allow that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        return False
+    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k"):
+        return False
+    try:
+        Path("/dev/shm/full").write_bytes(bytes(1 << 20))
+    except OSError:
+        return True
+    return False
+
+
+def shorten() -> str:
+    """Try to make each memory shorter that peers may have mapped: what came of it."""
+    done = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:kvproto"):
+                continue
+            os.ftruncate(int(name), 0)
+            done.append("shorter")
+        except PermissionError:
+            done.append("refused")
+        except OSError:
+            continue
+    return "shorter" if "shorter" in done else "refused" if done else "nothing"
+
+
+def fork(door: Any, seconds: float) -> Callable[[], None]:
+    """Fork; the child calls the door and lingers. Returns what reaps it, and raises where the door did not refuse."""
+    child = os.fork()
+    if not child:
+        refused = False
+        try:
+            door.fileno()
+        except KvprotoError:
+            refused = True
+        time.sleep(min(seconds, _LINGER))
+        os._exit(0 if refused and "memfd:kvproto" not in Path("/proc/self/maps").read_text() else 1)
+
+    def reap() -> None:
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status):
+            raise AssertionError("a forked child could use the door, or has the memory")
+
+    return reap

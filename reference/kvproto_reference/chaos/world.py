@@ -1,0 +1,398 @@
+"""One seed: four engines, the proxy between them, the orders and faults of its plan, and the end of all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import zmq
+
+from kvproto import new_ticket, write_ticket
+from kvproto.net import KeyPair
+
+from .book import Name
+from .breaks import BREAKS
+from .engine import Setup
+from .forgery import Forgery
+from .judge import Ask, Judge
+from .plan import DECODES, ENGINES, PREFILLS, Fault, Order, Plan, Weather
+from .processes import Runner
+from .proxy import Pair, Passing, Proxy
+from .report import Result
+
+__all__ = ["Keys", "World"]
+
+_SETTLE, _FRESH, _END = 8.0, 8.0, 8.0
+"""Seconds within which all that is under way is over, fresh requests arrive, and engines end."""
+_TRIES = 100
+"""Starts of an engine whose address is taken, by a child of its former run, say."""
+
+
+@attrs.frozen
+class Keys:
+    """Key pairs of a run: of the engines, and of the proxy towards each side."""
+
+    folder: Path
+    engines: dict[str, KeyPair]
+    front: KeyPair
+    backs: dict[str, KeyPair]
+
+
+class World:
+    """Runs one plan."""
+
+    def __init__(self, plan: Plan, keys: Keys, broken: str = "") -> None:
+        self.plan, self._keys, self._broken = plan, keys, broken
+        self.judge = Judge(plan)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._idle: dict[str, tuple[int, int]] = {}
+        self._ended: set[str] = set()
+        self._calm = self._closing = False
+        self._waiting = [fault for fault in plan.faults if fault.kind == "kill at"]
+        self._seen: dict[str, int] = {}
+        self._forgeries: dict[Pair, Forgery] = {}
+        ports = dict(zip(PREFILLS, _ports(len(PREFILLS)), strict=True))
+        listens = {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
+        self.proxy = Proxy(
+            plan.seed, keys.front, keys.backs, {p: (listens[p], keys.engines[p].public) for p in PREFILLS}, self
+        )
+        self._break = BREAKS.get(broken)
+        self.proxy.weather = (self._break and self._break.weather) or plan.weather
+        front = keys.front.public.decode()
+        self.engines = {
+            name: Runner(Setup(
+                name, i, str(keys.folder), listens.get(name, ""),
+                {p: (self.proxy.lanes[Pair(p, name)].address, front) for p in PREFILLS} if name in DECODES else {},
+                plan.transports[name], plan.way == "pull", plan.threads[name], plan.verify, plan.rates[name], 0.0,
+                False, broken, str(keys.folder / f"{name}.log"),
+            ))
+            for i, name in enumerate(ENGINES)
+        }  # fmt: skip
+
+    # time
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it so many seconds from now."""
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), call))
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Turns until it is true, for so long at most."""
+        end = time.monotonic() + seconds
+        while not done():
+            now = time.monotonic()
+            if now >= end:
+                return False
+            next_due = self._due[0][0] - now if self._due else 1.0
+            self.proxy.poller.poll(int(1000 * max(0.0, min(next_due, self.proxy.wait(), end - now, 0.05))))
+            self.proxy.turn()
+            for name, engine in self.engines.items():
+                self._hear(name, engine)
+            while self._due and self._due[0][0] <= time.monotonic():
+                heapq.heappop(self._due)[2]()
+        return True
+
+    # the whole
+
+    def run(self) -> Result:
+        """All of it."""
+        began = time.monotonic()
+        try:
+            for name in ENGINES:
+                self._start(name)
+            if not self._until(lambda: all(e.up for e in self.engines.values()), _SETTLE):
+                raise RuntimeError("the engines do not start")
+            for order in self.plan.orders:
+                self._at(order.at, lambda order=order: self._ask(order, 0))  # type: ignore[misc]
+            for fault in self.plan.faults:
+                if fault.kind != "kill at":
+                    self._at(fault.at, lambda fault=fault: self._happen(fault))  # type: ignore[misc]
+            if not self._until(self._is_found, self.plan.seconds):
+                self._end_of_faults()
+                self._finish()
+        finally:
+            for engine in self.engines.values():
+                engine.signal(signal.SIGKILL)
+                engine.gone()
+            self.proxy.close()
+            for forgery in self._forgeries.values():
+                forgery.close()
+        return self.judge.result(time.monotonic() - began, self._broken, self.proxy, self.engines)
+
+    def _is_found(self) -> bool:
+        """Whether the fault that is built in has been found, so that no more is to be seen."""
+        return self._break is not None and bool(self._break.kinds & self.judge.kinds)
+
+    def _end_of_faults(self) -> None:
+        self.proxy.weather = Weather()
+        self._waiting, self._calm = [], True
+        for name, engine in self.engines.items():
+            engine.signal(signal.SIGCONT)
+            engine.tell("calm")
+            believes = any(name in (pair.prefill, pair.decode) for pair in self.judge.impostors)
+            if engine.behind or believes:  # until somebody sets the clock right, or has the two forget
+                self.kill(name, 0.0)
+        for pair in self.judge.liars:
+            self.engines[pair.decode].tell("reconnect", pair.prefill)
+
+    def _finish(self) -> None:
+        everybody = list(self.engines.values())
+        if not self._until(lambda: all(e.up for e in everybody), _SETTLE):
+            down = [name for name, e in self.engines.items() if not e.up]
+            self.judge.violation("hang", f"{down} did not start again")
+            return
+        self._ask_status()
+        if not self._until(lambda: all(self._idle.get(name) == (0, 0) for name in ENGINES), _SETTLE):
+            busy = {name: both for name, both in self._idle.items() if both != (0, 0)}
+            self.judge.violation("hang", f"requests under way, and pages in quarantine, that come to no end: {busy}")
+        self._fresh()
+        self._closing = True
+        for engine in everybody:
+            engine.tell("end")
+        if not self._until(lambda: not any(e.alive for e in everybody), _END):
+            late = [name for name, e in self.engines.items() if e.alive]
+            self.judge.violation("hang", f"{late} did not end")
+        for name, engine in self.engines.items():
+            if left := engine.left():
+                self.judge.violation("leak", f"{name} has left processes: {left}")
+
+    def _ask_status(self) -> None:
+        for engine in self.engines.values():
+            engine.tell("status")
+        if not self._closing:
+            self._at(0.04, self._ask_status)
+
+    def _fresh(self) -> None:
+        """Every pair completes a new request."""
+        pairs = list(self.proxy.lanes)
+        orders = [
+            Order(1000 + i, 0.0, pair.prefill, pair.decode, 20 + i, 0, 0.0, ((0.0, 20 + i),), 2.0, 1)
+            for i, pair in enumerate(pairs)
+        ]
+        for order in orders:
+            self._ask(order, 0)
+        arrived = self.judge.arrived
+        if not self._until(lambda: all(order.number in arrived for order in orders), _FRESH):
+            for order in [o for o in orders if o.number not in arrived]:
+                why = self.judge.lost_by(order.number)
+                self.judge.violation("hang", f"no fresh request from {order.prefill} to {order.decode}: {why}")
+
+    # engines
+
+    def _start(self, name: str, **changes: Any) -> None:
+        engine = self.engines[name]
+        engine.start(**changes)
+        assert engine.conn is not None
+        self.proxy.poller.register(engine.conn.fileno(), zmq.POLLIN)
+
+    def _gone(self, name: str) -> int | None:
+        engine = self.engines[name]
+        if engine.conn is not None:
+            self.proxy.poller.unregister(engine.conn.fileno())
+        code = engine.gone()
+        for pair, lane in self.proxy.lanes.items():
+            if pair.decode == name:
+                lane.leave()
+        self.judge.died(name)
+        return code
+
+    def kill(self, name: str, seconds: float, **changes: Any) -> None:
+        """kill -9, and another run after a while."""
+        engine = self.engines[name]
+        if engine.alive:
+            engine.signal(signal.SIGKILL)
+            self._gone(name)
+            self._at(seconds, lambda: self._start(name, **changes))
+
+    def _hear(self, name: str, engine: Runner) -> None:
+        if not engine.alive:
+            return
+        said = engine.heard()
+        if said is None:
+            code = self._gone(name)
+            if name in self._ended:
+                if code:
+                    self.judge.violation("crash", f"{name} ended with {code}")
+                return
+            if engine.short:  # libzmq, for one, ends a process that cannot have memory
+                self.judge.count("ended for want of memory")
+            else:
+                self.judge.violation("crash", f"{name} has ended by itself with {code}")
+            self._at(0.0, lambda: self._start(name))
+            return
+        for op, *arguments in said:
+            self._said(name, engine, op, arguments)
+
+    def _said(self, name: str, engine: Runner, op: str, a: list[Any]) -> None:
+        match op:
+            case "up":
+                engine.up = True
+                self.judge.count("starts")
+            case "refused to start":
+                self._gone(name)
+                self.judge.count("starts refused")
+                if engine.runs > _TRIES:
+                    self.judge.violation("hang", f"{name} cannot start: {a[1]}")
+                else:
+                    self._at(0.05, lambda: self._start(name))
+            case "drained":
+                self.judge.count(op)
+                self._gone(name)
+                self._at(0.02, lambda: self._start(name))
+            case "status":
+                self._idle[name] = a[0], a[1]
+            case "ended":
+                self._ended.add(name)
+                for what, number in a[0].items():
+                    if number:
+                        self.judge.violation("leak", f"{name} has {what} left: {number}")
+            case "arrived":
+                self.judge.arrives(a[0])
+            case "lost":
+                self._lost(name, a[0], a[1])
+            case "finding":
+                self.judge.finding(name, a[0])
+            case "violation":
+                self.judge.violation(a[0], f"{name}: {a[1]}")
+            case "shortened":
+                self.judge.count(f"shortening {a[0]}")
+                if a[0] == "shorter":
+                    self.judge.violation("shorter", f"{name} could shorten memory that peers have mapped")
+            case "full shm":
+                self.judge.count("full shm" if a[0] else "full shm not allowed here")
+            case "over" | "refused" | "proven":
+                self.judge.count(f"prefill {op} {a[1]}" if op != "proven" else op)
+
+    # requests
+
+    def _ask(self, order: Order, attempt: int) -> None:
+        """Tell both engines of a request, as a router does."""
+        name = order.number, attempt
+        ticket = new_ticket(order.prefill, deadline=order.deadline)
+        form = write_ticket(ticket)
+        self.judge.asked(Ask(name, order, bytes(ticket.key)))
+        for side, engine, word, late in (
+            ("prefill", order.prefill, "request", max(-order.first, 0.0)),
+            ("decode", order.decode, "fetch", max(order.first, 0.0)),
+        ):
+            if order.unheard != side:
+                self._at(late, lambda e=engine, w=word: self._tell(e, name, w, order, form))  # type: ignore[misc]
+
+    def _tell(self, engine: str, name: Name, word: str, order: Order, form: Any) -> None:
+        runner = self.engines[engine]
+        if runner.up:
+            self.judge.told(name, engine)
+            runner.tell(word, name, order, form)
+        elif word == "fetch":
+            self.judge.count("decode was down")
+            self._at(0.1, lambda: self._tell(engine, name, word, order, form))
+
+    def _lost(self, engine: str, name: Name, code: str) -> None:
+        self.judge.loses(name, code)
+        order, attempt = self.judge.asks[name].order, name[1]
+        fresh = order.number >= 1000
+        if not self._closing and (fresh or (attempt < 2 and not self._calm)):
+            again = attrs.evolve(order, abort=None, fail=None, unheard="", other_prompt=False)
+            if attempt < 200:
+                self._at(0.05, lambda: self._ask(again, attempt + 1))
+
+    # faults
+
+    def _happen(self, fault: Fault) -> None:
+        """A fault whose time has come."""
+        if self._calm:
+            return
+        self.judge.count(f"fault {fault.kind}")
+        names = fault.whom.split()
+        engine = self.engines[names[0]]
+        match fault.kind:
+            case "kill":
+                self.kill(names[0], fault.seconds)
+            case "old clock":
+                self.kill(names[0], fault.seconds, behind=fault.amount)
+            case "full shm":
+                self.kill(names[0], fault.seconds, full_shm=True)
+            case "stop":
+                engine.signal(signal.SIGSTOP)
+                self._at(fault.seconds, lambda: engine.signal(signal.SIGCONT))
+            case "cut":
+                self.proxy.lanes[Pair(names[0], names[1])].cut()
+            case "reconnect":
+                engine.tell("reconnect", PREFILLS[self.plan.seed % 2])
+            case "unsealed":
+                pair = Pair(names[0], names[1])
+                self._forgeries.setdefault(pair, Forgery())
+                self.engines[names[1]].tell("reconnect", names[0])
+            case "jump":
+                engine.tell("jump", fault.amount)
+            case "descriptors" | "memory":
+                engine.tell(fault.kind, fault.amount, fault.seconds)
+                engine.short = engine.short or fault.kind == "memory"
+            case "fork":
+                engine.tell("fork", fault.seconds)
+            case "abort all":
+                if names[0] in DECODES:
+                    engine.tell("abort_all")
+            case "shorten" | "drain":
+                engine.tell(fault.kind)
+
+    # frames
+
+    def lied(self, one: Passing, said: Any, made: Any) -> None:
+        """The proxy has changed a frame that can be read."""
+        self.judge.lied(one, said, made)
+
+    def forged(self, one: Passing) -> bytes:
+        """A frame as the proxy passes it on, where somebody puts other memory into a Register."""
+        forgery = self._forgeries.get(one.pair)
+        return one.frame if forgery is None else forgery.frame(one)
+
+    def before(self, one: Passing) -> None:
+        """A frame is about to pass."""
+        self.judge.passing(one)
+        self._seen[one.name] = self._seen.get(one.name, 0) + 1
+        self._at_boundary(one, "before")
+
+    def after(self, one: Passing) -> None:
+        """A frame has passed."""
+        self._at_boundary(one, "after")
+
+    def _at_boundary(self, one: Passing, moment: str) -> None:
+        """Whoever is to be killed here is."""
+        for fault in [f for f in self._waiting if f.message == one.name and f.nth == self._seen[one.name]]:
+            if fault.moment == moment or (fault.moment, moment) == ("later", "after"):
+                self._waiting.remove(fault)
+                victim = one.pair.prefill if fault.whom == "prefill" else one.pair.decode
+                self.judge.count("fault kill at")
+                self.judge.boundary(f"{fault.message} {fault.moment} {fault.whom}")
+                if fault.moment == "later":
+                    self._at(0.001 * (1 + fault.nth), lambda v=victim, f=fault: self._kill_later(v, f))  # type: ignore[misc]
+                else:
+                    self.kill(victim, fault.seconds)
+
+    def _kill_later(self, victim: str, fault: Fault) -> None:
+        if not self._calm:
+            self.kill(victim, fault.seconds)
+
+
+def _ports(count: int) -> list[int]:
+    """Free ports below those that the kernel gives to others, so that an engine finds its own again."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for _ in range(1000):
+        port = 10000 + int.from_bytes(os.urandom(2), "little") % max(lowest - 10000, 1000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports")
