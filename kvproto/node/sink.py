@@ -29,7 +29,7 @@ __all__ = ["QUARANTINE", "Replica", "SinkNode"]
 QUARANTINE = 0.5
 """Share of a group's pages that may wait for proof."""
 
-_TURN = 0.02
+_TURN = 0.001
 """Seconds after which a turn hears no further frame; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
 """A source engine and one of its replicas."""

@@ -33,7 +33,7 @@ __all__ = ["PART_BYTES", "SourceNode"]
 
 PART_BYTES = 16 << 20
 """Bytes from which on a part of a request is worth a copy of its own."""
-_TURN = 0.02
+_TURN = 0.001
 """Seconds after which a turn hears no further frame, so that frames that take long delay nobody's copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")

@@ -1,0 +1,126 @@
+"""Sessions over sockets without nodes: what the messages of a transfer take where nothing is lowered, copied or summed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import select
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+from session_sides import GEOMETRY, PAGES, PROMPT, Place, ticket
+
+from kvproto import Pool
+from kvproto.net import AllowList, Dialer, Listener, read_keys
+from kvproto.node.answers import session_id
+from kvproto.node.pages import grants_of
+from kvproto.session import Party, SinkEndpoint, SourceEndpoint
+from kvproto.session.events import Arrived, RegisterAsked, TransferRequested
+from kvproto.wire.enums import Outcome, Transport
+
+__all__ = ["Bare"]
+
+
+def serve(pipe: Connection, place: Place) -> None:
+    """A source whose copies are over at once; the pipe brings the numbers of requests that are computed."""
+    keys = place.keys("prefill")
+    allow = AllowList(keys / "allow.toml") if keys is not None else None
+    listener = Listener(place.address, keys=read_keys(keys) if keys is not None else None, allow=allow)
+    pipe.send(listener.address)
+    endpoint = SourceEndpoint(Party("prefill", 0, 0, 1), GEOMETRY, {0: listener.address}, (), session_id, admit=listener.admit)
+    epoll = select.epoll()
+    for fd in (pipe.fileno(), *listener.filenos()):
+        epoll.register(fd, select.EPOLLIN)
+    while True:
+        wait = endpoint.next_deadline()
+        ready = epoll.poll(0 if listener.pending else None if wait is None else max(wait - time.monotonic(), 0))
+        now = time.monotonic()
+        if any(fd == pipe.fileno() for fd, _ in ready):
+            try:
+                first, count = pipe.recv()
+            except EOFError:
+                break
+            for n in range(first, first + count):
+                endpoint.expect(ticket(n), PROMPT.digest, now, len(PROMPT))
+                endpoint.finish(bytes(ticket(n).key))
+            pipe.send(None)
+        for conn, frame in listener.receive():
+            endpoint.receive(conn, frame, now)
+        endpoint.on_time(now)
+        for event in endpoint.take_events():
+            if isinstance(event, RegisterAsked):
+                endpoint.sessions[event.session].accept_register(Transport.SHM)
+            elif isinstance(event, TransferRequested):
+                endpoint.copying(event)
+                endpoint.done(event, now, 0, Outcome.CONTINUE, (), None)
+        for conn, frame in endpoint.to_send(now):
+            listener.send(conn, frame)
+    listener.close()
+
+
+class Bare:
+    """Both sides."""
+
+    def __init__(self, stack: ExitStack, place: Place) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, place), daemon=True)
+        process.start()
+        theirs.close()
+        address = self._pipe.recv()
+        public, keys = place.public(), place.keys("decode")
+        self._server = public.encode() if public is not None else None
+        self._dialer = Dialer(keys=read_keys(keys) if keys is not None else None)
+        stack.callback(process.join, 10)
+        stack.callback(self._pipe.close)
+        stack.callback(self._dialer.close)
+        pool = Pool.allocate(GEOMETRY, PAGES)
+        self._layout = pool.layout
+        regions = tuple(attrs.evolve(memory.region, id=id) for id, memory in pool.memories.items())
+        columns = tuple(pool.layout.columns.values())
+        self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, regions, columns, (), address)
+        self._epoll, self._watched, self._number = select.epoll(), set[int](), 1
+        self._endpoint.dial(time.monotonic())
+        while not self._endpoint.ready:
+            self._turn()
+
+    def _turn(self) -> list[Any]:
+        endpoint, dialer = self._endpoint, self._dialer
+        self._flush()
+        if not dialer.pending:
+            watched = set(dialer.filenos())  # a closed one has left the epoll by itself
+            for fd in watched - self._watched:
+                self._epoll.register(fd, select.EPOLLIN)
+            self._watched = watched
+            wait = endpoint.next_deadline()
+            self._epoll.poll(None if wait is None else max(wait - time.monotonic(), 0))
+        now = time.monotonic()
+        for key, frame in dialer.receive():
+            endpoint.receive(key[-1], frame, now)
+        for _, refusal in dialer.refusals():
+            raise refusal
+        endpoint.on_time(now)
+        self._flush()
+        return endpoint.take_events()
+
+    def _flush(self) -> None:
+        for address, frame in self._endpoint.to_send(time.monotonic()):
+            self._dialer.send((0, address), frame, self._server)
+
+    def __call__(self, count: int) -> list[tuple[float, float]]:
+        """Seconds of so many: from the Transfer to its DoneAck."""
+        self._pipe.send((self._number, count))
+        self._pipe.recv()
+        found = []
+        for number in range(self._number, self._number + count):
+            grants = grants_of(self._layout, {"kv": [number % PAGES]}, 0, len(PROMPT), PROMPT.axes, False)
+            key, content = bytes(ticket(number).key), PROMPT.digest
+            begin = time.perf_counter()
+            self._endpoint.transfer(key, content, dict(grants), time.monotonic())
+            while not any(isinstance(event, Arrived) for event in self._turn()):
+                pass
+            seconds = time.perf_counter() - begin
+            found.append((seconds, seconds))
+        self._number += count
+        return found
