@@ -29,7 +29,9 @@ def serve(pipe: Connection, place: Place) -> None:
     allow = AllowList(keys / "allow.toml") if keys is not None else None
     listener = Listener(place.address, keys=read_keys(keys) if keys is not None else None, allow=allow)
     pipe.send(listener.address)
-    endpoint = SourceEndpoint(Party("prefill", 0, 0, 1), GEOMETRY, {0: listener.address}, (), session_id, admit=listener.admit)
+    endpoint = SourceEndpoint(
+        Party("prefill", 0, 0, 1), GEOMETRY, {0: listener.address}, (), session_id, admit=listener.admit
+    )
     epoll = select.epoll()
     for fd in (pipe.fileno(), *listener.filenos()):
         epoll.register(fd, select.EPOLLIN)

@@ -117,7 +117,14 @@ def _asking(sink: Sink, other: Callable[[], Far | None], numbers: Iterator[int])
 
 def recovery(rounds: int) -> dict[str, Any]:
     """Seconds until a stopped source is suspect, and until a killed one that was started again serves."""
-    found: dict[str, list[float]] = {"suspect": [], "recovered": [], "heard": [], "started": [], "served": [], "outage": []}
+    found: dict[str, list[float]] = {
+        "suspect": [],
+        "recovered": [],
+        "heard": [],
+        "started": [],
+        "served": [],
+        "outage": [],
+    }
     for kind in ("curve",) * rounds:
         with ExitStack() as stack:
             place = Place.of(kind, stack.enter_context(tempfile.TemporaryDirectory()))
@@ -165,16 +172,3 @@ def _told(sink: Sink, kind: type) -> None:
     while not any(isinstance(event, kind) for event in sink.events()):
         assert time.monotonic() < end, f"no {kind.__name__}"
         time.sleep(0.001)
-
-
-if __name__ == "__main__":
-    import json
-    import sys
-
-    what, number = sys.argv[1], int(sys.argv[2])
-    made = {"transfers": transfers, "sessions": sessions, "recovery": recovery}[what](number)
-    json.dump(made, open(f"/tmp/b17/{what}.json", "w"))
-    print({k: v for k, v in made.items() if k != "samples"})
-    if "samples" in made:
-        for side, some in made["samples"].items():
-            print(side, [(s["done"], s["rss"] >> 10, s["fds"]) for s in some[:: max(len(some) // 12, 1)]], some[-1])

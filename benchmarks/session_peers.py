@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from session_latency import Transfers, quantiles
+from session_latency import Transfers
 from session_sides import PROMPT, Far, Place, far, state, ticket
 
 from kvproto import Fetch, Sink
@@ -48,7 +48,12 @@ def many(peers: int, transfers: int) -> dict[str, Any]:
         for n in range(transfers):
             sink, page = sinks[n % peers], n // peers
             fetches.append(sink.fetch(ticket(1 + n), PROMPT, {"kv": [page]}))
-        _turns(sinks, lambda: all(link.endpoint.accepted(n) for s in sinks for link in s._node._links.values() for n in link._numbers))
+        _turns(
+            sinks,
+            lambda: all(
+                link.endpoint.accepted(n) for s in sinks for link in s._node._links.values() for n in link._numbers
+            ),
+        )
         found["accepted_s"] = time.monotonic() - began
         found["in_flight"] = other.ask("state")
         began = time.monotonic()
@@ -209,17 +214,3 @@ def floods(rounds: int, number: int) -> dict[str, Any]:
                     found.setdefault(f"{kind} {where}", []).extend(some)
                     found.setdefault(f"{kind} {where} frames_s", []).append(round(rate))
     return found
-
-
-if __name__ == "__main__":
-    import sys
-
-    if sys.argv[1] == "many":
-        print({k: v if not isinstance(v, float) else round(v, 3) for k, v in many(int(sys.argv[2]), int(sys.argv[3])).items()})
-    elif sys.argv[1] == "held":
-        made = held(int(sys.argv[2]), 100)
-        print({k: quantiles(v) if isinstance(v, list) else v for k, v in made.items()})
-    else:
-        made = floods(int(sys.argv[2]), 100)
-        for k, v in made.items():
-            print(k, v if "frames" in k else quantiles(v))

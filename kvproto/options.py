@@ -49,6 +49,8 @@ class Options:
         spread: Which source ranks are read from where several hold the same bytes, if both sides say the same: "even"
             deals layers over all of them; "few" awaits as few as send at most twice what the busiest sends by "even"
             (feature FEW_SOURCES); "one" awaits the fewest, whatever they send (feature SPREAD_ONE).
+        eager: Sink: whether to greet a source, and register memory with it, when it is connected; else with the first
+            fetch from it, so that sources that are never asked cost neither side anything.
         cold_draft: Whether a sink may run a draft model whose cache the source does not have, if both sides say so: the
             draft starts cold, nothing of it is sent, and `Connected.plan.cold` names it (feature COLD_DRAFT). Else
             such a source and sink refuse each other.
@@ -86,6 +88,7 @@ class Options:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.spread", '"even", "few" or "one"', repr(value))
 
     measured: Sequence[Measured] = ()
+    eager: bool = True
     cold_draft: bool = False
     pull: bool = False
     keys: str | Path | None = None

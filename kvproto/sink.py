@@ -78,7 +78,7 @@ class Sink(Door):
         self._node = SinkNode(
             party, pool, _dialer(chosen), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
-            spread=chosen.spread, cold_draft=chosen.cold_draft,
+            spread=chosen.spread, cold_draft=chosen.cold_draft, eager=chosen.eager,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
         for (engine, replica), _, seed in named:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked
 from kvproto.session.push import Unpacker
+from kvproto.session.timers import Timer
 from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
 from kvproto.wire.messages import Done, Grants, Offer
@@ -82,7 +84,7 @@ class SourceLink:
         self._numbers: dict[int, int] = {}
         """The endpoint's number of a transfer to ours."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
-        self._deadlines: dict[int, float] = {}
+        self._deadlines: dict[int, Timer] = {}
         """By when the source must have accepted a transfer, by our number."""
         self._lost: list[TransferLost] = []
         self._agreed: Planned | None = None
@@ -99,14 +101,15 @@ class SourceLink:
         `axes` are those whose lengths the prompt states: the request is lost where neither side has one of them.
         """
         if seconds is not None:
-            self._deadlines[number] = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds
+            self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
         self._waiting[number] = _Wanted(ticket, content, grants, axes)
         self._ask()
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""
         if self._waiting.pop(number, None) is not None:
-            self._deadlines.pop(number, None)
+            self._undo_deadline(number)
             self._lost.append(TransferLost(number, error, True))
             return
         inner = next((n for n, ours in self._numbers.items() if ours == number), None)
@@ -142,15 +145,13 @@ class SourceLink:
             found.append(0.0)
         if any(each.receiver.busy for each in self._deliveries.values()):
             found += [t.capabilities.poll_interval for t in self._here.transports]
-        deadlines = [self.endpoint.next_deadline(), min(self._deadlines.values(), default=None)]
-        found += [max(each - time.monotonic(), 0.0) for each in deadlines if each is not None]
+        if (deadline := self.endpoint.next_deadline()) is not None:
+            found.append(max(deadline - time.monotonic(), 0.0))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def take(self) -> list[Any]:
         """What has happened since the last call."""
         told: list[Any] = []
-        if self._deadlines:
-            self._check_deadlines()
         more = True
         while more:
             events = self.endpoint.take_events()
@@ -169,14 +170,15 @@ class SourceLink:
         self._puller.close()
         self.endpoint.goodbye(reason)
 
-    def _check_deadlines(self) -> None:
+    def _check_accepted(self, number: int, now: float) -> None:
         """Give up what the source has not accepted in time; once it has, it counts the deadline."""
-        now = time.monotonic()
-        for number in [n for n, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[number]
-            inner = next((n for n, ours in self._numbers.items() if ours == number), None)
-            if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
-                self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
+        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
+            self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
+
+    def _undo_deadline(self, number: int) -> None:
+        if (timer := self._deadlines.pop(number, None)) is not None:
+            timer.cancel()
 
     def _ask(self) -> None:
         """Send what waits, once the link is ready and no source rank is suspect."""
@@ -232,7 +234,7 @@ class SourceLink:
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
-                self._deadlines.pop(number, None)
+                self._undo_deadline(number)
                 proven = event.proof == Proof.PROVEN
                 if proven:
                     del self._numbers[event.transfer]
@@ -270,7 +272,7 @@ class SourceLink:
     def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
         grants = self._grants.pop(number)
-        self._deadlines.pop(number, None)
+        self._undo_deadline(number)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
         since: dict[int, int] = {}

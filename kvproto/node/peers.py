@@ -86,11 +86,11 @@ class Peers:
 
     def unmap(self, used: Iterable[tuple[int, int]]) -> None:
         """Let go of the memory of sessions that are over, but for that which copies use."""
-        sessions = self._endpoint.sessions
-        gone = [key for key in self._mapped if key[0] not in sessions or not sessions[key[0]].open]
-        if gone:
-            for key in set(gone).difference(used):
+        over = self._endpoint.over
+        if over:
+            for key in {key for key in self._mapped if key[0] in over}.difference(used):
                 self._mapped.pop(key).close()
+            over.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:
         """Let go of all; no copy may be under way."""

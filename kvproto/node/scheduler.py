@@ -28,8 +28,6 @@ class LastPart:
     began: float
     left: int
     """Bytes that were not copied when prefill was over."""
-    bytes: dict[str, int]
-    """In all, by the name of the sink's group."""
     handoff: tuple[HandOff, ...]
 
 

@@ -41,10 +41,10 @@ class SinkNode:
     def __init__(
         self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
-        spread: Spread = "even", cold_draft: bool = False,
+        spread: Spread = "even", cold_draft: bool = False, eager: bool = True,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
-        self.pool, self._dialer = pool, dialer
+        self.pool, self._dialer, self._eager = pool, dialer, eager
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._here = Here(
@@ -74,8 +74,14 @@ class SinkNode:
     # what the engine says
 
     def connect(self, replica: Replica, address: str, server: bytes | None = None) -> None:
-        """Greet a source replica, or greet it where it listens now; `server`: its public key."""
+        """Name a source replica, or where it listens now; `server`: its public key. One that is not `eager` is greeted
+        with the first fetch from it.
+        """
         self.sources[replica] = address, server
+        if self._eager or replica in self._links:
+            self._greet(replica, address, server)
+
+    def _greet(self, replica: Replica, address: str, server: bytes | None) -> None:
         known = self._links.get(replica)
         if known is None or known.over or (known.seed, known.server) != (address, server):
             self._retire(replica, "connected elsewhere")
@@ -98,7 +104,7 @@ class SinkNode:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))
             return
-        self.connect(replica, *self.sources[replica])
+        self._greet(replica, *self.sources[replica])
         self._transfers[number] = self._links[replica]
         self._links[replica].fetch(number, ticket, content, grants, seconds, axes)
 

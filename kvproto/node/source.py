@@ -265,7 +265,8 @@ class SourceNode:
             request = self._requests[attempt.asked.key]
             self.endpoint.copying(attempt.asked)
             if request.finished is not None:
-                self._close(attempt, request.finished, now, sum(p.bytes for p in parts))
+                handoff = request.finished.handoffs(attempt.peer.pair)
+                attempt.last = LastPart(now, sum(p.bytes for p in parts), handoff)
             elif copying.stream is not None:
                 attempt.stream, attempt.news = copying.stream, 0
                 self._feed(attempt, request)
@@ -278,16 +279,11 @@ class SourceNode:
         rows = self._scheduler.stream_rows(attempt, request)
         if rows is not None:
             if request.finished is not None:
-                self._close(attempt, request.finished, time.monotonic(), attempt.stream.left)
+                handoff = request.finished.handoffs(attempt.peer.pair)
+                attempt.last = LastPart(time.monotonic(), attempt.stream.left, handoff)
             attempt.stream.mark_ready(rows.layers, rows.after)
         elif attempt.failure is not None:
             self._dispatcher.stop(attempt, attempt.failure)
-
-    def _close(self, attempt: Attempt, finished: Finished, now: float, left: int) -> None:
-        """The last part is handed over; work out what will be said of it while its bytes are on their way."""
-        program = attempt.program
-        moved = bytes_by_name(attempt.peer, program) if program is not None else {}
-        attempt.last = LastPart(now, left, moved, finished.handoffs(attempt.peer.pair))
 
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
         self.endpoint.stream(attempt.asked, piece, attempt.begins)
@@ -336,7 +332,7 @@ class SourceNode:
             return []
         self.endpoint.done(asked, now, program.bytes, *said)
         self._flush()
-        return [self._copied(attempt, last.bytes, now - last.began, last.left)]
+        return [self._copied(attempt, bytes_by_name(attempt.peer, program), now - last.began, last.left)]
 
     def _fetched(self, event: Fetched) -> list[Any]:
         """A sink rank has read what it was offered."""

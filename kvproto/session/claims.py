@@ -110,6 +110,8 @@ class Claims(Endpoint):
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose claims are over (KVP-TKT-USED)."""
         self._touched: set[bytes] = set()
+        self._closed: set[int] = set()
+        """Sessions that are over and may be forgotten; what keeps one names it again when it ends."""
 
     def expect(
         self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None, axes: Mapping[str, int] = NO_AXES
@@ -304,6 +306,8 @@ class Claims(Endpoint):
             self._used.popitem(last=False)
         for session, attempt, _ in claim.users.values():
             session.claims -= 1
+            if not session.open:
+                self._closed.add(session.session)
             if attempt.fetched:
                 session.part(SourcePull).released(attempt)
 

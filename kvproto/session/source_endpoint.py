@@ -56,7 +56,8 @@ class SourceEndpoint(Claims):
         """Whether new sessions and transfers are refused."""
         self._greetings: dict[Hashable, int] = {}
         """The last session that each connection opened."""
-        self._closed: set[int] = set()
+        self.over: set[int] = set()
+        """Sessions that have ended since whoever maps the memory of sinks has looked."""
         self._incarnations: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         """The greatest of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
@@ -288,10 +289,13 @@ class SourceEndpoint(Claims):
         self._touch(attempt)
         session.forget()
         session.part(Holder).look()
+        if not session.open:
+            self._closed.add(session.session)
 
     def closed(self, session: Session) -> None:
         """A session is over: its requests may be, now or when what it was lent comes back."""
         self._closed.add(session.session)
+        self.over.add(session.session)
         for attempt in session.attempts.values():
             self._touch(attempt)
             if attempt.loan is not None:
@@ -308,9 +312,10 @@ class SourceEndpoint(Claims):
             self._forget()
 
     def _forget(self) -> None:
-        for number in [n for n in self._closed if self.sessions[n].forgettable]:
-            self._closed.discard(number)
-            session = self.sessions.pop(number)
+        closed, self._closed = self._closed, set()
+        for session in [s for n in closed if (s := self.sessions.get(n)) is not None and s.forgettable]:
+            number = session.session
+            del self.sessions[number]
             self._bare.pop(number, None)
             if session.part(SourceTransfers).proven and number not in self._superseded:
                 self._drained[number] = session.conn

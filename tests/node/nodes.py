@@ -98,13 +98,14 @@ class Nodes:
         self.until(lambda: self.connected >= len(self.sinks))
 
     def fetch(
-        self, sink: int, made: Ticket, content: bytes, tokens: int, items: dict[int, list[int]], first: int = 0
-    ) -> int:
+        self, sink: int, made: Ticket, content: bytes, tokens: int, items: dict[int, list[int]], first: int = 0,
+        seconds: float | None = None,
+    ) -> int:  # fmt: skip
         """Ask for tokens [first, tokens) of a request; `items` by group id, from the page of token 0 on."""
         self._numbers += 1
         node = self.sinks[sink]
         replica = made.engine, made.replica
-        node.fetch(self._numbers, replica, bytes(made.key), content, grants(node.pool, items, first, tokens))
+        node.fetch(self._numbers, replica, bytes(made.key), content, grants(node.pool, items, first, tokens), seconds)
         return self._numbers
 
     def abort(self, sink: int, number: int = 1) -> None:

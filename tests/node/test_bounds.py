@@ -124,6 +124,33 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
     other.close("over")
 
 
+def test_a_turn_of_a_sink_costs_the_same_beside_many_that_it_waits_for(fleet: Fleet) -> None:
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    fleet.ready()
+    alone = least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5)
+    for _ in range(300):
+        made = attrs.evolve(ticket(300.0), engine="p")
+        source.expect(made, CONTENT, TOKENS)
+        fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=300.0)
+    fleet.until(lambda: sum(len(claim.waiting) for claim in source.endpoint._claims.values()) == 300)
+    fleet.turn(fleet.sink)
+    assert least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5) < 1.5 * alone
+
+
+def test_a_sink_that_is_not_eager_greets_a_source_with_its_first_fetch(fleet: Fleet) -> None:
+    sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, Q0), 10)}
+    later = SinkNode(party_of("later", fleet.pool), fleet.pool, Dialer(), eager=False)
+    fleet.sinks.append(later)
+    for replica in sources:
+        later.connect(replica, fleet.address(replica))
+    made = fleet.request(P0, sources[P0])
+    fleet.fetch(1, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]))
+    fleet.until(lambda: any(isinstance(event, Received) for event in fleet.told))
+    assert [len(source.endpoint.sessions) for source in sources.values()] == [1, 0]
+    assert fleet.holds(P0, 10)
+
+
 def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
     """Two replicas each rank of which holds all layers: both sides plan beside their turns, once for all that state them."""
     tmp_path.chmod(0o700)

@@ -14,6 +14,7 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
 from kvproto.wire.messages import Abort, Describe, DoneAck, Drained, Error, Failed, Register, Transfer
 from tests.session.driver import World, geometry, ticket
+from tests.steps import least_steps
 
 CONTENT = b"c" * 32
 
@@ -402,6 +403,36 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         assert not sink._wants
         for peer in sink.sessions.values():
             assert [peer.attempts, peer._pending] == [{}] * 2
+
+
+def test_a_frame_costs_the_same_beside_sessions_that_are_over_and_awaited() -> None:
+    """Each of their sinks has asked for a request that nobody finishes; they are forgotten with its deadline."""
+    world = ready(1, 1)
+    source = world.sources["s0"]
+
+    def one() -> None:
+        made = ticket()
+        source.expect(made, CONTENT, world.now)
+        source.finish(bytes(made.key))
+        world.transfer("d0", made, CONTENT)
+        world.run()
+        world.serve()
+        world.told["s0"].clear()
+
+    alone = least_steps(one, 5)
+    for n in range(150):
+        made = ticket(20.0)
+        sink = world.sink("other", geometry(1), engine=f"other {n}")
+        world.run()
+        source.expect(made, CONTENT, world.now)
+        world.transfer("other", made, CONTENT)
+        world.run()
+        sink.goodbye("over")
+        world.run()
+    assert len(source.sessions) == 151
+    assert least_steps(one, 5) < 1.5 * alone
+    world.pass_time(21.0)
+    assert len(source.sessions) == 1
 
 
 def test_aborted_before_the_prompt_is_refused_or_late() -> None:
