@@ -318,7 +318,7 @@ _HANDSHAKES = (
 def _refusal(event: int, address: str, ours: str) -> KvprotoError:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         advice = "the operator of the source adds our public key to its allow-list"
-        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without our key", ours, advice)
+        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without this key", ours, advice)
         return ReportedError.of(address, found)
     mine, yours = f"the source's key at {address}", "another key, or none"
     advice = "ask its operator for its public.key; a source without keys needs Options(insecure=True), --insecure"

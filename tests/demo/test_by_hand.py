@@ -12,8 +12,10 @@ import pytest
 from kvproto import LocalError
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
+from kvproto_reference.demo.engines import Engines
 from kvproto_reference.demo.network import key_folders
 from kvproto_reference.demo.options import parse
+from kvproto_reference.demo.router import Router
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
 from tests.processes import Command
@@ -163,6 +165,19 @@ def test_what_decode_has_already_is_not_fetched_again(
     tokens = [run["requests"][0]["prompt_tokens"] for run in told]
     a_token = moved[0] / tokens[0]
     assert moved == [a_token * (n - cached) for n, cached in zip(tokens, (0, len(first) // 16 * 16, 32), strict=True)]
+
+
+def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> None:
+    """And decode says itself that no prefill answers it."""
+    start("decode", "--dir", folder)
+    wait_ready(folder, "decode-0")
+    router = Router(folder, "prefill", Engines())
+    with pytest.raises(EngineError) as caught:
+        router.wait_ready(0.5)
+    prefill, decode = str(caught.value).removeprefix("not ready in 0.5 s: ").split("; ")
+    assert prefill == f"prefill-0 does not run: nothing listens at {folder}/prefill-0"
+    assert decode == "decode-0 runs, and no prefill engine answers it"
+    router.close()
 
 
 def test_decode_without_a_source_is_refused(folder: Path) -> None:

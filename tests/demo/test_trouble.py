@@ -91,7 +91,10 @@ class Desk:
 
 
 def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, prompts: Path) -> None:
-    """KVP-SES-SUSPECT: suspect within two heartbeats; after its death and restart requests flow, decode runs on."""
+    """KVP-SES-SUSPECT: suspect within two heartbeats; after its death and restart requests flow, decode runs on.
+
+    The words about requests of a router that went away puzzle the next one no more.
+    """
     source = start("prefill", "--dir", folder)
     sink = start("decode", "--dir", folder)
     desk = Desk(folder)
@@ -104,6 +107,7 @@ def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, promp
     desk.until(lambda role, word: word["op"] == "peer" and word["event"] == "gone")
     start("prefill", "--dir", folder)
     desk.connected()
+    desk.ask("of a router that went away", LONG)
     desk.close()
     result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
     assert report(result)["identical"], result.said

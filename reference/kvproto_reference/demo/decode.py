@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, Plan, Prompt, Seed, Sink, Ticket, lay_out, read_ticket
+from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Recovered, Refused, Suspected
 
@@ -20,7 +20,7 @@ from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
 from ..errors import EngineError, code_of
 from .lines import PASSING, Lines
-from .options import EngineOptions, parse, rank_address
+from .options import EngineOptions, parse
 from .rank import EngineProcess
 
 SAYS = {
@@ -60,20 +60,18 @@ class DecodeProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        sources = {
-            (options.source, replica): Seed(rank_address(options.address, replica, 0), options.source_key)
-            for replica in range(options.sources)
-        }
         self.doors = self.sinks = {
-            rank: Sink(options.name, pool, sources, options.kvproto()) for rank, pool in self.pools.items()
+            rank: Sink(options.name, pool, options.seeds, options.kvproto()) for rank, pool in self.pools.items()
         }
-        self._lines = Lines(self.sinks, sources)
+        self._lines = Lines(self.sinks, options.seeds)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         self._prefixes = PrefixCache(list(self.pages.values()), (self.target.shard, self.draft.shard))
         self._answering: dict[int, set[int]] = {}
         """Replicas of prefill that answer each rank."""
         self._plan: dict[str, Any] = {}
         self._asked = False
+        self._warned: dict[int, str] = {}
+        """The last sentence about each rank's sources."""
         self._queue: deque[Job] = deque()
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
@@ -166,13 +164,16 @@ class DecodeProcess(EngineProcess):
     def on_peer(self, rank: int, word: dict[str, Any]) -> None:
         """What has become of a source rank; one that never was of use and never will be ends the engine."""
         self.tell("peer", rank=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
-        if word.get("misfit") and self.options.sources == 1:
+        if word.get("misfit") and len(self.options.seeds) == 1:
             self.tell("fatal", error=word["error"])
             if 0 in self.pools:
                 print(f"error: {word['error']}", file=sys.stderr, flush=True)
             self.status = 1
         elif rank in self.pools and not self.options.quiet and (what := SAYS.get(word["event"])):
-            self.warn(rank, what.format(**{"error": "", **word}))
+            sentence = what.format(**{"error": "", **word})
+            if self._warned.get(rank) != sentence:  # a source that stays away is dialled again and again
+                self.warn(rank, sentence)
+            self._warned[rank] = sentence
 
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
         """What waits for pages is refused."""

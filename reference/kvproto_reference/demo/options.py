@@ -2,11 +2,12 @@
 
 import argparse
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
-from kvproto import Options
+from kvproto import Options, Seed, read_sources
 from kvproto.calibration.results import Probe, load
 
 from ..attention.exchange import OVER_ANY
@@ -41,8 +42,6 @@ class EngineOptions:
     """The options of one engine."""
 
     name: str
-    source: str
-    """Name of the prefill engine."""
     folder: Path
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
@@ -53,8 +52,6 @@ class EngineOptions:
     layout: Layout
     replica: int
     """Which data-parallel replica this is."""
-    sources: int
-    """Replicas of the prefill engine."""
     pages: int
     page_size: int
     chunk: int
@@ -65,8 +62,8 @@ class EngineOptions:
     insecure: bool
     keys: Path | None
     """The folder of this engine's CURVE keys."""
-    source_key: str | None
-    """The public key of the prefill engine, where its address needs one."""
+    seeds: Mapping[tuple[str, int], Seed]
+    """Of decode: where each replica of prefill listens."""
     seed: int
     transport: str
     devices: tuple[int, ...]
@@ -173,6 +170,10 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
         add("--source-key", type=Path, metavar="FILE", help="the public.key of the prefill engine: for TCP")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
+        seeds = (
+            "sources.toml, which says where all replicas listen and which keys they have; in place of the four above"
+        )
+        add("--seeds", type=Path, metavar="FILE", help=seeds)
         add("--quiet", action="store_true", help="write nothing of sources that come and go: the router does")
         add_captured(parser)
     args = parser.parse_args(argv)
@@ -192,18 +193,32 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     layout.parallel.order("--")  # refuses a deal that is none
     devices = args.devices or ((0,) if args.transport == "cuda" else ())
     return EngineOptions(
-        name=args.name, source=vars(args).get("source", args.name), folder=private_folder(args.dir), layout=layout,
-        replica=args.replica, sources=vars(args).get("sources", 1),
-        pages=args.pages, page_size=args.page_size,
-        address=args.prefill or f"ipc://{args.dir.absolute() / 'kv'}", target=checkpoint_folder("target", args.target),
+        name=args.name, folder=private_folder(args.dir), layout=layout,
+        replica=args.replica, pages=args.pages, page_size=args.page_size,
+        address=_address(args), target=checkpoint_folder("target", args.target),
         draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs), feed=args.feed, quiet=vars(args).get("quiet", False),
         drain_for=args.drain_for,
         verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
-        source_key=_key(vars(args).get("source_key")), seed={"prefill": 1, "decode": 2}[role],
+        seeds=_seeds(args) if role == "decode" else {}, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
+
+
+def _address(args: argparse.Namespace) -> str:
+    return args.prefill or f"ipc://{args.dir.absolute() / 'kv'}"
+
+
+def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
+    """Where decode finds its sources: a file says it, or other options do."""
+    if args.seeds is not None:
+        found = read_sources(args.seeds, args.insecure)
+        if not found:
+            raise EngineError(f"--seeds {args.seeds} lists no source: add one as [[source]]")
+        return found
+    key = _key(args.source_key)
+    return {(args.source, n): Seed(rank_address(_address(args), n, 0), key) for n in range(args.sources)}
 
 
 def _key(path: Path | None) -> str | None:

@@ -77,7 +77,7 @@ class _Engine:
     """Whether it takes requests."""
     sources: frozenset[int] = frozenset()
     """Of decode: replicas of prefill that answer it."""
-    said: str = "nothing listens at {path} yet"
+    said: str = "does not run: nothing listens at {path}"
     """Why it is not ready."""
 
 
@@ -116,12 +116,11 @@ class Router:
         until, hint = time.monotonic() + patience, time.monotonic() + _HINT
         while missing := [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]:
             self._turn(lambda request: None)
-            engine = self._engines[missing[0]]
-            why = f"{missing[0]}: {engine.said.format(path=engine.line.path)}"
+            why = "; ".join(f"{n} {e.said.format(path=e.line.path)}" for n, e in self._engines.items() if n in missing)
             if time.monotonic() > until:
-                raise EngineError(f"no sign of the {' and '.join(missing)} engine in {patience:.0f} s; {why}")
+                raise EngineError(f"not ready in {patience:g} s: {why}")
             if time.monotonic() > hint:
-                self._note(f"waiting for {why}")
+                self._note(f"waiting: {why}")
                 hint = until
 
     def _needs(self, name: str) -> int:
@@ -195,7 +194,7 @@ class Router:
         was = engine.takes and len(engine.sources) >= self._needs(name)
         engine.takes, engine.sources = True, frozenset(word.get("sources", ()))
         if name.startswith("decode"):
-            engine.said = "it runs, and no prefill engine answers it"
+            engine.said = "runs, and no prefill engine answers it"
             if "plan" in word:
                 self.plan = {k: v for k, v in word.items() if k not in ("op", "sources")}
         if self.requests and not was and len(engine.sources) >= self._needs(name):
@@ -203,7 +202,7 @@ class Router:
 
     def _lost(self, name: str, engine: _Engine) -> None:
         """An engine went away. Decode says what it has lost with a prefill; nobody says what a decode has lost."""
-        engine.takes, engine.sources, engine.said = False, frozenset(), "it went away"
+        engine.takes, engine.sources, engine.said = False, frozenset(), "went away"
         for request in (r for r in self.requests if name in r.engines and r.id and not (r.over and r.freed)):
             if name == request.engines[0]:
                 request.freed = request.orphan = True
