@@ -47,10 +47,11 @@ _MAP = {0xDE: (2, 16), 0xDF: (4, 0x10000)}
 class Reader:
     """A cursor over one body."""
 
-    __slots__ = ("at", "end", "trace", "view")
+    __slots__ = ("at", "end", "left", "trace", "view")
 
-    def __init__(self, view: memoryview, trace: list[tuple[int, str, object]] | None = None) -> None:
-        self.view, self.at, self.end, self.trace = view, 0, len(view), trace
+    def __init__(self, view: memoryview, values: int, trace: list[tuple[int, str, object]] | None = None) -> None:
+        """`values`: how many entries and elements all maps and lists may have."""
+        self.view, self.at, self.end, self.left, self.trace = view, 0, len(view), values, trace
 
     def mark(self, kind: str, note: object) -> None:
         """Remember, where someone wants it, what the bytes up to here were."""
@@ -135,6 +136,9 @@ class Reader:
         return self._room(count, 1)
 
     def _room(self, count: int, least: int) -> int:
+        self.left -= count
+        if self.left < 0:
+            raise Fault(ErrorCode.TOO_LARGE, f"{tables.MAX_VALUES} in the body", f"{-self.left} more")
         if count * least > self.end - self.at:
             raise Fault(ErrorCode.TRUNCATED, f"{count * least} bytes", f"{self.end - self.at} bytes")
         return count

@@ -919,6 +919,8 @@ def _d_Region(b: Any, p: int) -> tuple[Region, int]:
     if b[p] != 7:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    if n > 8:
+        raise Doubt
     v7 = []
     for _ in range(n):
         x7, p = _d_Handle(b, p)
@@ -980,6 +982,8 @@ def _e_Region(o: Any, out: list[Any]) -> None:
         raise Doubt
     out += (b'\x06', b'\xc4\x10', f6, b'\x07',)
     if f7.__class__ is not tuple:
+        raise Doubt
+    if len(f7) > 8:
         raise Doubt
     out.append(write_count(len(f7), 1, 65536))
     for x7 in f7:
@@ -1693,6 +1697,7 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
         raise Doubt
     left -= 138
     p += 1
+    room = 16371
     if left and b[p] == 1:
         left -= 1
         f1 = b[p + 1]
@@ -1722,6 +1727,9 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
     if b[p] != 3:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    room -= 4 * n
+    if room < 0:
+        raise Doubt
     v3 = []
     for _ in range(n):
         x3, p = _d_VersionRange(b, p)
@@ -1770,6 +1778,9 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
     if b[p] != 9:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 1 * n
+    if room < 0:
+        raise Doubt
     v9 = []
     for _ in range(n):
         x9 = b[p]
@@ -1784,6 +1795,9 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
     if b[p] != 10:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 1 * n
+    if room < 0:
+        raise Doubt
     v10 = []
     for _ in range(n):
         x10 = b[p]
@@ -1827,6 +1841,7 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
     f9 = o.offered
     f10 = o.needed
     f11 = o.limits
+    room = 16371
     if len(f3) > 1 and not unique([x.major for x in f3]):
         raise Doubt
     if len(f9) > 1 and not ascends(f9):
@@ -1845,6 +1860,9 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
     out += (b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03',)
     if f3.__class__ is not tuple:
         raise Doubt
+    room -= 4 * len(f3)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f3), 1, 65536))
     for x3 in f3:
         _e_VersionRange(x3, out)
@@ -1859,6 +1877,9 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
     out += (b'\x04', write_text(f4, 1, 128), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
     if f9.__class__ is not tuple:
         raise Doubt
+    room -= 1 * len(f9)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f9), 0, 65536))
     for x9 in f9:
         if x9.__class__ is not enums.Feature and x9.__class__ is not int or not 0 <= x9 <= 65535:
@@ -1866,6 +1887,9 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
         out += (BYTE[x9] if x9 < 256 else write_uint(x9),)
     out += (b'\n',)
     if f10.__class__ is not tuple:
+        raise Doubt
+    room -= 1 * len(f10)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f10), 0, 65536))
     for x10 in f10:
@@ -1893,6 +1917,7 @@ def _d_Welcome(b: Any, p: int) -> tuple[Welcome, int]:
     if b[p] != 138:
         raise Doubt
     p += 1
+    room = 16370
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -1954,6 +1979,9 @@ def _d_Welcome(b: Any, p: int) -> tuple[Welcome, int]:
     if b[p] != 8:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 1 * n
+    if room < 0:
+        raise Doubt
     v8 = []
     for _ in range(n):
         x8 = b[p]
@@ -1971,6 +1999,9 @@ def _d_Welcome(b: Any, p: int) -> tuple[Welcome, int]:
     if b[p] != 10:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
     v10 = []
     for _ in range(n):
         x10, p = _d_Endpoint(b, p)
@@ -1998,6 +2029,7 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
     f8 = o.features
     f9 = o.limits
     f10 = o.endpoints
+    room = 16370
     if len(f8) > 1 and not ascends(f8):
         raise Doubt
     if len(f10) > 1 and not ascends([x.rank for x in f10]):
@@ -2017,6 +2049,9 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
     out += (b'\x04', write_text(f4, 1, 128), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08',)
     if f8.__class__ is not tuple:
         raise Doubt
+    room -= 1 * len(f8)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f8), 0, 65536))
     for x8 in f8:
         if x8.__class__ is not enums.Feature and x8.__class__ is not int or not 0 <= x8 <= 65535:
@@ -2026,6 +2061,9 @@ def _e_Welcome(o: Any, out: list[Any]) -> None:
     _e_Limits(f9, out)
     out += (b'\n',)
     if f10.__class__ is not tuple:
+        raise Doubt
+    room -= 3 * len(f10)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f10), 1, 65536))
     for x10 in f10:
@@ -2562,6 +2600,7 @@ def _d_Register(b: Any, p: int) -> tuple[Register, int]:
     if b[p] != 138:
         raise Doubt
     p += 1
+    room = 16374
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -2620,6 +2659,9 @@ def _d_Register(b: Any, p: int) -> tuple[Register, int]:
     if b[p] != 7:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 33 * n
+    if room < 0:
+        raise Doubt
     v7 = []
     for _ in range(n):
         x7, p = _d_Region(b, p)
@@ -2628,6 +2670,9 @@ def _d_Register(b: Any, p: int) -> tuple[Register, int]:
     if b[p] != 8:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 8 * n
+    if room < 0:
+        raise Doubt
     v8 = []
     for _ in range(n):
         x8, p = _d_Columns(b, p)
@@ -2636,6 +2681,9 @@ def _d_Register(b: Any, p: int) -> tuple[Register, int]:
     if b[p] != 9:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
     v9 = []
     for _ in range(n):
         x9, p = _d_RouteRef(b, p)
@@ -2671,6 +2719,7 @@ def _e_Register(o: Any, out: list[Any]) -> None:
     f8 = o.columns
     f9 = o.routes
     f10 = o.plan
+    room = 16374
     if len(f7) > 1 and not ascends([x.id for x in f7]):
         raise Doubt
     if len(f8) > 1 and not ascends([x.group for x in f8]):
@@ -2692,17 +2741,26 @@ def _e_Register(o: Any, out: list[Any]) -> None:
     out += (b'\x8a\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', b'\xc4 ', f3, b'\x04', b'\xc4 ', f4, b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07',)
     if f7.__class__ is not tuple:
         raise Doubt
+    room -= 33 * len(f7)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f7), 0, 65536))
     for x7 in f7:
         _e_Region(x7, out)
     out += (b'\x08',)
     if f8.__class__ is not tuple:
         raise Doubt
+    room -= 8 * len(f8)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f8), 0, 65536))
     for x8 in f8:
         _e_Columns(x8, out)
     out += (b'\t',)
     if f9.__class__ is not tuple:
+        raise Doubt
+    room -= 3 * len(f9)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f9), 0, 65536))
     for x9 in f9:
@@ -2728,6 +2786,7 @@ def _d_Registered(b: Any, p: int) -> tuple[Registered, int]:
         raise Doubt
     left -= 134
     p += 1
+    room = 16373
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -2774,6 +2833,9 @@ def _d_Registered(b: Any, p: int) -> tuple[Registered, int]:
     if b[p] != 5:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
     v5 = []
     for _ in range(n):
         x5, p = _d_RouteRef(b, p)
@@ -2809,6 +2871,7 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
     f5 = o.routes
     f6 = o.plan
     f7 = o.process
+    room = 16373
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
     out.append(BYTE_OF[135 - (f7 is None)])
@@ -2822,6 +2885,9 @@ def _e_Registered(o: Any, out: list[Any]) -> None:
         raise Doubt
     out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
     if f5.__class__ is not tuple:
+        raise Doubt
+    room -= 3 * len(f5)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f5), 0, 65536))
     for x5 in f5:
@@ -3013,6 +3079,7 @@ def _d_Transfer(b: Any, p: int) -> tuple[Transfer, int]:
     if b[p] != 139:
         raise Doubt
     p += 1
+    room = 16373
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -3106,6 +3173,9 @@ def _d_Transfer(b: Any, p: int) -> tuple[Transfer, int]:
     if b[p] != 10:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    room -= 8 * n
+    if room < 0:
+        raise Doubt
     v10 = []
     for _ in range(n):
         x10, p = _d_Grants(b, p)
@@ -3137,6 +3207,7 @@ def _e_Transfer(o: Any, out: list[Any]) -> None:
     f9 = o.epoch
     f10 = o.grants
     f11 = o.writers
+    room = 16373
     if len(f10) > 1 and not ascends([x.group for x in f10]):
         raise Doubt
     if not array_ascends(f11):
@@ -3161,6 +3232,9 @@ def _e_Transfer(o: Any, out: list[Any]) -> None:
         raise Doubt
     out += (b'\x8b\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', b'\xc4\x10', f5, b'\x06', b'\xc4 ', f6, b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n',)
     if f10.__class__ is not tuple:
+        raise Doubt
+    room -= 8 * len(f10)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f10), 1, 65536))
     for x10 in f10:
@@ -3276,6 +3350,7 @@ def _d_Grant(b: Any, p: int) -> tuple[Grant, int]:
     if b[p] != 133:
         raise Doubt
     p += 1
+    room = 16379
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -3327,6 +3402,9 @@ def _d_Grant(b: Any, p: int) -> tuple[Grant, int]:
     if b[p] != 5:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    room -= 8 * n
+    if room < 0:
+        raise Doubt
     v5 = []
     for _ in range(n):
         x5, p = _d_Grants(b, p)
@@ -3347,6 +3425,7 @@ def _e_Grant(o: Any, out: list[Any]) -> None:
     f3 = o.sequence
     f4 = o.attempt
     f5 = o.grants
+    room = 16379
     if len(f5) > 1 and not ascends([x.group for x in f5]):
         raise Doubt
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
@@ -3359,6 +3438,9 @@ def _e_Grant(o: Any, out: list[Any]) -> None:
         raise Doubt
     out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05',)
     if f5.__class__ is not tuple:
+        raise Doubt
+    room -= 8 * len(f5)
+    if room < 0:
         raise Doubt
     out.append(write_count(len(f5), 1, 65536))
     for x5 in f5:
@@ -3489,6 +3571,7 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
         raise Doubt
     left -= 137
     p += 1
+    room = 16373
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -3572,6 +3655,9 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
     if b[p] != 9:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
     v9 = []
     for _ in range(n):
         x9, p = _d_HandOff(b, p)
@@ -3580,6 +3666,9 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
     if left and b[p] == 10:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 4 * n
+        if room < 0:
+            raise Doubt
         v10 = []
         for _ in range(n):
             x10, p = _d_Checksum(b, p)
@@ -3590,6 +3679,9 @@ def _d_Done(b: Any, p: int) -> tuple[Done, int]:
     if left and b[p] == 11:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 3 * n
+        if room < 0:
+            raise Doubt
         v11 = []
         for _ in range(n):
             x11, p = _d_Begin(b, p)
@@ -3626,6 +3718,7 @@ def _e_Done(o: Any, out: list[Any]) -> None:
     f9 = o.handoff
     f10 = o.checksums
     f11 = o.begins
+    room = 16373
     if not array_ascends(f6):
         raise Doubt
     if len(f9) > 1 and not ascends([x.group for x in f9]):
@@ -3654,6 +3747,9 @@ def _e_Done(o: Any, out: list[Any]) -> None:
     out += (b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
     if f9.__class__ is not tuple:
         raise Doubt
+    room -= 3 * len(f9)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f9), 0, 65536))
     for x9 in f9:
         _e_HandOff(x9, out)
@@ -3661,12 +3757,18 @@ def _e_Done(o: Any, out: list[Any]) -> None:
         out.append(b'\n')
         if f10.__class__ is not tuple:
             raise Doubt
+        room -= 4 * len(f10)
+        if room < 0:
+            raise Doubt
         out.append(write_count(len(f10), 0, 65536))
         for x10 in f10:
             _e_Checksum(x10, out)
     if f11 is not None:
         out.append(b'\x0b')
         if f11.__class__ is not tuple:
+            raise Doubt
+        room -= 3 * len(f11)
+        if room < 0:
             raise Doubt
         out.append(write_count(len(f11), 0, 65536))
         for x11 in f11:
@@ -4078,6 +4180,7 @@ def _d_Chunk(b: Any, p: int) -> tuple[Chunk, int]:
         raise Doubt
     left -= 135
     p += 1
+    room = 16376
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -4154,6 +4257,9 @@ def _d_Chunk(b: Any, p: int) -> tuple[Chunk, int]:
     if left and b[p] == 9:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 3 * n
+        if room < 0:
+            raise Doubt
         v9 = []
         for _ in range(n):
             x9, p = _d_Begin(b, p)
@@ -4181,6 +4287,7 @@ def _e_Chunk(o: Any, out: list[Any]) -> None:
     f7 = o.bytes
     f8 = o.last
     f9 = o.begins
+    room = 16376
     if f9 is not None and len(f9) > 1 and not ascends([x.group for x in f9]):
         raise Doubt
     out.append(BYTE_OF[136 - (f9 is None)])
@@ -4202,6 +4309,9 @@ def _e_Chunk(o: Any, out: list[Any]) -> None:
     if f9 is not None:
         out.append(b'\t')
         if f9.__class__ is not tuple:
+            raise Doubt
+        room -= 3 * len(f9)
+        if room < 0:
             raise Doubt
         out.append(write_count(len(f9), 0, 65536))
         for x9 in f9:
@@ -4336,6 +4446,7 @@ def _d_Data(b: Any, p: int) -> tuple[Data, int]:
         raise Doubt
     left -= 134
     p += 1
+    room = 16377
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -4397,6 +4508,9 @@ def _d_Data(b: Any, p: int) -> tuple[Data, int]:
     if left and b[p] == 8:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 3 * n
+        if room < 0:
+            raise Doubt
         v8 = []
         for _ in range(n):
             x8, p = _d_Begin(b, p)
@@ -4423,6 +4537,7 @@ def _e_Data(o: Any, out: list[Any]) -> None:
     f6 = o.data
     f7 = o.last
     f8 = o.begins
+    room = 16377
     if f8 is not None and len(f8) > 1 and not ascends([x.group for x in f8]):
         raise Doubt
     out.append(BYTE_OF[135 - (f8 is None)])
@@ -4442,6 +4557,9 @@ def _e_Data(o: Any, out: list[Any]) -> None:
     if f8 is not None:
         out.append(b'\x08')
         if f8.__class__ is not tuple:
+            raise Doubt
+        room -= 3 * len(f8)
+        if room < 0:
             raise Doubt
         out.append(write_count(len(f8), 0, 65536))
         for x8 in f8:
@@ -4469,6 +4587,7 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
         raise Doubt
     left -= 138
     p += 1
+    room = 16372
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -4538,6 +4657,9 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     if b[p] != 7:
         raise Doubt
     n, p = read_count(b, p + 1, 1, 65536)
+    room -= 8 * n
+    if room < 0:
+        raise Doubt
     v7 = []
     for _ in range(n):
         x7, p = _d_Grants(b, p)
@@ -4569,6 +4691,9 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     if b[p] != 10:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
     v10 = []
     for _ in range(n):
         x10, p = _d_HandOff(b, p)
@@ -4577,6 +4702,9 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     if left and b[p] == 11:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 4 * n
+        if room < 0:
+            raise Doubt
         v11 = []
         for _ in range(n):
             x11, p = _d_Checksum(b, p)
@@ -4587,6 +4715,9 @@ def _d_Offer(b: Any, p: int) -> tuple[Offer, int]:
     if left and b[p] == 12:
         left -= 1
         n, p = read_count(b, p + 1, 0, 65536)
+        room -= 3 * n
+        if room < 0:
+            raise Doubt
         v12 = []
         for _ in range(n):
             x12, p = _d_Begin(b, p)
@@ -4624,6 +4755,7 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
     f10 = o.handoff
     f11 = o.checksums
     f12 = o.begins
+    room = 16372
     if len(f7) > 1 and not ascends([x.group for x in f7]):
         raise Doubt
     if len(f10) > 1 and not ascends([x.group for x in f10]):
@@ -4648,6 +4780,9 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
     out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07',)
     if f7.__class__ is not tuple:
         raise Doubt
+    room -= 8 * len(f7)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f7), 1, 65536))
     for x7 in f7:
         _e_Grants(x7, out)
@@ -4658,6 +4793,9 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
     out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n',)
     if f10.__class__ is not tuple:
         raise Doubt
+    room -= 3 * len(f10)
+    if room < 0:
+        raise Doubt
     out.append(write_count(len(f10), 0, 65536))
     for x10 in f10:
         _e_HandOff(x10, out)
@@ -4665,12 +4803,18 @@ def _e_Offer(o: Any, out: list[Any]) -> None:
         out.append(b'\x0b')
         if f11.__class__ is not tuple:
             raise Doubt
+        room -= 4 * len(f11)
+        if room < 0:
+            raise Doubt
         out.append(write_count(len(f11), 0, 65536))
         for x11 in f11:
             _e_Checksum(x11, out)
     if f12 is not None:
         out.append(b'\x0c')
         if f12.__class__ is not tuple:
+            raise Doubt
+        room -= 3 * len(f12)
+        if room < 0:
             raise Doubt
         out.append(write_count(len(f12), 0, 65536))
         for x12 in f12:

@@ -25,10 +25,19 @@ def pack(value: Any, grease: int | None = None) -> bytes:
     fields = validate(value)
     if grease is not None:
         fields[grease] = value.TYPE
+    if hasattr(value, "TYPE") and (count := _values(fields)) > tables.MAX_VALUES:
+        raise refuse(ErrorCode.TOO_LARGE, "", f"{tables.MAX_VALUES} entries and elements", count)
     made: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(made) > tables.MAX_BODY:
         raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(made))
     return made
+
+
+def _values(made: Any) -> int:
+    """Entries of maps and elements of lists, at any depth."""
+    if isinstance(made, dict | list):
+        return len(made) + sum(map(_values, made.values() if isinstance(made, dict) else made))
+    return 0
 
 
 def validate(value: Any) -> dict[int, Any]:

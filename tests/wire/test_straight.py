@@ -1,9 +1,12 @@
 """The straight-line code takes all that is canonical and common, and says what the strict tables say."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import attrs
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvproto.errors import WireError
 from kvproto.wire import codec, decode, encode, from_json, straight, strict, tables, writer
-from kvproto.wire.messages import Goodbye, Transfer
+from kvproto.wire.messages import Begin, Chunk, Goodbye, Handle, Ping, Register, Transfer
 from kvproto.wire.primitives import DOUBTS
-from tests.wire.frames import grant, objects, transfer
+from kvproto_conformance.codec import Refusal, read_frame
+from tests.wire.frames import grant, objects, register, transfer
 
 
 def fast(name: str, data: bytes) -> Any:
@@ -119,3 +123,45 @@ def test_body_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(WireError) as caught:
         encode(Goodbye(session=1, reason="x" * 40))
     assert caught.value.code.name == "TOO_LARGE"
+
+
+def begins(count: int) -> Chunk:
+    """8 entries, and 3 for each."""
+    made = tuple(Begin(group=n, first=1) for n in range(count))
+    return Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=1, last=True, begins=made)
+
+
+def handles(count: int) -> Register:
+    """10 entries, 9 for each of 300 regions, and 3 for each of their handles."""
+    base = register()
+    some = tuple(Handle(transport=1, data=b"") for _ in range(count))
+    regions = tuple(attrs.evolve(base.regions[0], id=n, handles=some) for n in range(300))
+    return attrs.evolve(base, regions=regions, columns=(), routes=())
+
+
+@pytest.mark.parametrize(("made", "most"), [(begins, 5458), (handles, 15)])
+def test_what_a_body_may_have_in_all(made: Any, most: int) -> None:
+    """KVP-BODY-VALUES: at the bound both readers and the writer go along, above it none."""
+    assert decode(encode(made(most))) == made(most)
+    read_frame(encode(made(most)))
+    with pytest.raises(WireError, match="TOO_LARGE"):
+        encode(made(most + 1))
+    body = msgpack.packb(writer.validate(made(most + 1)), use_bin_type=True)
+    bytes_ = encode(made(most))[:12] + len(body).to_bytes(4, "little") + body
+    with pytest.raises(WireError, match="TOO_LARGE"):
+        decode(bytes_)
+    with pytest.raises(Refusal, match="TOO_LARGE"):
+        read_frame(bytes_)
+
+
+def test_values_that_are_skipped_count_too() -> None:
+    """KVP-BODY-VALUES: a frame of 16 MiB of them is refused at their first count."""
+    ping = encode(Ping(session=1, request=1))[16:]
+    for count, good in ((16381, True), (16382, False)):
+        skipped = b"\xdc" + count.to_bytes(2, "big") + b"\x01" * count
+        body = bytes([ping[0] + 1]) + ping[1:] + b"\xcd\x80\x1b" + skipped  # 3 entries, and the elements
+        bytes_ = encode(Ping(session=1, request=1))[:12] + len(body).to_bytes(4, "little") + body
+        with contextlib.nullcontext() if good else pytest.raises(WireError, match="TOO_LARGE"):
+            decode(bytes_)
+        with contextlib.nullcontext() if good else pytest.raises(Refusal, match="TOO_LARGE"):
+            read_frame(bytes_)

@@ -54,6 +54,44 @@ def _limits(f: Facts, facts: Facts, kind: str, floor: int = 0) -> tuple[int, int
     return f.get("min", floor), f.get("max", facts["limit"][kind]["value"])
 
 
+_NESTED = 8
+"""Elements of a list inside of a list of a message; for more the strict tables count."""
+
+
+def _weight(type_: str, facts: Facts) -> int:
+    """Entries and elements of a value of a message, at most, but for those of lists outside of lists."""
+    if type_.startswith("struct:"):
+        fields = facts["struct"][type_[7:]]["field"]
+        return len(fields) + sum(_weight(f["type"], facts) for f in fields)
+    return _NESTED * (1 + _weight(type_[5:-1], facts)) if type_.startswith("list<") else 0
+
+
+def _listed(facts: Facts) -> set[str]:
+    """Structs that are in lists of messages."""
+    types = {f["type"] for body in facts["message"].values() for f in body["field"]}
+    return {type_[len("list<struct:") : -1] for type_ in types if type_.startswith("list<struct:")}
+
+
+def _counts(name: str, body: Facts, facts: Facts) -> Iterator[str]:
+    """What a message may have in all, where it has lists (KVP-BODY-VALUES)."""
+    if name in facts["message"] and any(f["type"].startswith("list<") for f in body["field"]):
+        fixed = sum(_weight(f["type"], facts) for f in body["field"] if not f["type"].startswith("list<"))
+        yield f"    room = {facts['limit']['max_values']['value'] - len(body['field']) - fixed}"
+
+
+def _counted(name: str, f: Facts, facts: Facts, count: str) -> Iterator[str]:
+    """A Doubt where a list may have more than is left, or is in a list and not short."""
+    if not f["type"].startswith("list<"):
+        return
+    if name in facts["message"]:
+        yield f"room -= {1 + _weight(f['type'][5:-1], facts)} * {count}"
+        yield "if room < 0:"
+        yield "    raise Doubt"
+    elif name in _listed(facts):
+        yield f"if {count} > {_NESTED}:"
+        yield "    raise Doubt"
+
+
 def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     fields = body["field"]
     required = sum(f["presence"] == "required" for f in fields)
@@ -68,16 +106,17 @@ def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
         yield f"    if b[p] != {0x80 + required}:"
         yield "        raise Doubt"
     yield "    p += 1"
+    yield from _counts(name, body, facts)
     for f in fields:
         var, key = f"f{f['id']}", f["id"]
         if f["presence"] == "required":
             yield f"    if b[p] != {key}:"
             yield "        raise Doubt"
-            yield from ("    " + line for line in _read(f, facts, var, "p + 1"))
+            yield from ("    " + line for line in _read(f, facts, var, "p + 1", name))
         else:
             yield f"    if left and b[p] == {key}:"
             yield "        left -= 1"
-            yield from ("        " + line for line in _read(f, facts, var, "p + 1"))
+            yield from ("        " + line for line in _read(f, facts, var, "p + 1", name))
             yield "    else:"
             yield f"        {var} = None"
     if optional:
@@ -90,7 +129,7 @@ def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield "    return o, p"
 
 
-def _read(f: Facts, facts: Facts, var: str, at: str) -> Iterator[str]:
+def _read(f: Facts, facts: Facts, var: str, at: str, name: str = "") -> Iterator[str]:
     """Lines that read the value at `at` into `var` and set p behind it."""
     type_ = f["type"]
     if type_ in _BITS:
@@ -142,6 +181,7 @@ def _read(f: Facts, facts: Facts, var: str, at: str) -> Iterator[str]:
         low, high = _limits(f, facts, "max_list")
         items, item = f"v{var[1:]}", f"x{var[1:]}"
         yield f"n, p = read_count(b, {at}, {low}, {high})"
+        yield from _counted(name, f, facts, "n")
         yield f"{items} = []"
         yield "for _ in range(n):"
         yield from ("    " + line for line in _read({"type": type_[5:-1]}, facts, item, "p"))
@@ -174,6 +214,7 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield "        raise Doubt"
     for f in fields:
         yield f"    f{f['id']} = o.{f['name']}"
+    yield from _counts(name, body, facts)
     yield from _rules(name, body, facts, {f["name"]: f"f{f['id']}" for f in fields}, writing=True)
     count = 0x80 + len(fields)
     if optional:
@@ -197,7 +238,7 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
                 held = b""
             yield from flush()
             yield f"    if {var} is not None:"
-            lines, expression = _write(f, facts, var)
+            lines, expression = _write(f, facts, var, name)
             if expression is None:
                 yield f"        out.append({bytes((f['id'],))!r})"
                 yield from ("        " + line for line in lines)
@@ -206,7 +247,7 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
                 yield f"        out += ({bytes((f['id'],))!r}, {expression})"
             continue
         held += bytes((f["id"],))
-        lines, expression = _write(f, facts, var)
+        lines, expression = _write(f, facts, var, name)
         if expression is None:
             parts.append(repr(held))
             yield from flush()
@@ -220,7 +261,7 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield from flush()
 
 
-def _write(f: Facts, facts: Facts, var: str) -> tuple[list[str], str | None]:
+def _write(f: Facts, facts: Facts, var: str, name: str = "") -> tuple[list[str], str | None]:
     """Lines that check `var`, and an expression of its bytes; None where the lines put them out themselves."""
     type_ = f["type"]
     if type_ in _BITS:
@@ -259,6 +300,7 @@ def _write(f: Facts, facts: Facts, var: str) -> tuple[list[str], str | None]:
     lines = [
         f"if {var}.__class__ is not tuple:",
         "    raise Doubt",
+        *_counted(name, f, facts, f"len({var})"),
         f"out.append(write_count(len({var}), {low}, {high}))",
         f"for {item} in {var}:",
     ]

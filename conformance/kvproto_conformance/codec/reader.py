@@ -54,9 +54,10 @@ CODES_OF_TOP = {
 class _Body:
     """A pass over the bytes of one map, from their first to their last."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, values: int) -> None:
         self.data = data
         self.at = 0
+        self.values = values  # entries and elements that are left to this body
 
     def left(self) -> int:
         return len(self.data) - self.at
@@ -100,6 +101,10 @@ class _Body:
         count = self.head(path)
         if count > LIMITS[LIMIT_OF.get(kind, "max_list")]:
             raise Refusal("TOO_LARGE", path)
+        if kind in ("map", "list"):
+            self.values -= count
+            if self.values < 0:
+                raise Refusal("TOO_LARGE", path)
         if count * (2 if kind == "map" else 1) > self.left():
             raise Refusal("TRUNCATED", path)
         return count
@@ -263,7 +268,7 @@ def _json_map(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_map(layout: Layout, data: bytes) -> dict[str, Any]:
-    body = _Body(data)
+    body = _Body(data, LIMITS["max_values"] if layout.name in MESSAGES else len(data))
     values = body.map(layout, 1, "")
     if body.left():
         raise Refusal("TRAILING_BYTES", "")

@@ -10,11 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_BODY = 16777216, MAX_DEPTH = 8, MAX_ARRAY = 4194304, MAX_LIST = 65536, MAX_STRING = 4096, MAX_BYTES = 8388608 };
+enum { MAX_BODY = 16777216, MAX_DEPTH = 8, MAX_ARRAY = 4194304, MAX_LIST = 65536, MAX_VALUES = 16384, MAX_STRING = 4096, MAX_BYTES = 8388608 };
 
 /* what is read, what is written, and the first thing that is wrong */
 static const uint8_t *data;
-static size_t at, end;
+static size_t at, end, values; /* values: entries and elements so far */
 static char *out;
 static size_t out_size, out_room;
 static char path[512];
@@ -121,7 +121,7 @@ static bool count(bool map, int depth, uint64_t *n) {
         if (!length(head == wide ? 2 : 4, head == wide ? 16 : 65536, n)) return false;
     } else
         return refuse("BAD_TYPE");
-    if (*n > MAX_LIST) return refuse("TOO_LARGE");
+    if (*n > MAX_LIST || (values += *n) > MAX_VALUES) return refuse("TOO_LARGE");
     return *n * (map ? 2 : 1) <= end - at || refuse("TRUNCATED");
 }
 
@@ -466,7 +466,7 @@ static void decode(size_t size) {
             printf("{\"unsupported\": true}\n");
             return;
         }
-        at = 16, end = size;
+        at = 16, end = size, values = 0;
         if (map(&REGISTER, 1, &seen) && at != end) refuse("TRAILING_BYTES");
     }
     if (wrong)
