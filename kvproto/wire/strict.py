@@ -22,7 +22,7 @@ _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 def read_whole(name: str, view: memoryview, trace: list[Any] | None = None) -> Any:
     """The message or struct of a canonical map that fills the view; raises WireError."""
-    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else len(view)  # each takes a byte at least
+    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else tables.MAX_BODY  # each takes a byte at least
     reader = Reader(view, values, trace)
     try:
         made = _READERS[name](reader, 1)

@@ -268,7 +268,7 @@ def _json_map(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_map(layout: Layout, data: bytes) -> dict[str, Any]:
-    body = _Body(data, LIMITS["max_values"] if layout.name in MESSAGES else len(data))
+    body = _Body(data, LIMITS["max_values"] if layout.name in MESSAGES else LIMITS["max_body"])
     values = body.map(layout, 1, "")
     if body.left():
         raise Refusal("TRAILING_BYTES", "")
