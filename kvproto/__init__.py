@@ -31,6 +31,7 @@ _CATALOGUE = {
     "Sink": "sink",
     "Source": "source",
     "Ticket": "prompt",
+    "Withdrawal": "withdrawal",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
     "local_row": "planning.deals",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from kvproto.source import Request, Source
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType, ItemKind
+    from kvproto.withdrawal import Withdrawal
 
 __all__ = [
     "Block",
@@ -81,6 +83,7 @@ __all__ = [
     "Sink",
     "Source",
     "Ticket",
+    "Withdrawal",
     "__version__",
     "allocate",
     "lay_out",

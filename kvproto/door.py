@@ -32,7 +32,17 @@ from kvproto.transport import load
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Door", "Handle", "check_request", "ends_of", "options_of", "party_of", "transports_of"]
+__all__ = [
+    "Door",
+    "Handle",
+    "OfTicket",
+    "RankNode",
+    "check_request",
+    "ends_of",
+    "options_of",
+    "party_of",
+    "transports_of",
+]
 
 Result = TypeVar("Result")
 
@@ -95,11 +105,10 @@ def transports_of(options: Options, pool: Pool) -> list[Transport]:
 
 
 class Handle(Generic[Result]):
-    """One request at a Source or Sink: wait for it, poll it, or be called back."""
+    """Something under way at a Source or Sink: wait for it, poll it, or be called back."""
 
-    def __init__(self, door: Door, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self._door, self._key = door, bytes(ticket.key)
+    def __init__(self, door: Door) -> None:
+        self._door = door
         self.began = time.monotonic()
         """When it was handed over, by time.monotonic."""
         self._ended = threading.Event()
@@ -176,6 +185,14 @@ class Handle(Generic[Result]):
             self._door._driver.later(lambda call=call: call(self))  # type: ignore[misc]
 
 
+class OfTicket(Handle[Result]):
+    """One request."""
+
+    def __init__(self, door: Door, ticket: Ticket) -> None:
+        super().__init__(door)
+        self.ticket, self._key = ticket, bytes(ticket.key)
+
+
 class RankNode(Node, Protocol):
     """A node of a rank that has peers."""
 
@@ -195,6 +212,8 @@ class Door:
         """Readable when there is something to tell, once somebody has asked for it."""
         self._who = f"{type(self).__name__} {name!r}"
         self._census, self._samples = node.census, list[Sample]()
+        self._pools = [pool]
+        """Those in use: the last one, and others that peers may still touch."""
         pool._use(self._who)
         try:
             self._observer = self._observed()
@@ -275,7 +294,7 @@ class Door:
         if self._driver.closed:
             return
         self._driver.close(reason)
-        for handle in list(self._handles()):
+        for handle in self._all_handles():
             advice = f"it was closed while the request was under way: {reason}"
             handle._end(None, LocalError(ErrorCode.ABORTED, self._who, "open", "closed", advice))
         self._driver._call_back()
@@ -283,7 +302,13 @@ class Door:
         if self._bell is not None:
             os.close(self._bell)
             self._bell = None
-        self.pool._unuse(self._who)
+        for pool in list(self._pools):
+            self._leave(pool)
+
+    def _leave(self, pool: Pool) -> None:
+        """Use a pool no more."""
+        self._pools.remove(pool)
+        pool._unuse(self._who)
 
     def drain(self) -> None:
         """Finish what is under way and take nothing new, before `close`; `drained` says when it is finished.
@@ -330,7 +355,7 @@ class Door:
         """Under the node's lock: an event of the node, or what ends it."""
         if isinstance(event, BaseException):
             self._observer.failed(event)
-            for handle in list(self._handles()):
+            for handle in self._all_handles():
                 handle._end(None, event)
             return
         told = self._tell(event)
@@ -362,4 +387,9 @@ class Door:
         raise NotImplementedError
 
     def _handles(self) -> Iterable[Handle[Any]]:
+        """Requests."""
         raise NotImplementedError
+
+    def _all_handles(self) -> Iterator[Handle[Any]]:
+        """Whatever can end."""
+        yield from list(self._handles())

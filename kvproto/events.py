@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvproto.planning.plan import Plan
     from kvproto.sink import Fetch
     from kvproto.source import Request
+    from kvproto.withdrawal import Withdrawal
 
 __all__ = [
     "Arrived",
@@ -23,6 +24,7 @@ __all__ = [
     "Freed",
     "Lost",
     "PagesFree",
+    "PoolFree",
     "ProtocolError",
     "Recovered",
     "Refused",
@@ -73,6 +75,16 @@ class PagesFree:
     """It is proven that nothing writes the pages of a lost request any more (KVP-END-REUSE)."""
 
     fetch: Fetch
+
+
+# of both
+
+
+@attrs.frozen
+class PoolFree:
+    """Nobody writes or reads a pool any more that was taken back by `sleep` or `move`: its memory may be freed."""
+
+    withdrawal: Withdrawal
 
 
 # of a Source
@@ -205,6 +217,6 @@ class ProtocolError:
 Over = Freed | Undelivered | Expired
 """How a request ends at a Source; its pages may be used again."""
 Event = (
-    Arrived | Lost | PagesFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected | Recovered | Refused
-    | ProtocolError
+    Arrived | Lost | PagesFree | PoolFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected | Recovered
+    | Refused | ProtocolError
 )  # fmt: skip

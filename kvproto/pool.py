@@ -179,7 +179,9 @@ class Pool:
         if who.startswith("Sink ") and self._shared:
             advice = "state layers that share a cache once, under the layer that writes it"
             raise LocalError(ErrorCode.ITEM_ALIAS, "pool", "a pool that is not `shared`", "one that is", advice)
-        if who.startswith("Source ") and (other := [each for each in self._users if each.startswith("Source ")]):
+        if who.startswith("Source ") and (
+            other := [each for each in self._users if each.startswith("Source ") and each != who]
+        ):
             advice = "close it first: a pool serves one Source, beside Sinks"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", other[0], advice)
         self._users.append(who)

@@ -6,34 +6,36 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
-from kvproto.door import Door, Handle, check_request, ends_of, options_of, party_of, transports_of
+from kvproto.door import Handle, OfTicket, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole
 from kvproto.events import Arrived, Event, Lost, PagesFree
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
+from kvproto.node.lent import Lent
 from kvproto.node.pages import PageTables, grants_of
 from kvproto.node.sink import SinkNode
-from kvproto.node.told import Received, TransferLost, TransferProven, shared_event
+from kvproto.node.told import PoolReturned, Received, TransferLost, TransferProven, shared_event
 from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Grants
+from kvproto.withdrawal import Sleeper, Withdrawal
 
 __all__ = ["Fetch", "Sink"]
 
 
-class Fetch(Handle[Arrived]):
+class Fetch(OfTicket[Arrived]):
     """One request that is being fetched; its result is Arrived, and `wait` raises the error where it is lost."""
 
-    def __init__(self, sink: Sink, ticket: Ticket, grants: Mapping[int, Grants]) -> None:
+    def __init__(self, sink: Sink, ticket: Ticket, grants: Mapping[int, Grants], pool: Pool, epoch: int) -> None:
         super().__init__(sink, ticket)
-        self._grants = grants
+        self._grants, self.pool = grants, pool
         self.pages_free = False
         """Whether the pages of a lost request may be used again; PagesFree says so too."""
         self.number = 0
         """Counts the fetches of this sink."""
-        self.epoch = sink._node.epoch
-        """Of the registration of its pages."""
+        self.epoch = epoch
+        """Of its pool."""
 
     def abort(self, reason: str = "aborted") -> None:
         """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once
@@ -50,7 +52,7 @@ class Fetch(Handle[Arrived]):
             self._door._node.abort(self.number, error)
 
 
-class Sink(Door):
+class Sink(Sleeper):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
@@ -122,21 +124,24 @@ class Sink(Door):
 
         Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
         BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine;
-        DRAINING after `drain`.
+        DRAINING after `drain`; POOL_MOVED while asleep.
         """
         self._driver.check()
         self._check_draining()
         check_request(ticket, prompt, on_done, self.geometry)
         key, digest, seconds = bytes(ticket.key), prompt.digest, ticket.deadline / 1000
-        grants = grants_of(self.pool.layout, pages, cached, *ends_of(prompt, tokens, 1), late)
+        with self._handles_lock:
+            self._check_awake("fetch")
+            pool, epoch = self.pool, self._epoch
+        grants = grants_of(pool.layout, pages, cached, *ends_of(prompt, tokens, 1), late)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
             known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
         self._node.check_quarantine()
-        self.pool._pages.take(grants, pages)
-        made = Fetch(self, ticket, grants)
+        pool._pages.take(grants, pages)
+        made = Fetch(self, ticket, grants, pool, epoch)
         with self._handles_lock:
             self._last += 1
             made.number = self._last
@@ -144,7 +149,8 @@ class Sink(Door):
         if on_done is not None:
             made.add_done_callback(on_done)
         try:
-            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds, prompt.axes))
+            axes = prompt.axes
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds, axes, epoch))
         except KvprotoError:
             self._forget(made)
             raise
@@ -154,6 +160,27 @@ class Sink(Door):
     def ready(self) -> frozenset[tuple[str, int]]:
         """Source replicas, by engine name and number, that answer: a fetch from them begins at once."""
         return self._node.ready
+
+    def move(self, pool: Pool) -> Withdrawal:
+        """Use this pool from now on; what is under way ends in the old one.
+
+        The old memory may be freed once the returned handle is done. The pool is of the same rank, on the same device.
+        Raises LocalError for a pool that cannot be, and while asleep.
+        """
+        self._check_pool(pool)
+        with self._handles_lock:
+            self._check_awake("move")
+            made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
+            self._replace(pool)
+            epoch = self._epoch
+        self._post_withdrawal(made, lambda: self._node.move(pool, epoch))
+        return made
+
+    def _sleep(self, error: KvprotoError) -> Lent:
+        return self._node.sleep(error)
+
+    def _wake(self, pool: Pool, epoch: int) -> None:
+        self._node.move(pool, epoch)
 
     @property
     def quarantined(self) -> dict[str, int]:
@@ -194,12 +221,14 @@ class Sink(Door):
                 fetch = self._forget(self._fetches[event.number])
                 fetch.pages_free = True
                 return PagesFree(fetch)
+            case PoolReturned():
+                return self._returned(event)
         return shared_event(event)
 
     def _forget(self, fetch: Fetch) -> Fetch:
         """Nothing writes its pages any more, or this sink will never know."""
         if self._fetches.pop(fetch.number, None) is not None:
-            self.pool._pages.free(fetch._grants)
+            fetch.pool._pages.free(fetch._grants)
         return fetch
 
     def close(self, reason: str = "closed") -> None:

@@ -11,14 +11,15 @@ import numpy as np
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.late import items_before
-from kvproto.door import Door, Handle, check_request, options_of, party_of, transports_of
+from kvproto.door import Handle, OfTicket, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
+from kvproto.node.lent import Lent
 from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
-from kvproto.node.told import Copied, RequestOver, RequestUnwanted, shared_event
+from kvproto.node.told import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES, length_of
 from kvproto.planning.geometry import Geometry
@@ -26,6 +27,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
 from kvproto.wire.enums import ErrorCode, Outcome
+from kvproto.withdrawal import Sleeper
 
 __all__ = ["Request", "Source"]
 
@@ -33,7 +35,7 @@ _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
 
-class Request(Handle[Over]):
+class Request(OfTicket[Over]):
     """One request at a source, from its ticket until its pages are free.
 
     Its result is Freed, Undelivered where a sink rank may not have it, or Expired where the deadline passed first.
@@ -169,7 +171,7 @@ class Request(Handle[Over]):
         return check_whole("tokens", tokens, 0, len(self.prompt), f"0 to {len(self.prompt)}, the prompt's")
 
 
-class Source(Door):
+class Source(Sleeper):
     """One rank of an engine that computes prompts."""
 
     def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
@@ -222,9 +224,10 @@ class Source(Door):
         """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
 
         `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
-        replica, TICKET_USED for one that came before, DRAINING after `drain`.
+        replica, TICKET_USED for one that came before, DRAINING after `drain`, POOL_MOVED while asleep.
         """
         self._check_draining()
+        self._check_awake("request")
         check_request(ticket, prompt, on_free, self.geometry)
         digest, tokens, axes = prompt.digest, len(prompt), prompt.axes
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
@@ -267,6 +270,12 @@ class Source(Door):
     def _drain(self) -> None:
         self._node.drain()
 
+    def _sleep(self, error: KvprotoError) -> Lent:
+        return self._node.sleep(error)
+
+    def _wake(self, pool: Pool, epoch: int) -> None:
+        self._node.wake(pool, epoch)
+
     def _tell(self, event: Any) -> Event:
         match event:
             case Copied():
@@ -276,6 +285,8 @@ class Source(Door):
                 )  # fmt: skip
             case RequestUnwanted():
                 return Unwanted(self._requests[event.key])
+            case PoolReturned():
+                return self._returned(event)
             case RequestOver():
                 request = self._requests.pop(event.key)
                 told: Over = Freed(request, event.routed or ())

@@ -41,7 +41,7 @@ class Dispatcher:
         arrived: Callable[[Attempt, Piece], None],
     ) -> None:  # fmt: skip
         """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces of streams."""
-        self._memories, self._unwanted, self._arrived = memories, unwanted, arrived
+        self.memories, self._unwanted, self._arrived = memories, unwanted, arrived
         self._launches: list[_Launch] = []
         self._refused = False
         """Whether a copy could not be started yet."""
@@ -69,7 +69,7 @@ class Dispatcher:
     ) -> Copying | None:
         """Start one copy for a batch; None where it could not be: BUSY ones are tried again, others have failed."""
         moves = [
-            Move(p.program, self._memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))
+            Move(p.program, self.memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))
             for a, parts in batch for p in parts
         ]  # fmt: skip
         try:

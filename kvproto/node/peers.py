@@ -12,11 +12,13 @@ from kvproto.errors import KvprotoError
 from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
-from kvproto.session.events import RegisterAsked
+from kvproto.session.events import RegisterAsked, UnmapAsked
+from kvproto.session.registering import Owner
 from kvproto.session.source import SourceSession
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Feature
+from kvproto.wire.messages import Region
 
 __all__ = ["Peers"]
 
@@ -31,6 +33,11 @@ class Peers:
         """`defer` works out how a pair's rows lie, which takes long where they lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
+        self._unmapping: set[tuple[int, int]] = set()
+        """What is asked back."""
+        self._epoch = 1
+        """Of this rank's own memory, which sinks read."""
+        self.asleep = False
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -63,10 +70,12 @@ class Peers:
         try:
             if isinstance(pair, KvprotoError):
                 raise pair
+            if pair.source is not self._pool.layout:  # it has been replaced meanwhile
+                pair = Pair(pair.routes, self._pool.layout, pair.sink)
             if Feature.PULL in session.features:
                 self._expose(session, event, pair)
                 return
-            own, features = self._pool.memories, session.features
+            own, features = None if self.asleep else self._pool.memories, session.features
             peer = map_peer(event, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
             session.refuse_register(error)
@@ -79,17 +88,74 @@ class Peers:
     def _expose(self, session: SourceSession, event: RegisterAsked, pair: Pair) -> None:
         """The sink reads: nothing of it is mapped, and a copy of nothing waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
-        made, _ = register((transport,), self._pool.memories, pair.nothing, pair.nothing.runs)
+        made = PeerMapping(event, transport, pair, reads=True)
+        regions = self._regions(made)  # raises before anything is answered
         session.accept_register(transport.capabilities.code)
-        session.expose(1, self._pool, made.regions, tuple(self._pool.layout.columns.values()), time.monotonic())
-        self._mapped[event.session, event.register.epoch] = PeerMapping(event, transport, pair, reads=True)
+        self._mapped[made.key] = made
+        if not self.asleep and session.part(Owner).newest is None:
+            self._register(session, regions)
+
+    def _regions(self, peer: PeerMapping) -> tuple[Region, ...]:
+        """What a sink is told of this rank's memory."""
+        nothing = peer.pair.nothing
+        return register((peer.transport,), {} if self.asleep else self._pool.memories, nothing, nothing.runs)[0].regions
+
+    def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
+        """Let a sink read this rank's memory."""
+        columns = tuple(self._pool.layout.columns.values())
+        session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
+
+    def sleep(self) -> None:
+        """Ask back what sinks read, at once; who cannot give it back ends."""
+        self.asleep, now = True, time.monotonic()
+        for session in [each for each in self._endpoint.sessions.values() if each.open and each.pulls]:
+            if Feature.EPOCHS not in session.features:
+                session.goodbye("the memory moves")
+                continue
+            owner = session.part(Owner)
+            for owned in list(owner.epochs.values()):
+                owner.unregister(owned, at_once=True, now=now)
+
+    def wake(self, pool: RankPool, epoch: int) -> None:
+        """Serve what is mapped from another pool; a session with which that cannot be ends."""
+        self.asleep, self._pool, self._epoch = False, pool, epoch
+        for (number, _), peer in list(self._mapped.items()):
+            session = self._endpoint.sessions.get(number)
+            if session is None or not session.open:
+                continue
+            try:
+                peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)
+                if not peer.reads:
+                    peer.prepare(pool.memories, writes=True)
+                elif (newest := session.part(Owner).newest) is None or newest.memory != epoch:
+                    self._register(session, self._regions(peer))
+            except KvprotoError as error:
+                session.give_up(error)
+
+    def holders(self, epoch: int) -> list[str]:
+        """Who may still read a pool that was taken back, for people."""
+        found, now = [], time.monotonic()
+        for session in [each for each in self._endpoint.sessions.values() if each.pulls]:
+            held = any(owned.memory == epoch for owned in session.part(Owner).epochs.values())
+            if held and (session.open or any(each.lent(now) for each in session.attempts.values())):
+                found.append(session.name)
+        return found
+
+    def asked_back(self, event: UnmapAsked) -> None:
+        """Give an epoch of a sink back, once no copy uses it."""
+        self._unmapping.add((event.session, event.epoch))
 
     def unmap(self, used: Iterable[tuple[int, int]]) -> None:
-        """Let go of the memory of sessions that are over, but for that which copies use."""
+        """Let go of what is asked back and of the memory of sessions that are over, but for that which copies use."""
         over = self._endpoint.over
-        if over:
-            for key in {key for key in self._mapped if key[0] in over}.difference(used):
-                self._mapped.pop(key).close()
+        if over or self._unmapping:
+            gone = {key for key in self._mapped if key[0] in over} if over else set()
+            for key in (gone | self._unmapping).difference(used):
+                if (peer := self._mapped.pop(key, None)) is not None:
+                    peer.close()
+                self._unmapping.discard(key)
+                if (session := self._endpoint.sessions.get(key[0])) is not None:
+                    session.unmapped(key[1])
             over.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:

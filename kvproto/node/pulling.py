@@ -13,7 +13,7 @@ from kvproto.errors import KvprotoError
 from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
-from kvproto.session.events import Offered, RegisterAsked
+from kvproto.session.events import Offered, RegisterAsked, UnmapAsked
 from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
 
@@ -29,6 +29,7 @@ class _Pull:
 
     offered: Offered
     sinks: dict[int, Window]
+    into: RankPool
     peer: PeerMapping | None = None
     program: CopyProgram | None = None
     copying: Copying | None = None
@@ -39,11 +40,12 @@ class _Pull:
 class Puller:
     """Maps the memory of sources and reads their offers while they are leased."""
 
-    def __init__(self, endpoint: SinkEndpoint, pool: RankPool, transports: Sequence[Transport]) -> None:
-        self._endpoint, self._pool = endpoint, pool
-        self._transports = transports
-        self._peers: dict[int, PeerMapping] = {}
-        """By source rank."""
+    def __init__(self, endpoint: SinkEndpoint, transports: Sequence[Transport]) -> None:
+        self._endpoint, self._transports = endpoint, transports
+        self._peers: dict[tuple[int, int], PeerMapping] = {}
+        """By session and epoch."""
+        self._unmapping: set[tuple[int, int]] = set()
+        """What is asked back."""
         self._pulls: list[_Pull] = []
 
     @property
@@ -54,31 +56,40 @@ class Puller:
         found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
         return min((seconds for seconds in found if seconds is not None), default=None)
 
-    def map(self, event: RegisterAsked) -> None:
-        """Map a source's memory by its first transport that works here."""
+    def map(self, event: RegisterAsked, pool: RankPool, asleep: bool) -> None:
+        """Map a source's memory by its first transport that works here, to read it into a pool, or into the next."""
         rank = self._endpoint.rank_of(event.session)
         if rank is None:  # it has said Goodbye meanwhile
             return
         try:
-            peer = map_peer(event, self._transports, self._pair(rank, event), self._pool.memories, writes=False)
+            pair = _pair(rank, event, pool)
+            peer = map_peer(event, self._transports, pair, None if asleep else pool.memories, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(event.session, error, time.monotonic())
             return
-        self._peers[rank] = peer
+        self._peers[peer.key] = peer
         self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
 
-    def offered(self, event: Offered, sinks: dict[int, Window]) -> None:
+    def unmap(self, event: UnmapAsked) -> None:
+        """Give an epoch of a source back, once nothing reads it."""
+        self._unmapping.add((event.session, event.epoch))
+
+    def offered(self, event: Offered, sinks: dict[int, Window], into: RankPool) -> None:
         """Read this as soon as may be; windows by this side's group id."""
-        self._pulls.append(_Pull(event, sinks))
+        self._pulls.append(_Pull(event, sinks, into))
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether the endpoint may have something to tell."""
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
-        used = {p.peer.asked.session for p in self._pulls if p.peer is not None}
-        for rank, peer in list(self._peers.items()):
-            if peer.asked.session not in used and self._endpoint.rank_of(peer.asked.session) is None:
-                self._peers.pop(rank).close()
+        used = {p.peer.key for p in self._pulls if p.peer is not None and p.copying is not None}
+        over = {key for key in self._peers if self._endpoint.rank_of(key[0]) is None}
+        for key in (over | self._unmapping) - used:
+            if (peer := self._peers.pop(key, None)) is not None:
+                peer.close()
+            if key in self._unmapping:
+                self._unmapping.discard(key)
+                self._endpoint.unmapped(*key, time.monotonic())
         return len(self._pulls) < before
 
     def _begin(self, pull: _Pull) -> bool:
@@ -87,15 +98,19 @@ class Puller:
         if not self._endpoint.wanted(offered):
             return True
         try:
-            pull.peer = self._peers[offered.offer.writer]
-            pull.program = pull.program or pull.peer.pair.lower(windows(offered.offer.grants), pull.sinks)
+            pull.peer = self._peers[offered.offer.session, offered.offer.epoch]
+            if pull.program is None:
+                pair = pull.peer.pair
+                if pair.sink is not pull.into.layout:
+                    pair = _pair(offered.offer.writer, pull.peer.asked, pull.into)
+                pull.program = pair.lower(windows(offered.offer.grants), pull.sinks)
         except KvprotoError as error:
             self._endpoint.unread(offered, error, now)
             return True
         if not self._endpoint.may_read(offered, now):
             return False
         try:
-            moves = [Move(pull.program, pull.peer.connection.mapped, self._pool.memories)]
+            moves = [Move(pull.program, pull.peer.connection.mapped, pull.into.memories)]
             pull.copying = pull.peer.transport.start(moves)
         except KvprotoError as error:
             if error.code == ErrorCode.BUSY:
@@ -123,13 +138,6 @@ class Puller:
             self._endpoint.unread(pull.offered, pull.error, time.monotonic(), proof)
         return proof is not None
 
-    def _pair(self, rank: int, event: RegisterAsked) -> Pair:
-        plan, source = self._endpoint.plan, self._endpoint.source
-        assert plan is not None
-        assert source is not None
-        there = RankLayout(source, rank, {c.group: c for c in event.register.columns})
-        return Pair(plan.between(rank, self._pool.layout.rank), there, self._pool.layout)
-
     def close(self) -> None:
         """Stop reading, then unmap."""
         for pull in self._pulls:
@@ -139,3 +147,9 @@ class Puller:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+
+
+def _pair(rank: int, event: RegisterAsked, into: RankPool) -> Pair:
+    described = event.described
+    there = RankLayout(described.source, rank, {c.group: c for c in event.register.columns})
+    return Pair(described.routes, there, into.layout)

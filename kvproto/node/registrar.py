@@ -32,7 +32,7 @@ def features_of(
     cold_draft: bool = False,
 ) -> tuple[Feature, ...]:
     """Features that a side offers: those of its transports, and what its engine chose."""
-    found = {feature for transport in transports for feature in transport.capabilities.features}
+    found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
         Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
         Feature.COLD_DRAFT: cold_draft, Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
@@ -83,19 +83,25 @@ class PeerMapping:
         """Whether bytes are packed, as its pages cannot be written directly."""
         return self.connection.link is not None
 
+    def prepare(self, own: Mapping[int, Memory], writes: bool) -> None:
+        """Let the transport prepare itself for copies from this side's memory, or else into it."""
+        sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, self.connection.mapped
+        self.transport.prepare(Move(self.pair.nothing, *(sides if writes else sides[::-1])))
+
     def close(self) -> None:
         """Unmap it; no copy that uses it may be under way."""
         self.connection.close()
 
 
 def map_peer(
-    asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory], writes: bool,
+    asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory] | None, writes: bool,
     features: Collection[int] = (),
 ) -> PeerMapping:  # fmt: skip
     """Map every region that a column names, by the first transport of the owner's order that works here.
 
-    `writes`: whether this side writes or reads. `features` are those of the session. Raises why the last
-    transport did not work, or NO_TRANSPORT with what each side has.
+    `own`: this side's memory, so that the transport can prepare itself; None: there is none yet. `writes`: whether this
+    side writes or reads. `features` are those of the session. Raises why the last transport did not work, or
+    NO_TRANSPORT with what each side has.
     """
     message = asked.register
     by_code = {int(t.capabilities.code): t for t in transports}
@@ -108,8 +114,8 @@ def map_peer(
         made = PeerMapping(asked, transport, pair)
         try:
             made.connection = transport.connect(message.regions, named, writes, features)
-            sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, made.connection.mapped
-            transport.prepare(Move(pair.nothing, *(sides if writes else sides[::-1])))
+            if own is not None:
+                made.prepare(own, writes)
         except KvprotoError as found:
             error = found
             made.close()

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer
 from kvproto.node.backstage import Backstage
+from kvproto.node.lent import Filled, returned
 from kvproto.node.link import Here, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import Spread, features_of
-from kvproto.node.told import Received, TransferLost
+from kvproto.node.told import PoolReturned, Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
 from kvproto.session.records import Census
@@ -29,6 +30,7 @@ __all__ = ["QUARANTINE", "Replica", "SinkNode"]
 QUARANTINE = 0.5
 """Share of a group's pages that may wait for proof."""
 
+_MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
 _TURN = 0.001
 """Seconds after which a turn hears no further frame; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
@@ -44,13 +46,19 @@ class SinkNode:
         spread: Spread = "even", cold_draft: bool = False, eager: bool = True,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
-        self.pool, self._dialer, self._eager = pool, dialer, eager
+        self._dialer, self._share, self._eager = dialer, quarantine, eager
+        self.pool = pool
+        """The last one."""
+        self._lent: Filled | None = Filled(1, pool, quarantine=Quarantine(pool.layout, quarantine))
+        """What transfers go into; None: asleep."""
+        self._leaving: list[Filled] = []
+        """What was taken back, until nobody can touch it any more."""
+        self._last = 1
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._here = Here(
-            party, pool, self.transports, readers if pull else (),
-            features_of(self.transports, verify, pull, spread, cold_draft), Quarantine(pool.layout, quarantine),
-            Backstage(),
+            party, self.transports, readers if pull else (),
+            features_of(self.transports, verify, pull, spread, cold_draft), Backstage(),
         )  # fmt: skip
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """Where each source replica listens, and its public key."""
@@ -85,7 +93,9 @@ class SinkNode:
         known = self._links.get(replica)
         if known is None or known.over or (known.seed, known.server) != (address, server):
             self._retire(replica, "connected elsewhere")
-            self._links[replica] = SourceLink(self._here, next(self._keys), address, replica, server)
+            if self._lent is not None:
+                key = next(self._keys)
+                self._links[replica] = SourceLink(self._here, self._lent, key, address, replica, server)
 
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Goodbye to a source replica."""
@@ -94,12 +104,16 @@ class SinkNode:
 
     def fetch(
         self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants],
-        seconds: float | None = None, axes: Collection[str] = (),
+        seconds: float | None = None, axes: Collection[str] = (), epoch: int | None = None,
     ) -> None:  # fmt: skip
         """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again.
 
         Where the source has not accepted it after `seconds`, it is lost by DEADLINE. `axes` as for `SourceLink.fetch`.
+        `epoch`: of the pool whose items the grants name; where that is not the current one, it is lost by POOL_MOVED.
         """
+        if self._lent is None or epoch not in (None, self._lent.number):
+            self._told.append(TransferLost(number, _MOVED, True))
+            return
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))
@@ -114,10 +128,42 @@ class SinkNode:
         if link is not None:
             link.abort(number, error)
 
+    # pools
+
     @property
     def epoch(self) -> int:
-        """Of the memory that is registered."""
-        return 1
+        """Of the memory that is registered, or was last."""
+        return self._last
+
+    def sleep(self, error: KvprotoError) -> Filled:
+        """End all transfers by this error and take the pool back; PoolReturned tells when nobody can touch it."""
+        assert self._lent is not None
+        leaving, self._lent = self._lent, None
+        self._leaving.append(leaving)
+        for link in self._all():
+            link.sleep(error)
+        for replica in [r for r, link in self._links.items() if not link.adaptable]:
+            self._former.append(self._links.pop(replica))
+        return leaving
+
+    def move(self, pool: RankPool, epoch: int) -> Filled | None:
+        """Use another pool from now on; what is under way ends in the old one, which PoolReturned tells of."""
+        leaving, self.pool, self._last = self._lent, pool, epoch
+        self._lent = Filled(self._last, pool, quarantine=Quarantine(pool.layout, self._share))
+        if leaving is not None:
+            self._leaving.append(leaving)
+        for replica, (address, server) in self.sources.items():
+            link = self._links.get(replica)
+            if link is not None and link.adaptable:
+                link.expose(self._lent)
+                continue
+            if link is not None:  # it ends what is under way, and says Goodbye then
+                self._former.append(self._links.pop(replica))
+            self.connect(replica, address, server)
+        return leaving
+
+    def _holders(self, lent: Filled) -> list[str]:
+        return [name for link in self._all() for name in link.holders(lent)]
 
     def census(self) -> Census:
         """Its sources now, and what was sent again since it was made."""
@@ -137,11 +183,12 @@ class SinkNode:
     @property
     def quarantined(self) -> dict[int, int]:
         """Pages by group id that a peer may still write."""
-        return self._here.quarantine.counts
+        return self._lent.quarantine.counts if self._lent is not None else {}
 
     def check_quarantine(self) -> None:
         """Raise LocalError(BUSY) where too many pages are in quarantine."""
-        self._here.quarantine.check()
+        if self._lent is not None:
+            self._lent.quarantine.check()
 
     # turns
 
@@ -183,6 +230,8 @@ class SinkNode:
                 self._transfers.pop(event.number, None)
         self._flush()
         self._forget()
+        over = returned(self._leaving, self._holders, self.transports, self.pool)
+        told += [PoolReturned(lent.number) for lent in over]
         while self._ended:
             self._ended.pop().close()
         return told
@@ -218,6 +267,8 @@ class SinkNode:
         for link in [each for each in self._former if each.idle]:
             link.close("over")
             self._flush()
+            if any(link.holders(lent) for lent in self._leaving):
+                continue
             self._former.remove(link)
             self._resends += link.endpoint.resends
             self._dialer.drop(lambda key, gone=link.key: key[0] != gone)  # type: ignore[misc]

@@ -11,6 +11,7 @@ from kvproto.net import Listener
 from kvproto.node.answers import bytes_by_name, checksums_of, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
+from kvproto.node.lent import Read, returned
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.peers import Peers
 from kvproto.node.pool import RankPool
@@ -18,10 +19,10 @@ from kvproto.node.progress import Part, SendProgress
 from kvproto.node.registrar import Spread, features_of
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
-from kvproto.node.told import Copied, RequestOver
+from kvproto.node.told import Copied, PoolReturned, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
-from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested
+from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested, UnmapAsked
 from kvproto.session.records import Census
 from kvproto.transport import default
 from kvproto.transport.base import Piece, Transport
@@ -72,6 +73,10 @@ class SourceNode:
         """Requests of which some rows are there, and not all."""
         self._news: dict[bytes, None] = {}
         """Requests of which the next turn may hand over more, in order."""
+        self._leaving: list[Read] = []
+        """Pools that were taken back, until nobody reads them any more."""
+        self.epoch = 1
+        """Of the pool, or of the last."""
         self._look: set[bytes] = set()
         """Requests of which transfers may be over."""
 
@@ -121,6 +126,34 @@ class SourceNode:
         for key in self.endpoint.unasked():
             self.refuse(key, _AWAY)
 
+    # pools
+
+    def sleep(self, error: KvprotoError) -> Read:
+        """End all requests by this error and take the pool back; PoolReturned tells when nobody reads it."""
+        for key in list(self._requests):
+            self.refuse(key, error)
+            for attempt in self._attempts.get(key, {}).values():
+                attempt.failure = attempt.failure or error
+                self._dispatcher.stop(attempt, error)
+        copied = tuple(a for some in self._attempts.values() for a in some.values() if a.copies)
+        leaving = Read(self.epoch, self.pool, attempts=copied)
+        self._leaving.append(leaving)
+        self._peers.sleep()
+        return leaving
+
+    def wake(self, pool: RankPool, epoch: int) -> None:
+        """Serve requests from another pool."""
+        self.pool, self.epoch, self._dispatcher.memories = pool, epoch, pool.memories
+        self._peers.wake(pool, self.epoch)
+
+    def _returned(self) -> list[PoolReturned]:
+        """Pools that were taken back and that nobody reads any more."""
+
+        def holders(lent: Read) -> list[str]:
+            return self._peers.holders(lent.number) + ["copies of its own"] * lent.copied
+
+        return [PoolReturned(lent.number) for lent in returned(self._leaving, holders, self.transports, self.pool)]
+
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
@@ -164,7 +197,7 @@ class SourceNode:
             self._peers.unmap(a.peer.key for some in self._attempts.values() for a in some.values())
             self._flush()
             if not moved and not events:
-                return told
+                return told + self._returned()
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
@@ -184,6 +217,8 @@ class SourceNode:
         match event:
             case RegisterAsked():
                 self._peers.map(event)
+            case UnmapAsked():
+                self._peers.asked_back(event)
             case TransferRequested():
                 self._join(event)
             case Changed():

@@ -12,7 +12,16 @@ from kvproto.session import events as session
 from kvproto.session.events import Unwanted as RequestUnwanted
 from kvproto.wire.enums import Outcome
 
-__all__ = ["Copied", "Received", "RequestOver", "RequestUnwanted", "TransferLost", "TransferProven", "shared_event"]
+__all__ = [
+    "Copied",
+    "PoolReturned",
+    "Received",
+    "RequestOver",
+    "RequestUnwanted",
+    "TransferLost",
+    "TransferProven",
+    "shared_event",
+]
 
 
 @attrs.frozen
@@ -75,6 +84,13 @@ class TransferProven:
     """Sink: nothing can write the pages of a lost transfer any more."""
 
     number: int
+
+
+@attrs.frozen
+class PoolReturned:
+    """Nobody can touch a pool any more that was taken back; `epoch` is that of its first registration."""
+
+    epoch: int
 
 
 def shared_event(event: object) -> Event:

@@ -29,6 +29,7 @@ _ADDRESS = re.compile(r"\b(ipc|tcp)://[^\s,;)\"']+")
 LEVELS: dict[type, int] = {
     e.Arrived: logging.DEBUG,
     e.PagesFree: logging.INFO,
+    e.PoolFree: logging.INFO,
     e.Lost: logging.WARNING,
     e.Sent: logging.DEBUG,
     e.Unwanted: logging.INFO,
@@ -107,6 +108,7 @@ def _refused(event: e.Refused) -> Record:
 _FIELDS: dict[type, Callable[[Any], Record]] = {
     e.Arrived: _arrived,
     e.PagesFree: lambda event: _fetch(event.fetch),
+    e.PoolFree: lambda event: {"epoch": event.withdrawal.epoch},
     e.Lost: _lost,
     e.Sent: _sent,
     e.Unwanted: lambda event: _request(event.request),

@@ -41,9 +41,9 @@ class Exposed:
 class Exposing(Endpoint):
     """What a sink endpoint knows of its pools."""
 
-    def __init__(self, me: Party, geometry: Geometry, exposed: Exposed | None) -> None:
+    def __init__(self, me: Party, geometry: Geometry) -> None:
         super().__init__(me, geometry)
-        self.exposed = exposed
+        self.exposed: Exposed | None = None
         """What new transfers go into; None: nothing."""
         self.plan: Plan | None = None
         self.ready = False
@@ -83,6 +83,10 @@ class Exposing(Endpoint):
         ours = any(want.into is exposed for want in self._wants.values())
         unproven = {part[0] for into, missing in self._unproven.values() if into is exposed for part in missing}
         return found + ["transfers that are not over"] * (ours or 0 in unproven)
+
+    def given_back(self, exposed: Exposed) -> bool:
+        """Whether every source rank that has mapped a pool has unmapped it, and says so."""
+        return all(o.memory is not exposed for s in self.sessions.values() for o in s.owner.epochs.values())
 
     def _holds(self, session: SinkSession, exposed: Exposed) -> bool:
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]

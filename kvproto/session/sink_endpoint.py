@@ -9,7 +9,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
 from kvproto.session import limits
-from kvproto.session.exposing import Exposed, Exposing
+from kvproto.session.exposing import Exposing
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.pull import SinkPull
@@ -34,15 +34,15 @@ class SinkEndpoint(Exposing):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
-        self, me: Party, geometry: Geometry, exposed: Exposed, features: tuple[Feature, ...], seed: str,
+        self, me: Party, geometry: Geometry, features: tuple[Feature, ...], seed: str,
         proving: Collection[int] = (), replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """`seed`: address of any source rank; the others follow from its Welcome and the plan.
+        """`seed`: address of any source rank; the others follow from its Welcome and the plan. `expose` a pool first.
 
         `replica`: the engine and replica that must answer there; None: any. `proving`: transports by which the end of
         the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
         """
-        super().__init__(me, geometry, exposed)
+        super().__init__(me, geometry)
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
         self.source: Geometry | None = None
         self.over = False

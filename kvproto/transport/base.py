@@ -191,6 +191,8 @@ class StreamDelivery:
     receiver: Receiver
     unpacker: Callable[[CopyProgram], Packer]
     """Makes what scatters one transfer's stream into the pages."""
+    close: Callable[[], None] = lambda: None
+    """Lets go of what was registered for it; the peer may not write it any more."""
 
 
 @attrs.frozen
@@ -253,6 +255,10 @@ class Transport(Protocol):
 
     def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
         """As `kvproto.copying.execute.checksums`, over memory of this process."""
+
+    def forget(self, memory: Regions) -> None:
+        """These regions are not exposed any more, and no copy uses them: keep nothing of them."""
+        return
 
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when a copy has made progress; None: see `Capabilities.poll_interval`."""

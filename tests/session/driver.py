@@ -65,7 +65,8 @@ class World:
         self.runs += 1  # a later sink of a rank has the greater incarnation
         party = Party(engine, sink.replica, rank, self.runs)
         columns = tuple(pool.layout.columns.values())
-        endpoint = SinkEndpoint(party, sink, Exposed(1, columns, self.staging(name, pool)), self.features, "s0")
+        endpoint = SinkEndpoint(party, sink, self.features, "s0")
+        endpoint.expose(Exposed(1, columns, self.staging(name, pool)), self.now)
         self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
         return endpoint

@@ -192,12 +192,16 @@ class DeviceMemory:
         if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
-    def close(self) -> None:
-        """Free it, if it was allocated here; peers must have unmapped it."""
+    def forget(self) -> None:
+        """Offer its descriptors no more, which keep its bytes; what is mapped stays mapped."""
         if self._shared is not None:
             for token, _ in self._shared[1]:
-                withdraw(token)  # what is mapped stays mapped
+                withdraw(token)
             self._shared = None
+
+    def close(self) -> None:
+        """Free it, if it was allocated here; peers must have unmapped it."""
+        self.forget()
         if self._owned:
             self._owned = False
             current(self.device)

@@ -71,6 +71,11 @@ class CudaTransport(base.Transport):
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.copier.checksums(program, _addresses(memory), sink)
 
+    def forget(self, memory: base.Regions) -> None:
+        for each in memory.values():
+            if isinstance(each, DeviceMemory):
+                each.forget()
+
     def close(self) -> None:
         self._tables.clear()
 

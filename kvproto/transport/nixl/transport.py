@@ -79,8 +79,8 @@ class NixlTransport(base.Transport):
     ) -> base.Exposure:
         """Register the pages, or leave their handles empty and register fresh staging slots (KVP-REG-STAGING).
 
-        Pages of a GPU come with staging memory to measure the link with. Staging memory is kept until `close`, as the
-        peer may write it until then.
+        Pages of a GPU come with staging memory to measure the link with. Staging memory is kept until the delivery is
+        closed, as the peer may write it until then.
         """
         for each in memory.values():
             self.backend.of(each)
@@ -100,7 +100,10 @@ class NixlTransport(base.Transport):
         self.backend.prepare(program, "sink", memory)
         return base.Exposure(
             dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),),
-            base.StreamDelivery(StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory)),
+            base.StreamDelivery(
+                StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory),
+                lambda: self._free(staging),
+            ),
         )  # fmt: skip
 
     # as a source
@@ -175,6 +178,12 @@ class NixlTransport(base.Transport):
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.backend.checksums(program, memory, sink)
+
+    def forget(self, memory: base.Regions) -> None:
+        for each in memory.values():
+            kept = self._registered.pop(id(each), None)
+            if kept is not None:
+                kept[1].close()
 
     def fileno(self) -> int:
         """Readable when a write has ended since `acknowledge`."""

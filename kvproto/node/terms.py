@@ -1,0 +1,110 @@
+"""What a sink rank and one source replica have agreed on: a pool of the sink, and the plan by which it is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvproto.copying.late import begun
+from kvproto.copying.page_sums import page_sums
+from kvproto.copying.program import CopyProgram
+from kvproto.errors import RemoteError
+from kvproto.node.expected import Expected
+from kvproto.node.lent import Filled
+from kvproto.node.registrar import register
+from kvproto.session import Exposed, Registration, SinkEndpoint
+from kvproto.session.push import Unpacker
+from kvproto.transport.base import StreamDelivery, Transport
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.messages import Done, Grants, Offer
+
+__all__ = ["Terms", "begins_of"]
+
+
+class Terms:
+    """One pool, registered with all ranks of one replica by one plan."""
+
+    def __init__(self, endpoint: SinkEndpoint, lent: Filled, transports: Sequence[Transport]) -> None:
+        self.lent, self._endpoint, self._transports = lent, endpoint, tuple(transports)
+        columns = tuple(lent.pool.layout.columns.values())
+        self.exposed = Exposed(lent.number, columns, self._register)
+        """As the endpoint knows it."""
+        self._expected: Expected | None = None
+        self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
+        """By source rank and transport."""
+
+    @property
+    def expected(self) -> Expected:
+        """Programs of the source ranks; once both Descriptions are known."""
+        if self._expected is None:
+            plan, source = self._endpoint.plan, self._endpoint.source
+            assert plan is not None
+            assert source is not None
+            self._expected = Expected(plan, source, self.lent.pool.layout)
+        return self._expected
+
+    @property
+    def unpacking(self) -> bool:
+        """Whether anything is being unpacked into the pool."""
+        return any(each.receiver.busy for each in self._deliveries.values())
+
+    def _register(self, source: int) -> Registration:
+        """What one source rank may write: the pages, staging slots in their place, or nothing."""
+        expected, memories = self.expected, self.lent.pool.memories
+        nothing = expected.pair(source).nothing
+        made, packed = register(self._transports, memories, nothing, lambda: expected.runs(source))
+        self._deliveries |= {(source, transport): each for transport, each in packed.items()}
+        return made
+
+    def close(self) -> None:
+        """Let go of what was registered beside the pool; no source may write it any more."""
+        for each in self._deliveries.values():
+            each.close()
+        self._deliveries.clear()
+
+    def unpacker(self, writer: int, transport: int, grants: Mapping[int, Grants]) -> Unpacker:
+        """What makes the unpacker of a source rank's stream; raises BAD_GRANT."""
+        delivery, expected = self._deliveries[writer, transport], self.expected
+        whole = delivery.unpacker(expected.program(writer, grants))
+        return lambda begins: (
+            delivery.unpacker(expected.program(writer, self.begun(grants, begins))) if begins else whole
+        )
+
+    def begun(self, grants: Mapping[int, Grants], begins: Mapping[int, int]) -> Mapping[int, Grants]:
+        """What was asked for, as far as a source rank holds it."""
+        if not begins:
+            return grants
+        return {g.group: g for g in begun(self.lent.pool.layout, tuple(grants.values()), begins)}
+
+    def verify(self, done: Done, grants: Mapping[int, Grants]) -> dict[tuple[int, int], int]:
+        """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
+        program = self.expected.program(done.writer, self.begun(grants, begins_of(done)))
+        pool = self.lent.pool
+
+        def take(some: CopyProgram) -> Mapping[int, int]:
+            return self._transports[0].checksums(some, pool.memories, sink=True)
+
+        here, sent = take(program), {c.group: c for c in done.checksums or ()}
+        for group, value in here.items():
+            if group in sent and sent[group].value == value:
+                continue
+            spec = pool.layout.group(group)
+            path = f"checksums[{spec.name}]"
+            theirs = f"{sent[group].value:016x}" if group in sent else "none"
+            advice = f"from source rank {done.writer}: the bytes changed on their way; decode nothing of it"
+            if group in sent and Feature.VERIFY_PAGES in self._endpoint.features():
+                some = CopyProgram(
+                    program.maps,
+                    program.ops[program.ops["group"] == group],
+                    program.tokens_per_row,
+                    program.state_after,
+                    program.others,
+                )
+                sums = page_sums(some, {group: spec}, take)[group]
+                advice = f"{sums.first_difference(sent[group].pages)}; {advice}"
+            raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
+        return {(done.writer, group): value for group, value in here.items()}
+
+
+def begins_of(said: Done | Offer) -> dict[int, int]:
+    """Where late windows begin, by group id."""
+    return {begin.group: begin.first for begin in said.begins or ()}

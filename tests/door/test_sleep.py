@@ -1,0 +1,370 @@
+"""Pools that go to sleep, wake and move: who is asked, what ends, what goes on, and when memory is free."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvproto import LocalError, Options, Pool, RemoteError, Sink, Source, Withdrawal, new_ticket
+from kvproto.asyncio import drive, wait
+from kvproto.events import Arrived, PoolFree
+from kvproto.node import registrar
+from kvproto.transport.shm.transport import ShmTransport
+from kvproto.wire.enums import ErrorCode, Feature
+from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+
+HERE, THERE = [3, 4, 5], [6, 7, 8]
+WAYS = {
+    "stepped": Options(thread=False),
+    "thread": Options(),
+    "pull": Options(thread=False, pull=True),
+    "inline": Options(thread=False, transports=["inline"]),
+    "part by part": Options(thread=False, part_bytes=1),
+}
+
+
+def another(pages: int = PAGES) -> Pool:
+    return Pool.allocate(GEOMETRY, pages)
+
+
+def hand_over(pair: Two, table: list[int] = THERE) -> None:
+    """A request arrives, in the pool of its sink."""
+    made = new_ticket("prefill")
+    request = pair.source.request(made, PROMPT)
+    request.finish({"kv": HERE})
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": table})
+    pair.until(lambda: fetch.done)
+    fetch.wait(0)
+    assert np.array_equal(rows(pair.sink.pool, table), rows(pair.source.pool, HERE))
+    pair.until(lambda: request.done)
+
+
+def sessions(pair: Two) -> list[int]:
+    """Those that the source has."""
+    return list(pair.source._node.endpoint.sessions)
+
+
+@pytest.fixture(params=WAYS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Two]:
+    with two(tmp_path, WAYS[request.param]) as made:
+        yield made
+
+
+def test_a_sink_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
+    """KVP-EPO-FREE, KVP-EPO-RISE: the session goes on; the memory is free at once, as nothing is under way."""
+    hand_over(pair)
+    old, before = pair.sink.pool, sessions(pair)
+    sleeping = pair.sink.sleep()
+    assert pair.sink.asleep
+    with pytest.raises(LocalError):
+        old.close()
+    pair.until(lambda: sleeping.done)
+    assert isinstance(sleeping.wait(0), PoolFree)
+    old.close()
+    pair.sink.wake(another())
+    hand_over(pair)
+    assert pair.sink.pool is not old
+    assert sessions(pair) == before
+    assert not [e for e in pair.told if type(e).__name__ in ("Disconnected", "Refused", "ProtocolError")]
+
+
+def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
+    """KVP-EPO-MOVED: what it had ends with POOL_MOVED, and new requests are of the new memory."""
+    hand_over(pair)
+    made = new_ticket("prefill")
+    request = pair.source.request(made, PROMPT)
+    request.computed({"kv": HERE}, 4)
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    pair.until(lambda: fetch.began and request._door is pair.source)
+    old = pair.source.pool
+    sleeping = pair.source.sleep()
+    pair.until(lambda: fetch.done and request.done and sleeping.done)
+    with pytest.raises(RemoteError) as lost:
+        fetch.wait(0)
+    assert lost.value.code == ErrorCode.POOL_MOVED
+    assert fetch.pages_free
+    old.close()
+    pair.source.wake(filled())
+    hand_over(pair)
+
+
+def test_what_is_under_way_ends_in_the_old_pool_when_a_sink_moves(pair: Two) -> None:
+    """KVP-EPO-RISE."""
+    hand_over(pair)
+    made = new_ticket("prefill")
+    request = pair.source.request(made, PROMPT)
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
+    old = pair.sink.pool
+    moved = pair.sink.move(another())
+    hand_over(pair, [1, 2, 3])
+    assert not moved.done
+    assert moved.holders
+    request.finish({"kv": HERE})
+    pair.until(lambda: fetch.done and moved.done)
+    assert isinstance(fetch.wait(0), Arrived)
+    assert np.array_equal(rows(old, THERE), rows(pair.source.pool, HERE))
+    old.close()
+
+
+def test_fetches_under_way_end_with_pool_moved(pair: Two) -> None:
+    """KVP-EPO-MOVED, KVP-END-REUSE."""
+    hand_over(pair)
+    made = new_ticket("prefill")
+    pair.source.request(made, PROMPT).computed({"kv": HERE}, 4)
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    sleeping = pair.sink.sleep("the trainer wants the memory")
+    pair.until(lambda: fetch.done and sleeping.done)
+    with pytest.raises(RemoteError, match="the trainer wants the memory") as lost:
+        fetch.wait(0)
+    assert lost.value.code == ErrorCode.POOL_MOVED
+    assert fetch.pages_free
+    pair.sink.wake(another())
+    hand_over(pair)
+
+
+def test_both_sides_sleep_and_wake_many_times(pair: Two) -> None:
+    """More often than a session has epochs at once (KVP-EPO-LIMIT)."""
+    hand_over(pair)
+    for n in range(12):
+        ends = [door.sleep() for door in ((pair.sink, pair.source), (pair.source, pair.sink))[n % 2]]
+        pair.until(lambda ends=ends: all(end.done for end in ends))
+        for end in ends:
+            end.pool.close()
+        pair.sink.wake(another(PAGES + n))
+        pair.source.wake(filled(PAGES + n))
+        hand_over(pair)
+    assert len(pair.source._node._peers) == 1
+
+
+def test_the_same_pool_wakes_again(pair: Two) -> None:
+    """Nobody has taken its memory."""
+    hand_over(pair)
+    for door in (pair.sink, pair.source):
+        pool, sleeping = door.pool, door.sleep()
+        door.wake(pool)
+        hand_over(pair)
+        pair.until(lambda sleeping=sleeping: sleeping.done)
+
+
+def test_calls_that_need_a_pool_or_need_none(tmp_path: Path) -> None:
+    with two(tmp_path, STEPPED) as pair:
+        for door in (pair.sink, pair.source):
+            with pytest.raises(LocalError) as awake:
+                door.wake(another())
+            assert awake.value.code == ErrorCode.UNEXPECTED_MESSAGE
+            door.sleep()
+            with pytest.raises(LocalError) as asleep:
+                door.sleep()
+            assert asleep.value.code == ErrorCode.UNEXPECTED_MESSAGE
+        with pytest.raises(LocalError) as fetch:
+            pair.sink.fetch(pair.ticket, PROMPT, {"kv": THERE})
+        with pytest.raises(LocalError) as request:
+            pair.source.request(pair.ticket, PROMPT)
+        assert fetch.value.code == request.value.code == ErrorCode.POOL_MOVED
+        with pytest.raises(LocalError):
+            pair.sink.move(another())
+        pair.sink.wake(another())
+        pair.source.wake(filled())
+        hand_over(pair)
+
+
+def test_pools_that_cannot_take_the_place(tmp_path: Path) -> None:
+    closed = another()
+    closed.close()
+    with two(tmp_path, STEPPED) as pair:
+        for wrong in ("no pool", closed):
+            with pytest.raises(LocalError):
+                pair.sink.move(wrong)  # type: ignore[arg-type]
+        hand_over(pair)
+
+
+@pytest.mark.parametrize("without", ["source", "sink"])
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, pull: bool) -> None:
+    """KVP-EPO-FREE: the session ends once its transfers are over, and another is opened."""
+    real = registrar.features_of
+
+    def fewer(*given: Any, **named: Any) -> Any:
+        return tuple(f for f in real(*given, **named) if f != Feature.EPOCHS)
+
+    monkeypatch.setattr(f"kvproto.node.{without}.features_of", fewer)
+    with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
+        hand_over(pair)
+        made = new_ticket("prefill")
+        request = pair.source.request(made, PROMPT)
+        fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+        pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
+        moved = pair.sink.move(another())
+        hand_over(pair)
+        request.finish({"kv": HERE})
+        pair.until(lambda: fetch.done and moved.done)
+        fetch.wait(0)
+        for door in (pair.sink, pair.source):
+            sleeping = door.sleep()
+            pair.until(lambda sleeping=sleeping: sleeping.done)
+            door.wake(filled())
+            hand_over(pair)
+
+
+def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tmp_path: Path) -> None:
+    for pull in (False, True):
+        options = attrs.evolve(STEPPED, pull=pull)
+        address = address_in(tmp_path, f"late-{pull}")
+        with Source("prefill", filled(), address, options) as source:
+            source.sleep()
+            with Sink("decode", another(), {}, options) as sink:
+                pair = Two(source, sink)
+                sink.sleep()
+                sink.connect("prefill", address=address)
+                pair.turn()
+                sink.wake(another())
+                for _ in range(20):
+                    pair.turn()
+                source.wake(filled())
+                hand_over(pair)
+
+
+def test_in_an_event_loop(tmp_path: Path) -> None:
+    async def run() -> None:
+        address = address_in(tmp_path)
+        async with (
+            drive(Source("prefill", filled(), address, STEPPED)) as source,
+            drive(Sink("decode", another(), {"prefill": address}, STEPPED)) as sink,
+        ):
+            for _ in range(2):
+                made = new_ticket("prefill")
+                source.request(made, PROMPT).finish({"kv": HERE})
+                await wait(sink.fetch(made, PROMPT, {"kv": THERE}))
+                assert np.array_equal(rows(sink.pool, THERE), rows(source.pool, HERE))
+                sleeping = sink.sleep()
+                assert isinstance(await wait(sleeping), PoolFree)
+                sleeping.pool.close()
+                sink.wake(another())
+                ended = source.sleep()
+                await wait(ended)
+                source.wake(filled())
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_withdrawal_calls_back_and_close_ends_it(tmp_path: Path) -> None:
+    heard: list[Withdrawal] = []
+    with two(tmp_path, STEPPED) as pair:
+        hand_over(pair)
+        sleeping = pair.sink.sleep()
+        sleeping.add_done_callback(heard.append)
+        pair.until(lambda: heard)
+        assert heard == [sleeping]
+        assert [e.withdrawal for e in pair.told if isinstance(e, PoolFree)] == [sleeping]
+        pair.sink.wake(another())
+        hand_over(pair)
+        last = pair.sink.sleep()
+        pair.sink.close()
+        with pytest.raises(LocalError):
+            last.wait(0)
+        last.pool.close()
+
+
+class Held(ShmTransport):
+    """Copies that are under way until the test says so."""
+
+    held = False
+
+    def start(self, moves: Any) -> Any:
+        made = super().start(moves)
+        return Copy(self, made) if self.held else made
+
+
+class Copy:
+    stream = None
+
+    def __init__(self, transport: Held, made: Any) -> None:
+        self.transport, self.bytes = transport, made.bytes
+
+    @property
+    def done(self) -> bool:
+        return not self.transport.held
+
+    def stop(self) -> Any:
+        from kvproto.wire.enums import Proof
+
+        return None if self.transport.held else Proof.PROVEN
+
+
+@pytest.mark.parametrize("who", ["sink", "source", "move"])
+def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) -> None:
+    """KVP-EPO-UNMAP, KVP-EPO-FREE: neither Abort nor Unregister nor time frees what a copy still touches."""
+    transport = Held()
+    polled = attrs.evolve(transport.capabilities, poll_interval=1e-3)
+    transport.capabilities = polled
+    with two(tmp_path, attrs.evolve(STEPPED, transports=[transport]), STEPPED) as pair:
+        hand_over(pair)
+        transport.held = True
+        made = new_ticket("prefill")
+        pair.source.request(made, PROMPT).finish({"kv": HERE})
+        fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+        pair.until(lambda: pair.source._node.busy)
+        calls = {"sink": pair.sink.sleep, "source": pair.source.sleep, "move": lambda: pair.sink.move(another())}
+        end = calls[who]()
+        for _ in range(60):
+            pair.turn()
+        assert not end.done
+        assert end.holders
+        with pytest.raises(TimeoutError, match="held by"):
+            end.wait(0)
+        transport.held = False
+        pair.until(lambda: end.done and fetch.done)
+
+
+def serve_and_hang(address: str, ready: Any) -> None:
+    """A source whose copies never end."""
+    transport = Held()
+    transport.capabilities = attrs.evolve(transport.capabilities, poll_interval=1e-3)
+    transport.held = True
+    with Source("prefill", filled(), address, attrs.evolve(STEPPED, transports=[transport])) as source:
+        ready.send("listening")
+        for _ in range(2):
+            made = ready.recv()
+            source.request(made, PROMPT).finish({"kv": HERE})
+        while True:
+            source.step(0.01)
+
+
+def test_a_holder_that_is_killed_while_unregister_waits(tmp_path: Path) -> None:
+    """KVP-EPO-FREE: a stopped one holds the memory for as long as it likes; its death is proof."""
+    address = address_in(tmp_path)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve_and_hang, args=(address, theirs), daemon=True)
+    process.start()
+    try:
+        assert ours.recv() == "listening"
+        with Sink("decode", another(), {"prefill": address}, STEPPED) as sink:
+            tickets = [new_ticket("prefill") for _ in range(2)]
+            for made in tickets:
+                ours.send(made)
+            fetches = [sink.fetch(made, PROMPT, {"kv": t}) for made, t in zip(tickets, (HERE, THERE), strict=True)]
+            link = sink._node._links["prefill", 0]
+            while not all(map(link.endpoint.accepted, link._numbers)) or len(link._numbers) < 2:
+                sink.step(0.01)
+            sleeping = sink.sleep()
+            os.kill(process.pid or 0, signal.SIGSTOP)
+            for _ in range(20):
+                sink.step(0.005)
+            assert sleeping.holders
+            assert not sleeping.done
+            sink.wake(another())
+            os.kill(process.pid or 0, signal.SIGKILL)
+            assert isinstance(sleeping.wait(20), PoolFree)
+            assert all(fetch.pages_free for fetch in fetches)
+            sleeping.pool.close()
+    finally:
+        process.kill()
+        process.join()
