@@ -62,8 +62,8 @@ class SourceEndpoint(Claims):
         """The greatest of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
         """Connection and incarnations of sessions that a later incarnation has ended."""
-        self._drained: OrderedDict[int, Hashable] = OrderedDict()
-        """Connections of sessions that are over and forgotten, and of which no write can arrive any more."""
+        self._drained: OrderedDict[int, None] = OrderedDict()
+        """Sessions that are over and forgotten, and of which no write can arrive any more."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself, and some that have been over since."""
 
@@ -88,11 +88,14 @@ class SourceEndpoint(Claims):
         session = self.sessions.get(number)
         known, incarnations = self._superseded.get(number, (None, ""))
         answers = session is not None and (session.open or isinstance(message, m.Transfer | m.Abort))
+        if session is not None and not session.open and isinstance(message, m.Abort) and session.conn != conn:
+            self._let_go(session)
+            session.conn = conn  # nobody resumes what is over
         if session is not None and answers and session.conn == conn and known is None:
             return session
         if isinstance(message, m.Error):
             return None
-        if isinstance(message, m.Abort) and self._drained.get(number, self) == conn:
+        if isinstance(message, m.Abort) and number in self._drained:
             ids = {"sequence": message.sequence, "attempt": message.attempt}
             drained = m.Drained(session=number, request=message.request, **ids, proof=Proof.PROVEN)
             self.send(conn, encode(drained))
@@ -318,6 +321,10 @@ class SourceEndpoint(Claims):
             del self.sessions[number]
             self._bare.pop(number, None)
             if session.part(SourceTransfers).proven and number not in self._superseded:
-                self._drained[number] = session.conn
-            if self._greetings.get(session.conn) == number:
-                del self._greetings[session.conn]
+                self._drained[number] = None
+            self._let_go(session)
+
+    def _let_go(self, session: SourceSession) -> None:
+        """Whatever comes by the connection of a session that is over is not about it."""
+        if self._greetings.get(session.conn) == session.session:
+            del self._greetings[session.conn]

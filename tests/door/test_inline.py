@@ -1,16 +1,21 @@
 """Bytes inside the session, from door to door: any credit, late windows, two writers at once, sinks that do not read."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
 from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto.errors import LocalError
 from kvproto.session.inline import SinkInline
+from kvproto.transport.base import Exposure, StreamDelivery
 from kvproto.transport.inline.sender import FRAME
 from kvproto.transport.inline.transport import WINDOW, InlineTransport
-from kvproto.wire.enums import Transport
+from kvproto.transport.staging.packed import PackedStream
+from kvproto.wire.enums import ErrorCode, Transport
 
 from .doors import PROMPT, Two, address_in, rows, two
 from .keyed import keyed
@@ -33,6 +38,37 @@ def test_a_request_arrives_whatever_credit_allows(tmp_path: Path, window: int, t
         assert list(found.wait(0).checksums) == [(0, "kv")]
         assert np.array_equal(rows(both.sink.pool, [9, 0, 5], 3), rows(both.source.pool, [3, 1, 2], 3))
         assert not rows(both.sink.pool, [9, 0, 5], 0, 3).any()
+
+
+class _Broken(PackedStream):
+    """One that cannot write its pages."""
+
+    def unpack(self, offset: int, data: Any) -> Any:
+        super().unpack(offset, data)
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "", "pages that can be written", "none")
+
+
+class _BrokenInline(InlineTransport):
+    def expose(self, memory: Any, *more: Any) -> Exposure:
+        made, own = super().expose(memory, *more), {id: each.buffer for id, each in memory.items()}
+        return attrs.evolve(
+            made, packed=StreamDelivery(made.packed.receiver, lambda program: _Broken(program, "sink", own))
+        )
+
+
+def test_the_error_of_a_lost_request_keeps_no_page_in_use(tmp_path: Path) -> None:
+    """A pool can be freed once its Sink is closed, whoever still holds the handle."""
+    gc.disable()
+    try:
+        with two(tmp_path, inline(), Options(transports=[_BrokenInline()])) as both:
+            both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+            found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+            with pytest.raises(LocalError, match="pages that can be written"):
+                found.wait(10)
+        both.sink.pool.close()
+    finally:
+        gc.enable()
+    assert found.done
 
 
 def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,6 +250,25 @@ def test_a_sink_that_was_busy_while_done_waited_loses_no_page() -> None:
     world.serves("again")
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_late_aborts_by_another_connection_are_answered(forgotten: bool) -> None:
+    """KVP-END-AFTER, KVP-END-LATE: both have given the session up, and the connection that it was opened by is gone."""
+    world = Reconnected()
+    world.asked(finished=forgotten)
+    world.keep = lambda to, frame: 0
+    for event in world.events("s0", "TransferRequested"):
+        world.sources["s0"].failed(event, RemoteError(ErrorCode.INTERNAL, "", "", ""), world.now)
+    for _ in range(60):
+        world.pass_time(1.0)
+    assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
+    assert bool(world.sources["s0"].sessions) != forgotten
+    world.keep = world.hear
+    world.broken = 1
+    for _ in range(2):
+        world.pass_time(PING_SILENCE)
+    assert len(world.events("d0", "Proven")) == 1
+
+
 # bounds
 
 
