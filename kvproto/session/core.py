@@ -288,7 +288,8 @@ class Session:
         if size > most:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
-        return Request(number, frame, cls, now + (limits.PATIENCE if patience is None else patience), on_error)
+        until = now + (limits.PATIENCE if patience is None else patience)
+        return Request(number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0)))
 
     def ask(self, request: Request, now: float) -> int:
         """Send a request, and again until it is answered or given up (KVP-SES-RESEND); returns its id."""
@@ -318,10 +319,13 @@ class Session:
         """Whether this request is under way."""
         return number in self._pending
 
-    def answered(self, number: int, *kinds: type) -> bool:
-        """End a request, of one of these messages where any are named; whether it was under way."""
+    def answered(self, number: int, *kinds: type, about: tuple[int, int] | None = None) -> bool:
+        """End a request, of one of these messages and about this attempt where any are named; whether it was under way.
+
+        Both sides count their requests for themselves, so a number alone may be that of the peer's.
+        """
         request = self._pending.get(number)
-        if request is None or (kinds and request.kind not in kinds):
+        if request is None or (kinds and request.kind not in kinds) or about not in (None, request.about):
             return False
         del self._pending[number]
         if request.timer is not None:

@@ -114,7 +114,9 @@ class SinkAttempt(Attempt):
     asked: float = 0.0
     """When its Transfer was first sent."""
     request: int = 0
-    """Of the Transfer."""
+    """Request id of the Transfer."""
+    ask: Request | None = None
+    """The Transfer, to be sent again where the source says nothing more."""
     abort: int = 0
     """Request id of the Abort."""
     done: m.Done | None = None
@@ -197,4 +199,6 @@ class Request:
     """When it is given up."""
     on_error: Callable[[RemoteError, float], None] | None
     """Told when the peer answers by Error."""
+    about: tuple[int, int]
+    """The sequence and attempt that it names, or 0 and 0."""
     timer: Timer | None = None

@@ -17,6 +17,7 @@ from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
 from kvproto.copying.spans import bare, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.events import ProtocolError
 from kvproto.session.limits import MAX_TRANSFERS
@@ -25,6 +26,7 @@ from kvproto.session.records import Request, SinkAttempt, SourceAttempt
 from kvproto.session.refusals import refusal, refused
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
+from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
@@ -59,7 +61,8 @@ class SourceTransfers(Part):
 
     def _transfer(self, message: m.Transfer, now: float) -> None:
         session, known = self._session, self.find(message)
-        if known is not None and known.transfer is not None and known.transfer.request == message.request:
+        same = known is not None and known.transfer is not None and known.transfer.request == message.request
+        if known is not None and same and not known.served:
             self._answer_again(known, message)
             return
         try:
@@ -79,7 +82,7 @@ class SourceTransfers(Part):
 
     def _answer_again(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """KVP-SES-REPLY."""
-        error = attempt.refused
+        error = attempt.refused or attempt.lost
         if attempt.aborted:
             error = RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
         if error is not None:
@@ -169,8 +172,7 @@ class SourceTransfers(Part):
 
     def _done_ack(self, message: m.DoneAck, now: float) -> None:
         attempt = self.find(message)
-        if attempt is None or attempt.refused is None:  # else it names a request of the sink, not one of this side
-            self._session.answered(message.request, m.Done, m.Failed)
+        self._session.answered(message.request, m.Done, m.Failed, about=(message.sequence, message.attempt))
         if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
             attempt.served = attempt.state == TransferState.DONE
             self._session.move(attempt, "DoneAck")
@@ -260,6 +262,25 @@ class SinkTransfers(Part):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._sequence = 0
+        self._look: Timer | None = None
+
+    def closed(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+
+    def _ask_again(self, now: float) -> None:
+        """Ask what has become of transfers of which the source should have said more by now (KVP-TRN-LONG)."""
+        self._look = None
+        for attempt in list(self._session.attempts.values()):
+            waits = attempt.state == TransferState.ACCEPTED and now - attempt.asked >= limits.PATIENCE
+            if waits and attempt.ask is not None and not self._session.asks(attempt.request):
+                attempt.ask.until = now + limits.PATIENCE
+                self._session.ask(attempt.ask, now)
+        self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        if self._look is None and self._session.attempts:
+            self._look = self._session.host.timers.at(now + limits.PATIENCE, self._ask_again)
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
@@ -293,7 +314,8 @@ class SinkTransfers(Part):
         self._sequence = attempt.sequence
         self._session.attempts[attempt.sequence] = attempt
         self._session.move(attempt, "Transfer")
-        attempt.request = self._session.ask(request, now)
+        attempt.ask, attempt.request = request, self._session.ask(request, now)
+        self._watch(now)
 
     def lose(self, attempt: SinkAttempt, error: KvprotoError) -> None:
         """The attempt cannot succeed any more."""

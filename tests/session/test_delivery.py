@@ -8,7 +8,7 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError
 from kvproto.session.events import Suspected
-from kvproto.session.limits import MAX_TRANSFERS, PING_SILENCE, RESEND, TICKET_WAIT
+from kvproto.session.limits import MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND, TICKET_WAIT
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState, Role
@@ -85,6 +85,43 @@ class Heard(World):
 
 
 # requests and repeats
+
+
+def test_a_done_that_could_not_be_read_leaves_nobody_waiting() -> None:
+    """KVP-TRN-LONG, KVP-TRN-REFUSED: the sink cannot tell whose it was, and the source takes the Error for its answer."""
+    world = Heard()
+    world.asked()
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Done)
+    world.serve()
+    (done,) = world.of(Done)
+    code = ErrorCode.TRUNCATED
+    world.say(Error(session=done.session, request=done.request, about=Done.TYPE, code=code, path="", mine="", yours=""))
+    world.pass_time(PATIENCE)
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.proof) == (ErrorCode.STALE_TRANSFER, Proof.PROVEN)
+    world.keep = world.hear
+    world.serves()
+
+
+def test_the_acknowledgement_of_an_answer_ends_no_request_of_the_same_number() -> None:
+    """KVP-SES-RESEND, KVP-SES-ECHO: a Transfer that comes twice, late, while a Done with its number is on its way."""
+    world = Heard()
+    world.serves()
+    (transfer,) = world.of(Transfer)
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Done)
+    while (numbers := [each.request for each in world.of(Done)]).count(transfer.request) == 0:
+        world.asked()
+        for event in world.events("s0", "TransferRequested"):
+            if world.sources["s0"].active(event):
+                world.done("s0", event)
+        world.run()
+    (failed,) = world.say(transfer)
+    assert (failed.code, failed.request) == (ErrorCode.STALE_TRANSFER, transfer.request)
+    world.sinks["d0"].receive("s0", encode(failed), world.now)
+    world.keep = world.hear
+    world.run()
+    world.pass_time(RESEND)
+    assert len(world.events("d0", "Arrived")) == len(set(numbers))
 
 
 def test_more_transfers_than_any_memory_of_replies_survive_a_pause_of_the_source() -> None:
