@@ -14,7 +14,7 @@ _SPAN = 1.0
 """Seconds that are looked at together."""
 _QUIET = 10.0
 """Seconds without a further word."""
-_MOST = 0.5
+_MOST = 0.4
 """Share of the time that a client may take without a word."""
 
 

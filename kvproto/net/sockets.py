@@ -114,11 +114,11 @@ class Listener:
         if self._handshakes is not None:
             self._handshakes.turn()
         for _ in range(limits.TURN_FRAMES):
+            began = time.monotonic()
             frames = self._inbox.take(who=True)
             if not frames:
                 return
             if len(frames) == 4 and self._hears(frames[0], frames[1]):
-                began = time.monotonic()
                 try:
                     yield (frames[2], frames[0]), frames[3]
                 finally:  # also of the frame after which the turn ends

@@ -12,7 +12,8 @@ import psutil
 from kvproto import new_ticket, write_ticket
 from kvproto.session.limits import PING_SILENCE
 from kvproto_reference.demo.control import Line
-from tests.demo.test_by_hand import Start, folder, start
+from kvproto_reference.demo.network import key_folders
+from tests.demo.test_by_hand import Start, folder, free_port, start
 from tests.demo.test_demo import TEXT, demo, nothing_is_left_behind, prompts, report
 from tests.processes import Ended
 
@@ -111,6 +112,28 @@ def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, promp
     desk.close()
     result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
     assert report(result)["identical"], result.said
+    assert sink.process.exitcode is None
+
+
+def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path: Path) -> None:
+    """KVP-NET-REVOKE: decode runs on, and fetches again once it is on the list; a file says where its source is."""
+    ours, theirs = key_folders(tmp_path)
+    address, allow, seeds = f"tcp://127.0.0.1:{free_port()}", ours / "allow.toml", tmp_path / "sources.toml"
+    key = (ours / "public.key").read_text().strip()
+    seeds.write_text(f'[[source]]\nengine = "prefill"\naddress = "{address}"\nkey = "{key}"\n')
+    start("prefill", "--dir", folder, "--prefill", address, "--keys", ours)
+    sink = start("decode", "--dir", folder, "--seeds", seeds, "--keys", theirs)
+    desk = Desk(folder)
+    desk.connected()
+    listed = allow.read_text()
+    allow.write_text("")
+    desk.until(lambda role, word: word["op"] == "peer" and "NOT_ALLOWED" in word.get("error", ""))
+    desk.until(lambda role, word: word["op"] == "peer" and "an allow-list without this key" in word.get("error", ""))
+    allow.write_text(listed)
+    desk.connected()
+    desk.ask("again", "Alice")
+    desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "again")
+    desk.close()
     assert sink.process.exitcode is None
 
 

@@ -209,7 +209,7 @@ def test_the_log_names_the_client_that_keeps_a_source_busy(tmp_path: Path, caplo
     load = Load(allowed(tmp_path / "allow.toml"))
     times = [n / 100 for n in range(1000, 3000)]
     for now in times:
-        load.add(b"fair", now, now + 0.004)
+        load.add(b"fair", now, now + 0.003)
     assert not caplog.records
     for now in times:
         load.add(KEY.encode(), now + 30, now + 30.008)

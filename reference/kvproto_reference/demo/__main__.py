@@ -171,7 +171,10 @@ def run(options: DemoOptions, console: Console) -> int:
         router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp, notes.add)
         stack.callback(router.close)
         with console.status("starting a prefill and a decode engine") if not options.json else contextlib.nullcontext():
-            router.wait_ready(LOAD if options.attach is None else START)
+            if options.attach is None:
+                router.wait_ready(LOAD, LOAD)
+            else:
+                router.wait_ready(START)
         trouble, late = None, 0
         if options.trouble:
             kind = next(kind for kind in KINDS if kind.name == options.trouble)

@@ -111,9 +111,9 @@ class Router:
         """Whether an engine takes requests."""
         return self._engines[name].takes
 
-    def wait_ready(self, patience: float) -> None:
-        """Wait until all engines are ready; raises EngineError after `patience` seconds."""
-        until, hint = time.monotonic() + patience, time.monotonic() + _HINT
+    def wait_ready(self, patience: float, hint_after: float = 3.0) -> None:
+        """Wait until all engines are ready, after some seconds saying for what; raises EngineError after `patience`."""
+        until, hint = time.monotonic() + patience, time.monotonic() + hint_after
         while missing := [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]:
             self._turn(lambda request: None)
             why = "; ".join(f"{n} {e.said.format(path=e.line.path)}" for n, e in self._engines.items() if n in missing)
@@ -275,7 +275,5 @@ _SAYS = {
     "connected": "{name} is connected to {peer}",
 }
 """What is noted of each event of decode's peers."""
-_HINT = 3.0
-"""Seconds until it is said what is waited for."""
 _TURN = 50
 """Milliseconds that one turn waits."""
