@@ -144,10 +144,14 @@ class SourceLink:
         terms, self._terms = self._terms, None
         if terms is not None:
             self._former.append(terms)
-            error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
-            for number in list(self._waiting):
-                self.abort(number, error)
+            self.drop_waiting()
             self.endpoint.give_back(terms.exposed, at_once, time.monotonic())
+
+    def drop_waiting(self) -> None:
+        """The pool has moved: nothing more is asked for into its pages."""
+        error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
+        for number in list(self._waiting):
+            self.abort(number, error)
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still touch a pool, for people."""
