@@ -10,21 +10,24 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
-from session_sides import GEOMETRY, PAGES, PROMPT, Place, ticket
+from session_sides import GEOMETRY, PAGES, PROMPT, Place, state, ticket
 
 from kvproto import Pool
 from kvproto.net import AllowList, Dialer, Listener, read_keys
 from kvproto.node.answers import session_id
 from kvproto.node.pages import grants_of
-from kvproto.session import Party, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Arrived, RegisterAsked, TransferRequested
+from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
+from kvproto.session.events import Arrived, Lost, RegisterAsked, TransferRequested
 from kvproto.wire.enums import Outcome, Transport
+from kvproto.wire.messages import Grants
 
 __all__ = ["Bare"]
 
 
 def serve(pipe: Connection, place: Place) -> None:
-    """A source whose copies are over at once; the pipe brings the numbers of requests that are computed."""
+    """A source whose copies are over at once; the pipe brings the numbers of requests that are computed, first and
+    count, and takes what the process then holds.
+    """
     keys = place.keys("prefill")
     allow = AllowList(keys / "allow.toml") if keys is not None else None
     listener = Listener(place.address, keys=read_keys(keys) if keys is not None else None, allow=allow)
@@ -47,7 +50,7 @@ def serve(pipe: Connection, place: Place) -> None:
             for n in range(first, first + count):
                 endpoint.expect(ticket(n), PROMPT.digest, now, len(PROMPT))
                 endpoint.finish(bytes(ticket(n).key))
-            pipe.send(None)
+            pipe.send(state() | {"sessions": len(endpoint.sessions)} if not count else None)
         for conn, frame in listener.receive():
             endpoint.receive(conn, frame, now)
         endpoint.on_time(now)
@@ -80,8 +83,8 @@ class Bare:
         pool = Pool.allocate(GEOMETRY, PAGES)
         self._layout = pool.layout
         regions = tuple(attrs.evolve(memory.region, id=id) for id, memory in pool.memories.items())
-        columns = tuple(pool.layout.columns.values())
-        self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, regions, columns, (), address)
+        exposed = Exposed(1, tuple(pool.layout.columns.values()), lambda _: Registration(regions))
+        self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, exposed, (), address)
         self._epoll, self._watched, self._number = select.epoll(), set[int](), 1
         self._endpoint.dial(time.monotonic())
         while not self._endpoint.ready:
@@ -104,7 +107,11 @@ class Bare:
             raise refusal
         endpoint.on_time(now)
         self._flush()
-        return endpoint.take_events()
+        events = endpoint.take_events()
+        for event in events:
+            if isinstance(event, Lost):
+                raise event.error
+        return events
 
     def _flush(self) -> None:
         for address, frame in self._endpoint.to_send(time.monotonic()):
@@ -112,17 +119,40 @@ class Bare:
 
     def __call__(self, count: int) -> list[tuple[float, float]]:
         """Seconds of so many: from the Transfer to its DoneAck."""
-        self._pipe.send((self._number, count))
-        self._pipe.recv()
-        found = []
-        for number in range(self._number, self._number + count):
-            grants = grants_of(self._layout, {"kv": [number % PAGES]}, 0, len(PROMPT), PROMPT.axes, False)
-            key, content = bytes(ticket(number).key), PROMPT.digest
+        numbers, found = self._expected(count), []
+        for number in numbers:
+            grants = self._grants(number)
             begin = time.perf_counter()
-            self._endpoint.transfer(key, content, dict(grants), time.monotonic())
+            self._ask(number, grants)
             while not any(isinstance(event, Arrived) for event in self._turn()):
                 pass
-            seconds = time.perf_counter() - begin
-            found.append((seconds, seconds))
-        self._number += count
+            found.append(time.perf_counter() - begin)
+        return [(seconds, seconds) for seconds in found]
+
+    def at_once(self, count: int) -> None:
+        """So many at once."""
+        left = count
+        for number in self._expected(count):
+            self._ask(number, self._grants(number))
+        while left:
+            left -= sum(isinstance(event, Arrived) for event in self._turn())
+
+    def state(self) -> dict[str, int]:
+        """What the source's process holds."""
+        self._pipe.send((0, 0))
+        found: dict[str, int] = self._pipe.recv()
         return found
+
+    def _expected(self, count: int) -> range:
+        """Numbers of so many requests that the source has computed."""
+        numbers = range(self._number, self._number + count)
+        self._pipe.send((self._number, count))
+        self._pipe.recv()
+        self._number += count
+        return numbers
+
+    def _grants(self, number: int) -> dict[int, Grants]:
+        return grants_of(self._layout, {"kv": [number % PAGES]}, 0, len(PROMPT), PROMPT.axes, False)
+
+    def _ask(self, number: int, grants: dict[int, Grants]) -> None:
+        self._endpoint.transfer(bytes(ticket(number).key), PROMPT.digest, grants, time.monotonic())

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from session_bare import Bare
 from session_sides import PAGES, PROMPT, Far, Place, far, state, ticket
 
 from kvproto import KvprotoError, Sink
 from kvproto.events import Recovered, Suspected
 
-__all__ = ["flat", "recovery", "sessions", "transfers"]
+__all__ = ["flat", "messages", "recovery", "sessions", "transfers"]
 
 _BATCH = 256
 _SAMPLES = 100
@@ -35,7 +36,9 @@ def flat(samples: list[dict[str, int]]) -> dict[str, Any]:
     return {"rss_grown": rss, "fds_grown": fds, "flat": rss <= _ROOM and fds <= 0}
 
 
-def _sampled(other: Far, total: int, work: Callable[[int, int], None], each: int) -> dict[str, Any]:
+def _sampled(
+    theirs: Callable[[], dict[str, int]], total: int, work: Callable[[int, int], None], each: int
+) -> dict[str, Any]:
     """Do `work` (first, count) until there was so much; samples of both processes on the way."""
     found: dict[str, list[dict[str, int]]] = {"source": [], "sink": []}
     began, done = time.monotonic(), 0
@@ -44,14 +47,21 @@ def _sampled(other: Far, total: int, work: Callable[[int, int], None], each: int
         work(1 + done, count)
         done += count
         if len(found["sink"]) < done * _SAMPLES // total:
-            found["source"].append({"done": done} | other.ask("state"))
+            found["source"].append({"done": done} | theirs())
             found["sink"].append({"done": done} | state())
     verdicts = {side: flat(some) for side, some in found.items()}
     return {"number": total, "seconds": time.monotonic() - began, "verdicts": verdicts, "samples": found}
 
 
+def messages(total: int) -> dict[str, Any]:
+    """So many transfers of sessions alone, 256 at once."""
+    with ExitStack() as stack:
+        bare = Bare(stack, Place.of("curve", stack.enter_context(tempfile.TemporaryDirectory())))
+        return _sampled(bare.state, total, lambda _, count: bare.at_once(count), _BATCH)
+
+
 def transfers(total: int) -> dict[str, Any]:
-    """So many small transfers, 256 at once."""
+    """So many small transfers of a Source and a Sink, 256 at once."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         other = stack.enter_context(far(Place.of("curve", folder)))
@@ -65,11 +75,11 @@ def transfers(total: int) -> dict[str, Any]:
             other.ask("wait", first, count)
             sink.events()
 
-        return _sampled(other, total, work, _BATCH)
+        return _sampled(lambda: other.ask("state"), total, work, _BATCH)
 
 
 def sessions(total: int) -> dict[str, Any]:
-    """So many sinks, each of which connects, fetches one request and goes; every tenth goes without a word."""
+    """So many sinks, each of which connects, fetches one request and goes."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         other = stack.enter_context(far(Place.of("curve", folder)))
@@ -81,7 +91,7 @@ def sessions(total: int) -> dict[str, Any]:
                     sink.fetch(ticket(n), PROMPT, {"kv": [n % 4]}).wait(60)
             other.ask("wait", first, count)
 
-        return _sampled(other, total, work, 10)
+        return _sampled(lambda: other.ask("state"), total, work, 10)
 
 
 # a source that stops, and one that dies

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
@@ -72,8 +73,8 @@ class Driver:
         """The thread that runs callbacks."""
         self.failure: BaseException | None = None
         """Why no further turn is possible."""
-        self._exit = weakref.WeakMethod(self.close)
-        atexit.register(_at_exit, self._exit)
+        self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # known by itself to atexit.unregister
+        atexit.register(self._exit)
         self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
         try:
             with self._lock:

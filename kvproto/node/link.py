@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import attrs
 
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.answers import LOOK, Sums
 from kvproto.node.backstage import Backstage
 from kvproto.node.lent import Filled
 from kvproto.node.pulling import Puller
@@ -87,8 +85,6 @@ class SourceLink:
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._deadlines: dict[int, Timer] = {}
         """By when the source must have accepted a transfer, by our number."""
-        self._verifying: deque[tuple[Arrived, list[Sums] | KvprotoError]] = deque()
-        """What has arrived, and its checksums as far as they are taken."""
         self._lost: list[TransferLost] = []
         self._agreed: Planned | None = None
         self.expose(lent)
@@ -144,31 +140,21 @@ class SourceLink:
         terms, self._terms = self._terms, None
         if terms is not None:
             self._former.append(terms)
-            self.drop_waiting()
+            error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
+            for number in list(self._waiting):
+                self.abort(number, error)
             self.endpoint.give_back(terms.exposed, at_once, time.monotonic())
-
-    def drop_waiting(self) -> None:
-        """The pool has moved: nothing more is asked for into its pages."""
-        error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
-        for number in list(self._waiting):
-            self.abort(number, error)
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still touch a pool, for people."""
         found: list[str] = []
         for terms in [each for each in (*self._former, self._terms) if each is not None and each.lent is lent]:
             found += self.endpoint.holders(terms.exposed)
-            found += ["checksums of its own"] * self._reads(terms)
         return found
-
-    def _reads(self, terms: Terms) -> bool:
-        """Whether checksums are taken of what arrived in this pool."""
-        return any(self._under[self._numbers[event.transfer]] is terms for event, _ in self._verifying)
 
     def _let_go(self) -> None:
         """Let go of former terms that no source holds any more."""
-        gone = [t for t in self._former if not self.endpoint.holders(t.exposed) and not self._reads(t)]
-        for terms in gone:
+        for terms in [each for each in self._former if not self.endpoint.holders(each.exposed)]:
             if self.endpoint.given_back(terms.exposed):
                 terms.close()
             self._former.remove(terms)
@@ -198,7 +184,7 @@ class SourceLink:
     def timeout(self) -> float | None:
         """Seconds until there is something to do."""
         found = [self._puller.poll_interval]
-        if self._lost or self._verifying:
+        if self._lost:
             found.append(0.0)
         if any(each.unpacking for each in (*self._former, self._terms) if each is not None):
             found += [t.capabilities.poll_interval for t in self._here.transports]
@@ -214,7 +200,6 @@ class SourceLink:
             events = self.endpoint.take_events()
             for event in events:
                 told += self._hear(event)
-            told += self._verified()
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
@@ -280,7 +265,7 @@ class SourceLink:
                 grants = terms.begun(self._grants[number], begins_of(event.offer))
                 self._puller.offered(event, windows(grants.values()), terms.lent.pool)
             case Arrived():
-                self._verifying.append((event, self._sums(event)))
+                return [self._received(event)]
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
@@ -303,42 +288,19 @@ class SourceLink:
                 return [event]
         return []
 
-    def _sums(self, event: Arrived) -> list[Sums] | KvprotoError:
-        """The checksums of what has arrived, which turns take one after the other; none without VERIFY."""
-        if Feature.VERIFY not in self.endpoint.features():
-            return []
-        number = self._numbers[event.transfer]
-        try:
-            return [self._under[number].sums(done, self._grants[number]) for done in event.done]
-        except KvprotoError as error:
-            return error
-
-    def _verified(self) -> list[Received | TransferLost]:
-        """Transfers whose checksums are all taken, in the order in which they arrived."""
-        told, until = [], time.monotonic() + LOOK
-        while self._verifying:
-            _, sums = self._verifying[0]
-            if not isinstance(sums, KvprotoError) and not all(each.advance(until) for each in sums):
-                break
-            told.append(self._received(*self._verifying.popleft()))
-        return told
-
-    def _received(self, event: Arrived, taken: list[Sums] | KvprotoError) -> Received | TransferLost:
+    def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
-        del self._grants[number]
-        terms = self._under.pop(number)
+        grants, terms = self._grants.pop(number), self._under.pop(number)
         self._undo_deadline(number)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
         since: dict[int, int] = {}
         try:
-            if isinstance(taken, KvprotoError):
-                raise taken
-            for n, done in enumerate(event.done):
+            for done in event.done:
                 since |= {group: max(first, since.get(group, 0)) for group, first in begins_of(done).items()}
                 handoff |= terms.expected.handoff(done)
-                if taken:
-                    sums |= terms.verify(done, taken[n])
+                if Feature.VERIFY in self.endpoint.features():
+                    sums |= terms.verify(done, grants)
         except KvprotoError as error:  # every writer is Done: nothing can arrive any more
             return TransferLost(number, error, True)
         finished = all(d.outcome == Outcome.FINISHED for d in event.done)

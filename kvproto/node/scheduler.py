@@ -7,7 +7,6 @@ import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram
 from kvproto.errors import KvprotoError
-from kvproto.node.answers import Checksums
 from kvproto.node.progress import Part, SendProgress
 from kvproto.node.registrar import PeerMapping
 from kvproto.node.request import Request, asked_tokens, check_ends
@@ -55,8 +54,6 @@ class Attempt:
     """Under way."""
     last: LastPart | None = None
     """Set when the last part was handed over."""
-    sums: Checksums | None = None
-    """Set when no copy is under way any more."""
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether writes of its copies can still arrive."""

@@ -1,0 +1,120 @@
+"""What benchmarks/results/session.json says, as rows of the page of figures on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["session_rows"]
+
+_WAYS = {
+    "floor": ("bare sockets, as many frames of the same lengths", "messages"),
+    "messages": ("sessions alone: nothing is lowered, copied or summed", "messages"),
+    "step": ("Source and Sink that are stepped", "messages"),
+    "thread": ("Source and Sink with I/O threads", "messages"),
+    "step, whole": ("the same, from `fetch` to its callback, stepped", "door"),
+    "thread, whole": ("the same, with I/O threads", "door"),
+}
+_MIB = 1 << 20
+
+
+def session_rows(parts: Mapping[str, Any]) -> list[str]:
+    """Tables; `parts` as the file has them, by name."""
+    found = {name: part["found"] for name, part in parts.items()}
+    rows = ["", "## Sessions", ""]
+    rows += [
+        "Two processes of one host with 2 cores, loopback; a request of one page, 128 bytes, with VERIFY. Microseconds",
+        "unless a unit is named. `python benchmarks/session.py`",
+        "",
+        *_latency(found["latency"]),
+        "",
+        *_beside(found["floods"], found["held"]),
+        "",
+        *_many(found["many"]),
+        "",
+        *_growth(found),
+        "",
+        *_recovery(found["recovery"]),
+    ]
+    return rows
+
+
+def _cuts(seconds: Sequence[float]) -> tuple[float, float]:
+    """p50 and p99 in microseconds."""
+    p50, p99 = (float(each) * 1e6 for each in np.percentile(seconds, (50, 99)))
+    return p50, p99
+
+
+def _latency(found: Mapping[str, Any]) -> list[str]:
+    rows = ["| one after the other, from Transfer to DoneAck | CURVE: p50, p99 | ipc: p50, p99 |", "|---|---|---|"]
+    for way, (words, what) in _WAYS.items():
+        samples = [found[f"{kind} {way.partition(',')[0]}"][what] for kind in ("curve", "ipc")]
+        cells = ["{:,.0f}, {:,.0f}".format(*_cuts(each)) for each in samples]
+        rows.append(f"| {words} | {cells[0]} | {cells[1]} |")
+    return rows
+
+
+def _beside(floods: Mapping[str, Any], held: Mapping[str, Any]) -> list[str]:
+    rows = ["| a transfer of a good peer, with CURVE | p50 | p99 |", "|---|---|---|"]
+    for name, samples in (
+        ("alone", floods["alone"]),
+        ("beside garbage at another source", floods["garbage elsewhere"]),
+        ("beside garbage at its own source", floods["garbage here"]),
+        ("beside requests without end at another source", floods["requests elsewhere"]),
+        ("beside requests without end at its own source", floods["requests here"]),
+        ("beside nothing", held["alone"]),
+        (f"beside {held['held']:,} transfers that wait", held["beside"]),
+    ):
+        p50, p99 = _cuts(samples)
+        rows.append(f"| {name} | {p50:,.0f} | {p99:,.0f} |")
+    return rows
+
+
+def _many(found: Mapping[str, Any]) -> list[str]:
+    words = f"one source, {found['peers']} sinks, {found['transfers']:,} transfers at once, CURVE"
+    rows = [f"| {words} | seconds since the last | MiB | descriptors |", "|---|---|---|---|"]
+    since = {
+        "before": None,
+        "registered": "registered_s",
+        "in_flight": "accepted_s",
+        "over": "arrived_s",
+        "closed": None,
+    }
+    for name, seconds in since.items():
+        state, word = found[name], name.replace("_", " ")
+        time = f"{found[seconds]:.1f}" if seconds is not None else ""
+        rows.append(f"| {word} | {time} | {state['rss'] / _MIB:.0f} | {state['fds']} |")
+    return rows
+
+
+def _growth(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        "| from the second quarter to the last | number | source: MiB, descriptors | sink: MiB, descriptors |",
+        "|---|---|---|---|",
+    ]
+    words = {
+        "messages": "transfers of sessions alone", "transfers": "transfers of a Source and a Sink",
+        "sessions": "sinks that come, fetch and go",
+    }  # fmt: skip
+    for part, name in words.items():
+        sides = [found[part]["verdicts"][side] for side in ("source", "sink")]
+        cells = [f"{each['rss_grown'] / _MIB:+.1f}, {each['fds_grown']:+d}" for each in sides]
+        rows.append(f"| {name} | {found[part]['number']:,} | {cells[0]} | {cells[1]} |")
+    return rows
+
+
+def _recovery(found: Mapping[str, Any]) -> list[str]:
+    words = {
+        "suspect": "from SIGSTOP of the source until the sink says suspect",
+        "recovered": "from SIGCONT until it says recovered",
+        "heard": "from kill -9 until a request under way is lost",
+        "started": "until another source listens at the address",
+        "served": "from then until a request is served",
+    }
+    return [
+        "| a source that stops, and one that dies: seconds | median | worst |",
+        "|---|---|---|",
+        *(f"| {words[name]} | {np.median(found[name]):.3f} | {max(found[name]):.3f} |" for name in words),
+    ]
