@@ -24,6 +24,7 @@ __all__ = [
     "Freed",
     "Lost",
     "PagesFree",
+    "PagesWanted",
     "PoolFree",
     "ProtocolError",
     "Recovered",
@@ -75,6 +76,21 @@ class PagesFree:
     """It is proven that nothing writes the pages of a lost request any more (KVP-END-REUSE)."""
 
     fetch: Fetch
+
+
+@attrs.frozen
+class PagesWanted:
+    """The source could write pages that a fetch has not named yet: name them by `Fetch.grant`.
+
+    Fields:
+        tokens: Up to which token pages are of use: all of the fetch, or with `spans` what is computed so far.
+        pages: By group name: how many entries the page table needs for that, from the page of token 0 on; for a slot 1,
+            and 0 for what is wanted with the last tokens alone.
+    """
+
+    fetch: Fetch
+    tokens: int
+    pages: Mapping[str, int]
 
 
 # of both
@@ -217,6 +233,6 @@ class ProtocolError:
 Over = Freed | Undelivered | Expired
 """How a request ends at a Source; its pages may be used again."""
 Event = (
-    Arrived | Lost | PagesFree | PoolFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected | Recovered
-    | Refused | ProtocolError
+    Arrived | Lost | PagesFree | PagesWanted | PoolFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected
+    | Recovered | Refused | ProtocolError
 )  # fmt: skip

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
 from kvproto.door import Handle, OfTicket, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole
-from kvproto.events import Arrived, Event, Lost, PagesFree
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
+from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
+from kvproto.node.claiming import Claim
 from kvproto.node.lent import Lent
 from kvproto.node.pages import PageTables, grants_of
 from kvproto.node.sink import SinkNode
-from kvproto.node.told import PoolReturned, Received, TransferLost, TransferProven, shared_event
+from kvproto.node.told import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven, shared_event
 from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
 from kvproto.wire.enums import ErrorCode, Outcome
-from kvproto.wire.messages import Grants
 from kvproto.withdrawal import Sleeper, Withdrawal
 
 __all__ = ["Fetch", "Sink"]
@@ -27,15 +28,55 @@ __all__ = ["Fetch", "Sink"]
 class Fetch(OfTicket[Arrived]):
     """One request that is being fetched; its result is Arrived, and `wait` raises the error where it is lost."""
 
-    def __init__(self, sink: Sink, ticket: Ticket, grants: Mapping[int, Grants], pool: Pool, epoch: int) -> None:
+    def __init__(
+        self, sink: Sink, ticket: Ticket, claim: Claim, pool: Pool, epoch: int,
+        give: Callable[[PagesWanted], PageTables | None] | None,
+    ) -> None:  # fmt: skip
         super().__init__(sink, ticket)
-        self._grants, self.pool = grants, pool
+        self._claim, self._give, self._naming, self.pool = claim, give, threading.Lock(), pool
+        self._useful = claim.end
         self.pages_free = False
         """Whether the pages of a lost request may be used again; PagesFree says so too."""
         self.number = 0
         """Counts the fetches of this sink."""
         self.epoch = epoch
         """Of its pool."""
+
+    def grant(self, pages: PageTables, tokens: int | None = None) -> bool:
+        """Name pages of a fetch that was begun without them: whether they are the fetch's now; if not, it is over.
+
+        `pages` are page tables by group name from the page of token 0 on, those that were granted before included, and
+        `tokens` is up to where they go (None: as far as PagesWanted said last; `spans` alone may grant less than all).
+        Any thread may call it at any time, ahead of PagesWanted too. Raises LocalError, and grants none, where pages
+        cannot be: BAD_GRANT, OUT_OF_REGION, or ITEM_ALIAS for pages that another fetch has.
+        """
+        sink, claim = self._door, self._claim
+        end = self._useful if tokens is None else check_whole("tokens", tokens, 0, claim.end)
+        if not isinstance(sink, Sink) or self.done:
+            return False
+        with self._naming:
+            grants = claim.named(pages, end)
+            with sink._handles_lock:
+                if self.done or self.number not in sink._fetches:
+                    return False
+                self.pool._pages.take(claim.more(grants), pages)
+                claim.granted = grants
+            self._post(lambda: sink._node.grant(self.number, grants, claim.whole))
+        return True
+
+    def _ask(self, wanted: PagesWanted) -> None:
+        """Call the engine for pages; an exception of it ends this fetch alone."""
+        sink = self._door
+        try:
+            pages = self._give(wanted) if self._give is not None and not self.done else None
+            if pages is not None:
+                self.grant(pages, wanted.tokens)
+        except Exception as error:
+            advice = "the callable that gives pages has raised"
+            own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
+            cause = error if isinstance(error, KvprotoError) else own
+            if isinstance(sink, Sink) and not sink._driver.closed:
+                self._post(lambda: sink._node.abort(self.number, cause))
 
     def abort(self, reason: str = "aborted") -> None:
         """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once
@@ -104,11 +145,17 @@ class Sink(Sleeper):
         self._driver.post(lambda: self._node.disconnect(source, "disconnected"))
 
     def fetch(
-        self, ticket: Ticket, prompt: Prompt, pages: PageTables, *, cached: int | Mapping[str, int] = 0,
-        tokens: int | Mapping[str, int] | None = None, late: bool | Collection[str] = False,
-        on_done: Callable[[Fetch], object] | None = None,
+        self, ticket: Ticket, prompt: Prompt, pages: PageTables | None = None, *,
+        cached: int | Mapping[str, int] = 0, tokens: int | Mapping[str, int] | None = None,
+        late: bool | Collection[str] = False, claim: Callable[[PagesWanted], PageTables | None] | None = None,
+        spans: bool = False, on_done: Callable[[Fetch], object] | None = None,
     ) -> Fetch:  # fmt: skip
         """Have tokens [cached, tokens) of a request written into these pages.
+
+        Without `pages` the request waits in prefill and ties up none here: PagesWanted tells when they are of use, and
+        `Fetch.grant` names them. `claim` is called with that event too, where `Options.callbacks` says, and gives the
+        page tables, or None: not yet. With `spans` they are wanted piece by piece while prefill runs, if the source can
+        do that (feature SPANS); else all at once, when prefill is over or, where it knows no INTENT, at the beginning.
 
         `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes;
         what is not needed is left alone. `cached` is the token with which the fetch begins, of all groups of tokens or
@@ -133,15 +180,19 @@ class Sink(Sleeper):
         with self._handles_lock:
             self._check_awake("fetch")
             pool, epoch = self.pool, self._epoch
-        grants = grants_of(pool.layout, pages, cached, *ends_of(prompt, tokens, 1), late)
+        end, axes = ends_of(prompt, tokens, 1)
+        grants = grants_of(pool.layout, pages, cached, end, axes, late)
+        _check_claim(pages, claim, spans)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
             known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
         self._node.check_quarantine()
-        pool._pages.take(grants, pages)
-        made = Fetch(self, ticket, grants, pool, epoch)
+        claimed = Claim(pool.layout, grants, end, {} if pages is None else grants)
+        if pages is not None:
+            pool._pages.take(grants, pages)
+        made = Fetch(self, ticket, claimed, pool, epoch, claim)
         with self._handles_lock:
             self._last += 1
             made.number = self._last
@@ -149,8 +200,8 @@ class Sink(Sleeper):
         if on_done is not None:
             made.add_done_callback(on_done)
         try:
-            axes = prompt.axes
-            made._post(lambda: self._node.fetch(made.number, source, key, digest, grants, seconds, axes, epoch))
+            about = grants, seconds, prompt.axes, epoch, pages is None, spans
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, *about))
         except KvprotoError:
             self._forget(made)
             raise
@@ -210,6 +261,14 @@ class Sink(Sleeper):
                 )  # fmt: skip
                 fetch._end(arrived)
                 return arrived
+            case PagesNeeded():
+                fetch = self._fetches[event.number]
+                tokens = fetch._claim.end if event.tokens is None else event.tokens
+                fetch._useful = tokens
+                wanted = PagesWanted(fetch, tokens, fetch._claim.lengths(tokens))
+                if fetch._give is not None:
+                    self._driver.later(lambda: fetch._ask(wanted))
+                return wanted
             case TransferLost():
                 fetch = self._fetches[event.number]
                 fetch.pages_free = event.proven
@@ -227,8 +286,9 @@ class Sink(Sleeper):
 
     def _forget(self, fetch: Fetch) -> Fetch:
         """Nothing writes its pages any more, or this sink will never know."""
-        if self._fetches.pop(fetch.number, None) is not None:
-            fetch.pool._pages.free(fetch._grants)
+        with self._handles_lock:
+            if self._fetches.pop(fetch.number, None) is not None:
+                fetch.pool._pages.free(fetch._claim.granted)
         return fetch
 
     def close(self, reason: str = "closed") -> None:
@@ -242,6 +302,16 @@ class Sink(Sleeper):
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._fetches.values()
+
+
+def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for what asks for pages later, where they are named at once."""
+    check_type("spans", spans, bool, "True or False")
+    if claim is not None and not callable(claim):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "claim", "something to call with PagesWanted", type_name(claim))
+    if pages is not None and (claim is not None or spans):
+        given = "claim" if claim is not None else "spans"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, given, "pages, or a fetch that names them later", "both", "leave one")
 
 
 def _replica(given: Any) -> tuple[str, int]:

@@ -57,6 +57,13 @@ class Pair:
         self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
 
     @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of a token of all rows that may move before prefill is over, where no tokens are dealt."""
+        early, ops = self.nothing.early, self._ops
+        moved = zip(ops["map"].tolist(), (ops["lanes"] * ops["lane_bytes"]).tolist(), strict=True)
+        return sum(size // self._steps[m] for m, size in moved if m in early)
+
+    @cached_property
     def nothing(self) -> CopyProgram:
         """The copy program of a request without rows."""
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
@@ -64,9 +71,15 @@ class Pair:
         return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
-        """Make the copy program of one request from windows by group id, each of its own side. Raises BAD_GRANT."""
-        maps = tuple(row_map(m, sources[m.source.id], sinks[m.sink.id]) for m in self._maps)
-        ends = tuple(_state_after(m.sink, sinks[m.sink.id]) for m in self._maps)
+        """Make the copy program of one request from windows by group id, each of its own side. Raises BAD_GRANT.
+
+        Of a sink's group without a window nothing is copied.
+        """
+        maps = tuple(
+            row_map(m, sources[m.source.id], sinks[m.sink.id]) if m.sink.id in sinks else nothing
+            for m, nothing in zip(self._maps, self.nothing.maps, strict=True)
+        )
+        ends = tuple(_state_after(m.sink, sinks.get(m.sink.id)) for m in self._maps)
         return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
 
@@ -81,8 +94,8 @@ def lower(
     return Pair(routes, source, sink).lower(sources, sinks)
 
 
-def _state_after(group: Group, window: Window) -> int | None:
-    return window.first + window.count if kind_of(group).is_state else None
+def _state_after(group: Group, window: Window | None) -> int | None:
+    return (window.first + window.count if window is not None else 0) if kind_of(group).is_state else None
 
 
 def _flat(columns: Columns, group: Group) -> bool:

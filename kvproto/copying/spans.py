@@ -87,20 +87,21 @@ def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]
     )
 
 
-def up_to(side: RankLayout, named: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
-    """What to grant of grants that name all their items, for tokens below `tokens`; from `end` on, everything.
+def up_to(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
+    """What of these grants should be granted for tokens below `tokens`; from `end` on, everything.
 
     What moves when prefill is over is granted last: slots, and opaque or other axes' pages.
     """
     if tokens >= end:
-        return tuple(named)
+        return tuple(asked)
     found = []
-    for grant in named:
+    for grant in asked:
         group = side.group(grant.group)
         if kind_of(group).has_memory:
             count = min(max(tokens - grant.first, 0), grant.count) if _moves_early(group) else 0
             part = attrs.evolve(grant, count=count)
-            grant = attrs.evolve(part, items=_items(grant)[: _need(side, part, grant)])
+            items = None if grant.items is None else grant.items[: _need(side, part, grant)]
+            grant = attrs.evolve(part, items=items)
         found.append(grant)
     return tuple(found)
 
@@ -123,10 +124,6 @@ def _moves_early(group: Group) -> bool:
 
 def _need(side: RankLayout, grant: Grants, asked: Grants) -> int:
     return items_by_now(side.group(grant.group), side.owns(grant.group).cp_rank, grant, asked)
-
-
-def _items(grant: Grants) -> np.ndarray:
-    return _NO_ITEMS if grant.items is None else grant.items
 
 
 def _size(grant: Grants) -> int:

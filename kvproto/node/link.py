@@ -12,13 +12,14 @@ import attrs
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.backstage import Backstage
+from kvproto.node.claiming import Claimed
 from kvproto.node.lent import Filled
 from kvproto.node.pulling import Puller
 from kvproto.node.terms import Terms, begins_of
-from kvproto.node.told import Received, TransferLost, TransferProven
+from kvproto.node.told import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, SinkEndpoint
-from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked
+from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
 from kvproto.session.timers import Timer
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
@@ -50,6 +51,8 @@ class _Wanted:
     content: bytes
     grants: Mapping[int, Grants]
     axes: Collection[str]
+    claimed: bool
+    """Whether `grants` names no items yet."""
 
 
 class SourceLink:
@@ -85,7 +88,10 @@ class SourceLink:
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._deadlines: dict[int, Timer] = {}
         """By when the source must have accepted a transfer, by our number."""
-        self._lost: list[TransferLost] = []
+        self._claims: dict[int, Claimed] = {}
+        """Of transfers that name their items late, by our number."""
+        self._told: list[TransferLost | PagesNeeded] = []
+        """What is told in the next turn."""
         self._agreed: Planned | None = None
         self.expose(lent)
         self.endpoint.dial(time.monotonic())
@@ -94,24 +100,52 @@ class SourceLink:
 
     def fetch(
         self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None,
-        axes: Collection[str] = (),
+        axes: Collection[str] = (), claimed: bool = False, spans: bool = False,
     ) -> None:  # fmt: skip
         """Ask for a request, at once or when the link is ready; `seconds`: how long the source may take to accept.
 
         `axes` are those whose lengths the prompt states: the request is lost where neither side has one of them.
+        `claimed`: `grants` names no items. PagesNeeded says when they are of use, with `spans` piece by piece.
         """
         assert self._terms is not None  # who is asleep fetches nothing
         if seconds is not None:
             deadline = time.monotonic() + seconds
             self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
-        self._waiting[number] = _Wanted(self._terms, ticket, content, grants, axes)
+        self._waiting[number] = _Wanted(self._terms, ticket, content, grants, axes, claimed)
+        if claimed:
+            self._claims[number] = Claimed(spans)
         self._ask()
+
+    def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
+        """Name items of a transfer: all that are granted by now; `whole`: everything that it asks for."""
+        claim = self._claims.get(number)
+        if claim is None or claim.whole:
+            return
+        claim.grants, claim.whole = grants, whole
+        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        if inner is None:
+            self._ask()
+            return
+        self._grants[number] = grants
+        for offer in claim.offers if whole else ():
+            self._read(offer)
+        self._name(inner, claim)
+
+    def _name(self, inner: int, claim: Claimed) -> None:
+        """Tell the sources what is granted by now."""
+        try:
+            terms, grants = self._under[self._numbers[inner]], claim.grants
+            unpackers = terms.unpackers(self.endpoint.streamed(), grants) if claim.whole else {}
+            self.endpoint.grant(inner, grants, time.monotonic(), unpackers)
+        except KvprotoError as error:
+            self.endpoint.abort(inner, error, time.monotonic())
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""
         if self._waiting.pop(number, None) is not None:
             self._undo_deadline(number)
-            self._lost.append(TransferLost(number, error, True))
+            self._claims.pop(number, None)
+            self._told.append(TransferLost(number, error, True))
             return
         inner = next((n for n, ours in self._numbers.items() if ours == number), None)
         if inner is not None:
@@ -179,12 +213,12 @@ class SourceLink:
     @property
     def idle(self) -> bool:
         """Whether no transfer is under way, and nothing of an earlier one waits for proof."""
-        return not (self._under or self._waiting or self._lost)
+        return not (self._under or self._waiting or self._told)
 
     def timeout(self) -> float | None:
         """Seconds until there is something to do."""
         found = [self._puller.poll_interval]
-        if self._lost:
+        if self._told:
             found.append(0.0)
         if any(each.unpacking for each in (*self._former, self._terms) if each is not None):
             found += [t.capabilities.poll_interval for t in self._here.transports]
@@ -206,8 +240,8 @@ class SourceLink:
             self.fail(self.endpoint.refused or _gone(self.seed))
         if self._former:
             self._let_go()
-        told += self._lost
-        self._lost = []
+        told += self._told
+        self._told = []
         return told
 
     def close(self, reason: str) -> None:
@@ -231,19 +265,33 @@ class SourceLink:
             return
         waiting, self._waiting = self._waiting, {}
         for number, wanted in waiting.items():
+            claim, terms = self._claims.get(number), wanted.terms
+            if claim is not None and Feature.INTENT not in self.endpoint.features():
+                if not claim.whole:  # such a source is asked when the items are there
+                    self._waiting[number] = wanted
+                    self._need(number, claim, None)
+                    continue
+                wanted, claim = attrs.evolve(wanted, grants=claim.grants, claimed=False), None
             try:
-                terms = wanted.terms
                 self._check_axes(terms, wanted.axes)
-                streams = self.endpoint.streamed().items()
-                unpackers = {writer: terms.unpacker(writer, by, wanted.grants) for writer, by in streams}
-                inner = self.endpoint.transfer(
-                    wanted.ticket, wanted.content, dict(wanted.grants), time.monotonic(), unpackers
-                )
+                unpackers = terms.unpackers(self.endpoint.streamed(), wanted.grants, wanted.claimed)
+                asked = wanted.ticket, wanted.content, dict(wanted.grants)
+                inner = self.endpoint.transfer(*asked, time.monotonic(), unpackers)
             except KvprotoError as error:
-                self._lost.append(TransferLost(number, error, True))
+                self._claims.pop(number, None)
+                self._told.append(TransferLost(number, error, True))
                 continue
             self._numbers[inner], self._grants[number] = number, wanted.grants
             self._under[number] = terms
+            if claim is not None and claim.grants:
+                self._grants[number] = claim.grants
+                self._name(inner, claim)
+
+    def _need(self, number: int, claim: Claimed, tokens: int | None) -> None:
+        """Tell the engine, once, that items are of use up to this token, None: all."""
+        if not (claim.whole or (tokens is not None and not claim.spans) or claim.told == (tokens,)):
+            claim.told = (tokens,)
+            self._told.append(PagesNeeded(number, tokens))
 
     def _check_axes(self, terms: Terms, axes: Collection[str]) -> None:
         """Raise LocalError for an axis that no group of either side has."""
@@ -261,15 +309,23 @@ class SourceLink:
                 self._puller.unmap(event)
             case Offered():
                 number = self._numbers[event.transfer]
-                terms = self._under[number]
-                grants = terms.begun(self._grants[number], begins_of(event.offer))
-                self._puller.offered(event, windows(grants.values()), terms.lent.pool)
+                claim, plan = self._claims.get(number), self.endpoint.plan
+                if claim is None or claim.whole:
+                    self._read(event)
+                else:  # its lease is renewed meanwhile
+                    claim.offers.append(event)
+                    if plan is not None and len(claim.offers) == len(plan.required(self._here.party.rank)):
+                        self._need(number, claim, None)
+            case Useful():
+                number = self._numbers[event.transfer]
+                self._need(number, self._claims[number], event.tokens)
             case Arrived():
                 return [self._received(event)]
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
                 self._undo_deadline(number)
+                self._claims.pop(number, None)
                 proven = event.proof == Proof.PROVEN
                 if proven:
                     del self._numbers[event.transfer], self._under[number]
@@ -288,10 +344,18 @@ class SourceLink:
                 return [event]
         return []
 
+    def _read(self, event: Offered) -> None:
+        """Have an offer read into the pages of its transfer."""
+        number = self._numbers[event.transfer]
+        terms = self._under[number]
+        grants = terms.begun(self._grants[number], begins_of(event.offer))
+        self._puller.offered(event, windows(grants.values()), terms.lent.pool)
+
     def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
         grants, terms = self._grants.pop(number), self._under.pop(number)
         self._undo_deadline(number)
+        self._claims.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
         since: dict[int, int] = {}

@@ -21,7 +21,10 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["IntArray", "PageTables", "Since", "check_distinct", "grants_of", "since_of", "tables_of"]
+__all__ = [
+    "IntArray", "PageTables", "Since", "check_distinct", "check_pages", "grants_of", "since_of", "table_of",
+    "tables_of",
+]  # fmt: skip
 
 _ANY = 1 << 62
 IntArray = npt.NDArray[np.int64]
@@ -79,36 +82,47 @@ def tables_of(
     BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
     have.
     """
-    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
-    groups = {g.name: g for g in layout.geometry.groups if kind_of(g).has_memory}
-    if unknown := [name for name in pages if name not in groups]:
-        raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
+    groups = check_pages(layout, pages)
     found = {}
     for name, group in groups.items():
         if group.id not in layout.columns:
             continue
-        if name not in pages:
-            raise _bad(
-                "pages",
-                f"the groups {sorted(g.name for g in groups.values() if g.id in layout.columns)}",
-                f"none of {name!r}",
-            )
-        path = f'pages["{name}"]'
-        table, cp_rank = _table(pages[name], path), layout.owns(group.id).cp_rank
-        most, skip = layout.columns[group.id].items, items_before(group, cp_rank, since.get(group.id, 0))
-        if table[skip:].size and not 0 <= int(table[skip:].min()) <= int(table[skip:].max()) < most:
-            wrong = skip + np.flatnonzero((table[skip:] < 0) | (table[skip:] >= most))
-            raise LocalError(
-                ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
-                "name pages of the pool; state those that are gone by `since`, or `cached` at a sink",
-            )  # fmt: skip
-        end = length_of(group, tokens, axes)
-        need = items_needed(group, cp_rank, 0, end)
-        if table.size < need:
-            mine = f"{need} pages for {end} {axis_of(group)}"
-            raise _bad(path, mine, f"{table.size}", f"name the pages from position 0 of {axis_of(group)} on")
-        found[group.id] = table
+        cp_rank, end = layout.owns(group.id).cp_rank, length_of(group, tokens, axes)
+        skip, need = items_before(group, cp_rank, since.get(group.id, 0)), items_needed(group, cp_rank, 0, end)
+        found[group.id] = table_of(layout, pages, name, skip, need, f"{end} {axis_of(group)}")
     return found
+
+
+def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
+    """The groups that have pages, by name; raises LocalError for page tables of others."""
+    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
+    groups = {g.name: g for g in layout.geometry.groups if kind_of(g).has_memory}
+    if unknown := [name for name in pages if name not in groups]:
+        raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown[0]))
+    return groups
+
+
+def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
+    """The page table of a group of this rank, with `need` pages for `what`, of which `skip` may be anything.
+
+    Raises what `tables_of` raises.
+    """
+    group = next(g for g in layout.geometry.groups if g.name == name)
+    if name not in pages:
+        owned = sorted(g.name for g in layout.geometry.groups if g.id in layout.columns)
+        raise _bad("pages", f"the groups {owned}", f"none of {name!r}")
+    path, most = f'pages["{name}"]', layout.columns[group.id].items
+    table = _table(pages[name], path)
+    if table[skip:].size and not 0 <= int(table[skip:].min()) <= int(table[skip:].max()) < most:
+        wrong = skip + np.flatnonzero((table[skip:] < 0) | (table[skip:] >= most))
+        raise LocalError(
+            ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
+            "name pages of the pool; state those that are gone by `since`, or `cached` at a sink",
+        )  # fmt: skip
+    if table.size < need:
+        advice = f"name the pages from position 0 of {axis_of(group)} on"
+        raise _bad(path, f"{need} pages for {what}", f"{table.size}", advice)
+    return table
 
 
 def since_of(
@@ -156,11 +170,11 @@ def _ring_begins(group: Group, tokens: int) -> int:
 
 
 def grants_of(
-    layout: RankLayout, pages: PageTables, cached: int | Mapping[str, int], tokens: int,
+    layout: RankLayout, pages: PageTables | None, cached: int | Mapping[str, int], tokens: int,
     axes: Mapping[str, int] = NO_AXES, late: bool | Collection[str] = False,
 ) -> dict[int, Grants]:  # fmt: skip
     """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them; of
-    groups on other axes their positions, as far as `axes` says.
+    groups on other axes their positions, as far as `axes` says. Without `pages` the items are left out.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
     begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
@@ -168,16 +182,16 @@ def grants_of(
     prompt, for one that parts values from the scales of their pages, or a `late` of no group.
     """
     held, may = _held(layout, cached, tokens, axes), _late(layout, late)
-    tables = tables_of(layout, pages, tokens, axes, held)
+    tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
     found = {}
     for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
             found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
-        elif group.id in tables:
+        elif group.id in layout.columns:
             end = length_of(group, tokens, axes)
-            made = _grant(group, layout.owns(group.id).cp_rank, tables[group.id], held[group.id], end)
+            made = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
             found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
-    for scales, values in _scaling(layout, set(tables)):
+    for scales, values in _scaling(layout, set(layout.columns)):
         names = scales.name, values.name
         if held[scales.id] != held[values.id]:
             wanted = f"the same token as for {names[1]!r}, whose rows it scales"
@@ -229,18 +243,21 @@ def _held(
     return found
 
 
-def _grant(group: Group, cp_rank: int, table: IntArray, first: int, tokens: int) -> Grants:
+def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, tokens: int) -> Grants:
     if group.cp_size > 1:
         first = min(max(first, group.origin), tokens)
     first = max(first, _ring_begins(group, tokens))
     if group.partial and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
         wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
-    skip = items_before(group, cp_rank, first)
-    items = table[skip : skip + items_needed(group, cp_rank, first, tokens - first)]
-    check_distinct(group, items, skip)
+    items = None
+    if table is not None:
+        skip = items_before(group, cp_rank, first)
+        named = table[skip : skip + items_needed(group, cp_rank, first, tokens - first)]
+        check_distinct(group, named, skip)
+        items = named.astype(np.uint32)
     return Grants(
-        group=group.id, first=first, count=tokens - first, valid=tokens, items=items.astype(np.uint32),
+        group=group.id, first=first, count=tokens - first, valid=tokens, items=items,
         state_after=tokens if kind_of(group).is_state else None,
     )  # fmt: skip
 

@@ -60,13 +60,14 @@ class SendProgress:
         """Whether anything was handed over."""
 
     @cached_property
-    def _layers(self) -> list[Layer]:
+    def layers(self) -> list[Layer]:
+        """Those that a program of the rank pair copies, ascending."""
         return sorted(layers_of(self._program.ops))
 
     @cached_property
     def _tokens(self) -> dict[Layer, int]:
         """That were handed over, of each layer."""
-        return dict.fromkeys(self._layers, 0)
+        return dict.fromkeys(self.layers, 0)
 
     @cached_property
     def _early(self) -> set[Layer]:
@@ -100,20 +101,20 @@ class SendProgress:
 
     def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[Part]:
         """All that was not handed over, once prefill is over: one part at least, which may be empty."""
-        found = self._parts(program, dict.fromkeys(self._layers, (None, after)))
+        found = self._parts(program, dict.fromkeys(self.layers, (None, after)))
         return found or [Part(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
     def advance(self, there: Mapping[Layer, Available]) -> None:
         """The parts that `next` gave have been handed over."""
         self.begun = True
-        for layer in self._layers:
+        for layer in self.layers:
             if layer in there:
                 self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)
 
     def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[Part]:
         runs: list[tuple[tuple[int, int, int | None], list[int], set[int]]] = []
         adjacent = False
-        for model, layer in self._layers:
+        for model, layer in self.layers:
             handed, (tokens, after) = self._tokens[model, layer], there.get((model, layer), (0, ()))
             if tokens is not None and tokens <= handed:
                 adjacent = False

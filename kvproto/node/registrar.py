@@ -36,6 +36,7 @@ def features_of(
     chosen = {
         Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
         Feature.COLD_DRAFT: cold_draft, Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
+        Feature.INTENT: True, Feature.SPANS: True,
     }  # fmt: skip
     return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 

@@ -114,7 +114,7 @@ class Request:
         Raises BAD_GRANT, STATE_POSITION.
         """
         ends, sources = asked_tokens(pair, grants), {}
-        sinks = windows(self.begun(pair, grants))
+        sinks = windows(g for g in self.begun(pair, grants) if not _lacks_state(pair, g))
         if self.finished is not None:
             check_ends(pair, grants, self.finished.tokens, self.axes)
         for route in pair.routes:
@@ -127,7 +127,7 @@ class Request:
                     items, end = self.finished.items, length_of(group, self.finished.tokens, self.axes)
                 elif whole:
                     end = length_of(group, ends.get(group.model, (0, 0))[1], self.axes)
-                elif not kind_of(group).is_state:
+                elif route.group in sinks and not kind_of(group).is_state:
                     window = sinks[route.group]
                     count = max(min(window.count, end - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
@@ -167,6 +167,11 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
         first, end = found.get(model, (grant.first, grant.valid))
         found[model] = min(first, grant.first), max(end, grant.valid)
     return found
+
+
+def _lacks_state(pair: Pair, grant: Grants) -> bool:
+    """Whether the state of a group has no item to go to yet (feature SPANS)."""
+    return kind_of(pair.sink.group(grant.group)).is_state and (grant.items is None or not grant.items.size)
 
 
 def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram
 from kvproto.errors import KvprotoError
-from kvproto.node.progress import Part, SendProgress
+from kvproto.node.progress import Available, Part, SendProgress
 from kvproto.node.registrar import PeerMapping
 from kvproto.node.request import Request, asked_tokens, check_ends
 from kvproto.session.events import TransferRequested
@@ -41,7 +43,11 @@ class Attempt:
     program: CopyProgram | None = None
     """Of the rows that were there when it was made."""
     lowered: tuple[dict[int, int], dict[int, int]] | None = None
-    """`Request.reach` of the program."""
+    """`Request.reach` of the program; None: it has to be made anew."""
+    there: Mapping[Layer, Available] = {}
+    """What is both computed and granted, of the parts that were last decided on."""
+    useful: int = 0
+    """Up to which token the sink should grant items (feature SPANS)."""
     begins: tuple[Begin, ...] = ()
     """Where its late windows begin, once the last part was handed over."""
     news: int = 0
@@ -57,6 +63,13 @@ class Attempt:
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether writes of its copies can still arrive."""
+
+    def take(self, asked: TransferRequested) -> bool:
+        """Whether the sink has granted more by now, so that there is something to decide."""
+        if self.asked.transfer.grants is asked.transfer.grants:
+            return False
+        self.asked, self.news, self.lowered = asked, 0, None
+        return True
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -87,14 +100,18 @@ class Scheduler:
         """The parts to hand over now; sets `failure` where the request cannot give what was asked for."""
         if attempt.stream is not None:
             return []
-        if request.finished is not None:
+        if request.finished is not None and attempt.asked.whole:
             return self._last(attempt, request)
+        if not attempt.asked.whole and not self._may_grow(attempt, request):
+            return []
         late = attempt.peer.packed and any(g.late for g in attempt.asked.transfer.grants)  # its first Chunk says more
         if attempt.news == request.news or attempt.peer.reads or late:
             return []
-        if not (attempt.peer.packed or self._worth(attempt, request)):
+        computed = self._computed(attempt, request)
+        if not (attempt.peer.packed or self._worth(attempt, computed)):
             attempt.news = request.news
             return []
+        self._want(attempt, request)
         if attempt.program is None or attempt.lowered != request.reach:
             try:
                 attempt.program = self._lower(attempt, request)
@@ -105,8 +122,43 @@ class Scheduler:
         program = attempt.program
         if attempt.peer.packed:
             return [Part(program, None, (), program.bytes, grows=True)]
-        parts = attempt.progress.next(program, request.available)
-        return parts if sum(p.bytes for p in parts) >= self._part_bytes else []
+        end = attempt.asked.end
+        attempt.there = computed
+        if end is not None:
+            attempt.there = {at: attrs.evolve(t, tokens=min(t.tokens, end)) for at, t in computed.items()}
+        parts = attempt.progress.next(program, attempt.there)
+        short = end is not None and (end <= attempt.useful or request.finished is not None)  # the sink lacks memory
+        return parts if short or sum(p.bytes for p in parts) >= self._part_bytes else []
+
+    def _may_grow(self, attempt: Attempt, request: Request) -> bool:
+        """Whether some rows may go before everything is granted: a packed stream has to begin as a whole. Sets
+        `failure` where nobody should grant anything.
+        """
+        if request.finished is not None:
+            try:
+                check_ends(attempt.peer.pair, attempt.asked.transfer.grants, request.finished.tokens, request.axes)
+            except KvprotoError as error:
+                attempt.failure = error
+        return not attempt.peer.packed and attempt.failure is None
+
+    def _computed(self, attempt: Attempt, request: Request) -> Mapping[Layer, Available]:
+        """What is computed of each layer."""
+        finished = request.finished
+        if finished is None:
+            return request.available
+        return dict.fromkeys(attempt.progress.layers, Available(finished.tokens, finished.events))
+
+    def _want(self, attempt: Attempt, request: Request) -> None:
+        """Note up to where items are of use, once they are worth a copy; when prefill is over, all are and it is said
+        elsewhere.
+        """
+        end, asked = attempt.asked.end, attempt.asked.transfer.grants
+        if end is None or attempt.asked.whole or request.finished is not None:
+            return
+        most = max((last for _, last in asked_tokens(attempt.peer.pair, asked).values()), default=0)
+        tokens = min(max(request.tokens.values(), default=0), most)
+        if tokens == most or (tokens - end) * attempt.peer.pair.token_bytes >= self._part_bytes:
+            attempt.useful = max(attempt.useful, tokens)
 
     def stream_rows(self, attempt: Attempt, request: Request) -> StreamRows | None:
         """What a stream under way should be told; None: nothing new. Sets `failure` as `parts` does."""
@@ -145,12 +197,10 @@ class Scheduler:
     def _lower(self, attempt: Attempt, request: Request) -> CopyProgram:
         return request.program(attempt.peer.pair, attempt.asked.transfer.grants, whole=attempt.peer.packed)
 
-    def _worth(self, attempt: Attempt, request: Request) -> bool:
-        """Whether a part should go while prefill runs."""
+    def _worth(self, attempt: Attempt, computed: Mapping[Layer, Available]) -> bool:
+        """Whether a part should go while prefill runs, or before everything is granted."""
         capabilities = attempt.peer.transport.capabilities
         if not capabilities.incremental:
             return False
         ratio = capabilities.first_part_ratio if self._first_part_ratio is None else self._first_part_ratio
-        return attempt.progress.due(
-            request.available, asked_tokens(attempt.peer.pair, attempt.asked.transfer.grants), ratio
-        )
+        return attempt.progress.due(computed, asked_tokens(attempt.peer.pair, attempt.asked.transfer.grants), ratio)

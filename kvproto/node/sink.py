@@ -104,11 +104,13 @@ class SinkNode:
 
     def fetch(
         self, number: int, replica: Replica, ticket: bytes, content: bytes, grants: Mapping[int, Grants],
-        seconds: float | None = None, axes: Collection[str] = (), epoch: int | None = None,
+        seconds: float | None = None, axes: Collection[str] = (), epoch: int | None = None, claimed: bool = False,
+        spans: bool = False,
     ) -> None:  # fmt: skip
         """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again.
 
-        Where the source has not accepted it after `seconds`, it is lost by DEADLINE. `axes` as for `SourceLink.fetch`.
+        Where the source has not accepted it after `seconds`, it is lost by DEADLINE. `axes`, `claimed` and `spans` as
+        for `SourceLink.fetch`.
         `epoch`: of the pool whose items the grants name; where that is not the current one, it is lost by POOL_MOVED.
         """
         if self._lent is None or epoch not in (None, self._lent.number):
@@ -120,7 +122,13 @@ class SinkNode:
             return
         self._greet(replica, *self.sources[replica])
         self._transfers[number] = self._links[replica]
-        self._links[replica].fetch(number, ticket, content, grants, seconds, axes)
+        self._links[replica].fetch(number, ticket, content, grants, seconds, axes, claimed, spans)
+
+    def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
+        """As for `SourceLink.grant`; harmless once it is over."""
+        link = self._transfers.get(number)
+        if link is not None:
+            link.grant(number, grants, whole)
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""

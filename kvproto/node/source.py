@@ -70,7 +70,7 @@ class SourceNode:
         self.endpoint.plans.defer = self._backstage.defer
         self._peers = Peers(self.endpoint, pool, self.transports, self._backstage.defer)
         self._computing: set[bytes] = set()
-        """Requests of which some rows are there, and not all."""
+        """Requests of which some rows are there."""
         self._news: dict[bytes, None] = {}
         """Requests of which the next turn may hand over more, in order."""
         self._leaving: list[Read] = []
@@ -105,7 +105,8 @@ class SourceNode:
         """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
         if (request := self._requests.get(key)) is not None:  # else it is over
             request.finished, request.since = finished, finished.since
-            self._computing.discard(key)
+            request.news += 1
+            self._computing.add(key)
             self._news[key] = None
             self.endpoint.hold(key, finished.since, time.monotonic())
             self.endpoint.finish(key)
@@ -253,14 +254,14 @@ class SourceNode:
         return _LATE if attempt.asked.key in self._over else None
 
     def _join(self, asked: TransferRequested) -> None:
-        """A sink rank asks for a request."""
+        """A sink rank asks for a request, or has granted more items for it."""
         key = (asked.session, asked.transfer.sequence, asked.transfer.attempt)
         peer = self._peers.get(asked.session, asked.transfer.epoch)
-        attempts = self._attempts.get(asked.key, {})
-        if peer is not None and key not in attempts:  # its session may be over already
-            attempts[key] = Attempt(asked, peer, SendProgress(peer.pair.nothing))
-            self._attempts[asked.key] = attempts
-            self._news[asked.key] = None
+        if peer is not None:  # its session may be over already
+            attempts = self._attempts.setdefault(asked.key, {})
+            known = attempts.setdefault(key, Attempt(asked, peer, SendProgress(peer.pair.nothing)))
+            if known.asked is asked or known.take(asked):
+                self._news[asked.key] = None
 
     def _copy(self) -> None:
         """Start copies of requests of which there is news, for all who can be served; one copy where that suits."""
@@ -282,7 +283,11 @@ class SourceNode:
             request = known
             if attempt.stream is not None:
                 self._feed(attempt, request)
-            elif parts := self._scheduler.parts(attempt, request):
+                continue
+            parts = self._scheduler.parts(attempt, request)
+            if attempt.useful:
+                self.endpoint.progress(attempt.asked, attempt.useful, time.monotonic())
+            if parts:
                 transport = attempt.peer.transport
                 batches.setdefault(id(transport if transport.capabilities.batches else attempt), []).append(
                     (attempt, parts)
@@ -299,14 +304,14 @@ class SourceNode:
         for attempt, parts in batch:
             request = self._requests[attempt.asked.key]
             self.endpoint.copying(attempt.asked)
-            if request.finished is not None:
+            if request.finished is not None and attempt.asked.whole:
                 handoff = request.finished.handoffs(attempt.peer.pair)
                 attempt.last = LastPart(now, sum(p.bytes for p in parts), handoff)
             elif copying.stream is not None:
                 attempt.stream, attempt.news = copying.stream, 0
                 self._feed(attempt, request)
             else:
-                attempt.progress.advance(request.available)
+                attempt.progress.advance(attempt.there)
 
     def _feed(self, attempt: Attempt, request: Request) -> None:
         """Tell a stream under way of the rows that are there now."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram
-from kvproto.errors import RemoteError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.expected import Expected
 from kvproto.node.lent import Filled
 from kvproto.node.registrar import register
@@ -68,6 +69,16 @@ class Terms:
         return lambda begins: (
             delivery.unpacker(expected.program(writer, self.begun(grants, begins))) if begins else whole
         )
+
+    def unpackers(
+        self, streamed: Mapping[int, int], grants: Mapping[int, Grants], lacking: bool = False
+    ) -> dict[int, Unpacker]:  # fmt: skip
+        """Those of source ranks whose bytes are packed, by rank; `lacking`: of those for which no item lacks."""
+        found = {}
+        for writer, transport in streamed.items():
+            with contextlib.suppress(KvprotoError) if lacking else contextlib.nullcontext():
+                found[writer] = self.unpacker(writer, transport, grants)
+        return found
 
     def begun(self, grants: Mapping[int, Grants], begins: Mapping[int, int]) -> Mapping[int, Grants]:
         """What was asked for, as far as a source rank holds it."""

@@ -14,6 +14,7 @@ from kvproto.wire.enums import Outcome
 
 __all__ = [
     "Copied",
+    "PagesNeeded",
     "PoolReturned",
     "Received",
     "RequestOver",
@@ -68,6 +69,15 @@ class Received:
     seconds: float
     since: Mapping[int, int] = {}
     """By group id: the first token that is here, of late windows that do not begin where they were asked for."""
+
+
+@attrs.frozen
+class PagesNeeded:
+    """Sink: pages of a transfer that has not named them are of use."""
+
+    number: int
+    tokens: int | None
+    """Up to which token; None: all of them."""
 
 
 @attrs.frozen

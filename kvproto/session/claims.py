@@ -31,7 +31,7 @@ from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Feature, RequestState
+from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims", "check_held"]
 
@@ -98,7 +98,7 @@ class _Claim:
         transfer, granted = user.transfer, user.attempt.granted
         if granted is not transfer.grants:
             transfer = attrs.evolve(transfer, grants=granted)
-        return TransferRequested(self.key, user.session.session, transfer, user.attempt.whole)
+        return TransferRequested(self.key, user.session.session, transfer, user.attempt.whole, user.attempt.end)
 
 
 class Claims(Endpoint):
@@ -214,13 +214,12 @@ class Claims(Endpoint):
             self._touched.add(claim.key)
 
     def asking(self, key: bytes) -> list[TransferRequested]:
-        """Who waits for this request, and may have some rows before all can go: its items are granted, or in spans."""
+        """Who waits for this request: some rows may be copied to them before all can."""
         claim = self._claims.get(key)
         if claim is None or claim.content is None:
             return []
         claim.waiting = {user.session.session: user for user in claim.take_waiting()}
-        spans = (u for u in claim.waiting.values() if u.attempt.whole or Feature.SPANS in u.session.features)
-        return [claim.asked_by(user) for user in spans]
+        return [claim.asked_by(user) for user in claim.waiting.values()]
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
         """The engine cannot produce this request: whoever waits, or comes later, gets Failed.

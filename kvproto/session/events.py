@@ -77,7 +77,9 @@ class TransferRequested(Event):
     transfer: Transfer
     """With the windows and items that are granted so far."""
     whole: bool = True
-    """Whether that is all that was asked for; if not, its later windows follow in another."""
+    """Whether that is all that was asked for."""
+    end: int | None = None
+    """If not, the token below which rows may be written that may move before prefill is over; None: all of those."""
 
 
 @attrs.frozen

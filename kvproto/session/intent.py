@@ -55,10 +55,9 @@ class SourceIntent(Part):
 
     def _lacks(self, attempt: SourceAttempt) -> bool:
         """Whether items that are of use are not granted."""
-        if attempt.whole or attempt.useful is None or attempt.transfer is None:
+        if attempt.whole or attempt.useful is None:
             return not attempt.whole
-        end = granted_to(self._side(attempt), attempt.granted, attempt.transfer.grants)
-        return end is not None and end < attempt.useful
+        return attempt.end is not None and attempt.end < attempt.useful
 
     @staticmethod
     def _side(attempt: SourceAttempt) -> RankLayout:
@@ -92,6 +91,7 @@ class SourceIntent(Part):
                 return
             attempt.granted, attempt.grant = granted, message.request
             attempt.whole = is_whole(self._side(attempt), granted, attempt.transfer.grants)
+            attempt.end = granted_to(self._side(attempt), granted, attempt.transfer.grants)
             session.move(attempt, "Accepted")
             self._granted(attempt)
         session.reply(m.Accepted, message, state=attempt.progress())

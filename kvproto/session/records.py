@@ -76,6 +76,8 @@ class SourceAttempt(Attempt):
     """Whether the sink has said that it has it, so that no other attempt follows (KVP-TRN-AGAIN)."""
     lost: KvprotoError | None = None
     """Why the sink may not have it, although it has not aborted it."""
+    end: int | None = None
+    """Below this token every row that may move before prefill is over has its item; None: all of them have."""
     grant: int = 0
     """Request id of the last Grant that was accepted."""
     useful: int | None = 0

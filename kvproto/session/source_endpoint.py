@@ -241,7 +241,8 @@ class SourceEndpoint(Claims):
 
     def progress(self, asked: TransferRequested, tokens: int, now: float) -> None:
         """Rows below this token may be copied once the sink has granted items for them (feature SPANS)."""
-        if (found := self._attempt(asked)) is not None and found[0].open and not found[1].whole:
+        found = self._attempt(asked)
+        if found is not None and found[0].open and not found[1].whole and Feature.SPANS in found[0].features:
             found[0].part(SourceIntent).progress(found[1], tokens, now)
 
     def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:

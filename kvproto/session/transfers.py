@@ -15,7 +15,7 @@ import numpy as np
 
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import bare, nothing, numbered
+from kvproto.copying.spans import bare, granted_to, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Part, Session
@@ -143,6 +143,7 @@ class SourceTransfers(Part):
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
             attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
+            attempt.end = None if attempt.whole else granted_to(side, attempt.granted, message.grants)
 
     def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer by how far its request is; Done or Failed will follow."""

@@ -116,11 +116,7 @@ def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage:
 
 def test_features_are_those_of_the_transports_and_of_the_options() -> None:
     staged = able(ShmTransport(), features=(Feature.STAGED,))
-    assert features_of([ShmTransport()], False, False) == (Feature.EPOCHS,)
-    assert set(features_of([staged, staged], True, True)) == {
-        Feature.EPOCHS,
-        Feature.STAGED,
-        Feature.VERIFY,
-        Feature.PULL,
-    }
-    assert set(features_of([], "pages", False)) == {Feature.EPOCHS, Feature.VERIFY, Feature.VERIFY_PAGES}
+    always = {Feature.EPOCHS, Feature.INTENT, Feature.SPANS}
+    assert set(features_of([ShmTransport()], False, False)) == always
+    assert set(features_of([staged, staged], True, True)) == {Feature.STAGED, Feature.VERIFY, Feature.PULL, *always}
+    assert set(features_of([], "pages", False)) == {Feature.VERIFY, Feature.VERIFY_PAGES, *always}

@@ -1,0 +1,110 @@
+"""Pages that a sink names when they are of use: how many, and what page tables come to as grants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+
+from kvproto.copying.grants import items_by_now
+from kvproto.copying.late import items_before
+from kvproto.copying.program import RankLayout
+from kvproto.copying.spans import up_to
+from kvproto.errors import LocalError
+from kvproto.node.pages import PageTables, check_distinct, check_pages, table_of
+from kvproto.planning.kinds import kind_of
+from kvproto.session.events import Offered
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Grants
+
+__all__ = ["Claim", "Claimed"]
+
+_NO_ITEMS = np.empty(0, np.uint32)
+
+
+@attrs.define(eq=False)
+class Claimed:
+    """Of a link: a transfer whose items are named when they are of use."""
+
+    spans: bool
+    """Whether they are wanted piece by piece."""
+    grants: Mapping[int, Grants] = {}
+    """All that is granted by now."""
+    whole: bool = False
+    told: tuple[int | None, ...] = ()
+    """What the engine was told last."""
+    offers: list[Offered] = attrs.Factory(list)
+    """That wait for items to be read into."""
+
+
+@attrs.define(eq=False)
+class Claim:
+    """What one fetch asks for, and what of it is granted, by group id."""
+
+    layout: RankLayout
+    asked: Mapping[int, Grants]
+    """Windows without items."""
+    end: int
+    """Of the tokens; from there on everything is granted."""
+    granted: Mapping[int, Grants] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is granted."""
+        return bool(self.granted) and all(self.granted[g].count == a.count for g, a in self.asked.items())
+
+    def lengths(self, tokens: int) -> dict[str, int]:
+        """How long page tables have to be for tokens below `tokens`, by group name."""
+        found = {}
+        for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
+            group = self.layout.group(grant.group)
+            if kind_of(group).has_memory:
+                skip, need = self._span(grant)
+                found[group.name] = skip + need if need else 0
+        return found
+
+    def _span(self, grant: Grants) -> tuple[int, int]:
+        """Pages of a table before the first of a grant, and those of the grant."""
+        group, cp_rank = self.layout.group(grant.group), self.layout.owns(grant.group).cp_rank
+        need = items_by_now(group, cp_rank, grant, self.asked[grant.group])
+        return items_before(group, cp_rank, grant.first), need
+
+    def named(self, pages: PageTables, tokens: int) -> dict[int, Grants]:
+        """What is granted once these page tables are, for tokens below `tokens` and whatever was granted before.
+
+        Raises LocalError: BAD_GRANT for a group that is missing, unknown or short of pages, or that names other pages
+        than before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for one that is named twice.
+        """
+        groups, found = check_pages(self.layout, pages), {}
+        for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
+            group, before = self.layout.group(grant.group), self.granted.get(grant.group)
+            if before is not None and before.count >= grant.count:
+                grant = attrs.evolve(grant, count=before.count)
+            skip, need = self._span(grant)
+            if group.name not in groups or not need:
+                found[group.id] = attrs.evolve(grant, items=_NO_ITEMS)
+                continue
+            table = table_of(self.layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
+            items = table[skip : skip + need]
+            check_distinct(group, items, skip)
+            had = before.items if before is not None and before.items is not None else _NO_ITEMS
+            if differ := np.flatnonzero(items[: had.size] != had).tolist():
+                i = differ[0]
+                path, advice = f'pages["{group.name}"][{skip + i}]', "pages that were granted stay; name more of them"
+                raise LocalError(ErrorCode.BAD_GRANT, path, f"page {had[i]}, as granted", f"page {items[i]}", advice)
+            found[group.id] = attrs.evolve(grant, items=items.astype(np.uint32))
+        return found
+
+    def more(self, grants: Mapping[int, Grants]) -> dict[int, Grants]:
+        """Of these grants, the items that were not granted before."""
+        named = {g: (some, some.items) for g, some in grants.items()}
+        return {
+            g: attrs.evolve(some, items=items[self._had(g) :])
+            for g, (some, items) in named.items()
+            if items is not None
+        }
+
+    def _had(self, group: int) -> int:
+        before = self.granted.get(group)
+        return 0 if before is None or before.items is None else before.items.size
