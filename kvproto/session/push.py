@@ -141,8 +141,9 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
         raise RemoteError(
             ErrorCode.WRONG_PEER, "writer", f"rank {described.ranks[0]}", f"rank {message.writer}", "state your rank"
         )
-    if isinstance(message, m.Done) and tuple(message.groups.tolist()) != described.groups:
-        mine, yours = f"groups {described.groups}", f"groups {tuple(message.groups.tolist())}"
+    routed = described.groups
+    if isinstance(message, m.Done) and (done := tuple(message.groups[: len(routed) + 1].tolist())) != routed:
+        mine, yours = f"groups {routed}", f"groups {done}"
         raise RemoteError(ErrorCode.WRONG_PEER, "groups", mine, yours, "state every group that is routed")
     sizes = _handoff_bytes(described)
     groups = [h.group for h in message.handoff]
@@ -158,9 +159,9 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
         return
     if message.checksums is None:
         raise RemoteError(ErrorCode.VERIFY_FAILED, "checksums", "a session with VERIFY", "none", "state checksums")
-    routed, summed = set(described.groups) - sizes.keys(), [c.group for c in message.checksums]
-    if not routed.issuperset(summed):
-        raise RemoteError(ErrorCode.WRONG_PEER, "checksums", f"of groups {sorted(routed)}", f"of groups {summed}")
+    may, summed = set(described.groups) - sizes.keys(), [c.group for c in message.checksums]
+    if not may.issuperset(summed):
+        raise RemoteError(ErrorCode.WRONG_PEER, "checksums", f"of groups {sorted(may)}", f"of groups {summed}")
 
 
 def check_begins(attempt: SinkAttempt, begins: tuple[m.Begin, ...] | None) -> dict[int, int]:

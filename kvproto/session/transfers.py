@@ -123,11 +123,12 @@ class SourceTransfers(Part):
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
         epoch = holder.epochs.get(message.epoch)
         described = epoch.described if epoch is not None else session.described
+        writers = message.writers[: len(described.writers) + 1].tolist()
         for field, ours, theirs, advice in (
             ("source_version", [described.of_source.version], message.source_version, "describe again"),
             ("sink_version", [described.of_sink.version], message.sink_version, "describe again"),
             ("epoch", holder.open, message.epoch, "name an epoch that is registered, and not asked back"),
-            ("writers", [list(described.writers)], message.writers.tolist(), "name all source ranks of the plan"),
+            ("writers", [list(described.writers)], writers, "name all source ranks of the plan"),
         ):
             if theirs not in ours:
                 raise RemoteError(ErrorCode.BAD_GRANT, field, _either(ours), str(theirs), advice)

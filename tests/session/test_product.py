@@ -480,3 +480,65 @@ def test_deadlines_of_nothing_and_of_ages(deadline: int) -> None:
     lost = [e.error.code for e in wrong.world.events(name, "Lost")]
     assert lost == [ErrorCode.DEADLINE] * (deadline < 1000)
     wrong.serves()
+
+
+SAYS: dict[str, tuple[str, str, Callable[[Any], dict[str, Any]], ErrorCode]] = {
+    "another version": ("Hello", "Welcome", lambda m: {"version": messages.Version(major=9, minor=0)}, ErrorCode.FEATURE_MISSING),
+    "features that nobody offered": ("Hello", "Welcome", lambda m: {"features": (*m.features, 77)}, ErrorCode.FEATURE_MISSING),
+    "another digest": ("Describe", "Description", lambda m: {"digest": bytes(32)}, ErrorCode.BAD_DIGEST),
+    "a plan of its own": ("Register", "Registered", lambda m: {"plan": bytes(32)}, ErrorCode.ROUTE_MISMATCH),
+    "a route less": ("Register", "Registered", lambda m: {"routes": m.routes[1:]}, ErrorCode.ROUTE_MISMATCH),
+    "another route": (
+        "Register", "Registered", lambda m: {"routes": (attrs.evolve(m.routes[0], digest=bytes(32)), *m.routes[1:])},
+        ErrorCode.ROUTE_MISMATCH,
+    ),
+    "a transport that was not offered": ("Register", "Registered", lambda m: {"transport": 77}, ErrorCode.NO_TRANSPORT),
+}  # fmt: skip
+"""What a source lies about: the request that it answers, the answer, what is changed, and how its sink refuses it."""
+
+
+@pytest.mark.parametrize("lie", SAYS)
+def test_a_source_that_lies_is_refused_and_others_are_served(lie: str) -> None:
+    """KVP-NEG-CHECK, KVP-REG-CHECK, KVP-ERR-ALONE."""
+    asks, answer, changes, code = SAYS[lie]
+    wrong = Wrong("PUSH")
+    wrong.serves()
+    name = wrong.pair(asks)
+    _, sink = wrong.sessions(name)
+    (request,) = (number for number, each in sink._pending.items() if each.kind.__name__ == asks)
+    said = wrong.heard[answer]
+    wrong.say(name, False, attrs.evolve(said, session=sink.session or 77, request=request, **changes(said)))
+    wrong.world.run()
+    assert not sink.ready
+    assert [e.error.code for e in wrong.world.events(name, "SessionRefused")] == [code]
+    wrong.serves()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_frames_that_are_said_again(way: str) -> None:
+    """KVP-SES-REPLY, KVP-SES-UNKNOWN, KVP-SES-OTHER: all of a session, by its own connections, by another's and to another sink, while
+    it is open and when it is over; nothing is told twice, and correct peers are served.
+    """
+    wrong, said = Wrong(way), list[tuple[str, bytes]]()
+    wrong.serves()
+    world = wrong.world
+    world.keep = lambda to, frame: said.append((to, frame)) or wrong.keep(to, frame)  # type: ignore[func-returns-value]
+    name = wrong.pair()
+    over(wrong, name)
+    world.keep = lambda to, frame: to in world.sinks or to in world.sources
+    source, told = world.sources["s0"], len(world.told[name])
+    assert len(world.events(name, "Arrived")) == 1
+    for end in (False, True):
+        if end:
+            ended(wrong, name)
+        for to, frame in said:
+            for conn in (name, "good", "stranger"):
+                if to == "s0":
+                    source.receive(conn, frame, world.now)
+                elif conn != "stranger":
+                    world.sinks[conn].receive("s0", frame, world.now)
+        world.run()
+        assert not [e for e in world.told[name][told:] if type(e).__name__ in ("Arrived", "Lost", "Ready")]
+        assert not [e for e in world.told["good"] if type(e).__name__ == "Lost"]
+        wrong.serves()
+        told = 0

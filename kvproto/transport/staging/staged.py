@@ -99,7 +99,7 @@ class Link:
 
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
-        slots = [] if credit.slots is None else credit.slots.tolist()
+        slots = [] if credit.slots is None else credit.slots[: len(self._away) + 1].tolist()
         came = set[int]()
         for i, slot in enumerate(slots):
             if slot not in self._away or slot in came:
