@@ -215,8 +215,8 @@ class Sink(Sleeper):
     def move(self, pool: Pool) -> Withdrawal:
         """Use this pool from now on; what is under way ends in the old one.
 
-        The old memory may be freed once the returned handle is done. The pool is of the same rank, on the same device.
-        Raises LocalError for a pool that cannot be, and while asleep.
+        The old memory may be freed once the returned handle is done. The pool is of the same rank, on the same device;
+        its caches may be others, as for `wake`. Raises LocalError for a pool that cannot be, and while asleep.
         """
         self._check_pool(pool)
         with self._handles_lock:
@@ -250,7 +250,7 @@ class Sink(Sleeper):
         match event:
             case Received():
                 fetch = self._forget(self._fetches[event.number])
-                names = {g.id: g.name for g in self.geometry.groups}
+                names = {g.id: g.name for g in fetch.pool.geometry.groups}
                 handoff: dict[str, dict[str, bytes]] = {}
                 for (group, part), data in event.handoff.items():
                     handoff.setdefault(names[group], {})[part] = data

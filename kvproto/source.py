@@ -184,22 +184,14 @@ class Source(Sleeper):
         check_type("pool", pool, Pool, "a kvproto.Pool")
         check_type("listen", listen, (str, Mapping), "an address, or a mapping of rank to address")
         chosen = options_of(options)
-        ranks = [r.rank for r in pool.geometry.ranks]
-        endpoints = (
-            dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
-        )
-        if sorted(endpoints) != sorted(ranks) or len(set(endpoints.values())) < len(ranks):
-            advice = 'put "{rank}" where the addresses of ranks differ'
-            raise LocalError(
-                ErrorCode.OUT_OF_RANGE, "listen", f"an address for each of the ranks {ranks}", str(listen), advice
-            )
+        endpoints = _endpoints(listen, pool)
         self._requests: dict[bytes, Request] = {}
         self._token_bytes = _token_bytes(pool)
         """Bytes of one token of every cache of this rank, on average."""
         party = party_of(name, pool)
         for address in endpoints.values():
             check_type("listen", address, str, "addresses, each a str")
-            if len(ranks) > 1 and is_wildcard(address):
+            if len(endpoints) > 1 and is_wildcard(address):
                 advice = "sinks dial what Welcome says: name the host, or the address of an interface"
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", "addresses that can be dialled", address, advice)
         try:
@@ -207,7 +199,8 @@ class Source(Sleeper):
         except LocalError as error:
             path = "listen" if error.path == "address" else error.path
             raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error
-        endpoints[pool.rank] = listener.address
+        endpoints[pool.rank] = self._address = listener.address
+        self._listen = listen
         try:
             self._node = SourceNode(
                 party, pool, listener, endpoints, verify=chosen.verify,
@@ -273,8 +266,13 @@ class Source(Sleeper):
     def _sleep(self, error: KvprotoError) -> Lent:
         return self._node.sleep(error)
 
+    def _check_pool(self, pool: Pool) -> None:
+        super()._check_pool(pool)
+        _endpoints(self._listen, pool)
+
     def _wake(self, pool: Pool, epoch: int) -> None:
-        self._node.wake(pool, epoch)
+        self._token_bytes = _token_bytes(pool)
+        self._node.wake(pool, epoch, _endpoints(self._listen, pool) | {pool.rank: self._address})
 
     def _tell(self, event: Any) -> Event:
         match event:
@@ -300,6 +298,16 @@ class Source(Sleeper):
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()
+
+
+def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
+    """Where each rank of a pool's replica listens; raises LocalError where that is not said."""
+    ranks = [r.rank for r in pool.geometry.ranks]
+    found = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
+    if sorted(found) != sorted(ranks) or len(set(found.values())) < len(ranks):
+        mine, advice = f"an address for each of the ranks {ranks}", 'put "{rank}" where the addresses of ranks differ'
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", mine, str(listen), advice)
+    return found
 
 
 def _listener(address: str, options: Options) -> Listener:

@@ -78,8 +78,9 @@ class Sleeper(Door):
     def wake(self, pool: Pool) -> None:
         """Go on with this pool: of the same rank, on the same device; it may be the old one, or of new memory.
 
-        Sessions go on with peers that can (feature EPOCHS), and are opened again with others. Raises LocalError for
-        a pool that cannot be, and while awake.
+        Its caches may be others too: a draft that is loaded or not, more layers, ranks that have come or gone. Sessions
+        go on with peers that can (feature EPOCHS), and are opened again with others. Raises LocalError for a pool that
+        cannot be, and while awake.
         """
         self._check_pool(pool)
         with self._handles_lock:
@@ -123,11 +124,10 @@ class Sleeper(Door):
         for what, mine, yours in (
             ("rank", self.pool.rank, pool.rank),
             ("replica", self.geometry.replica, pool.geometry.replica),
-            ("geometry", self.geometry, pool.geometry),
         ):
             if mine != yours:
-                said = (str(mine), str(yours)) if what != "geometry" else ("the same caches", "others")
-                raise LocalError(ErrorCode.FIELD_CONFLICT, f"pool.{what}", *said, "open another Source or Sink")
+                advice = "open another Source or Sink"
+                raise LocalError(ErrorCode.FIELD_CONFLICT, f"pool.{what}", str(mine), str(yours), advice)
         mine_, yours_ = (sorted({str(m.device) for m in each.memories.values()}) for each in (self.pool, pool))
         if mine_ != yours_:
             advice = "open another Source or Sink for memory of another device"

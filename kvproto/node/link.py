@@ -14,6 +14,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
 from kvproto.node.lent import Filled
+from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
 from kvproto.node.terms import Terms, begins_of
 from kvproto.node.told import PagesNeeded, Received, TransferLost, TransferProven
@@ -46,7 +47,6 @@ class Here:
 class _Wanted:
     """A transfer that waits for the link to be ready."""
 
-    terms: Terms
     ticket: bytes = attrs.field(repr=False)
     content: bytes
     grants: Mapping[int, Grants]
@@ -111,7 +111,7 @@ class SourceLink:
         if seconds is not None:
             deadline = time.monotonic() + seconds
             self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
-        self._waiting[number] = _Wanted(self._terms, ticket, content, grants, axes, claimed)
+        self._waiting[number] = _Wanted(ticket, content, grants, axes, claimed)
         if claimed:
             self._claims[number] = Claimed(spans)
         self._ask()
@@ -153,16 +153,20 @@ class SourceLink:
 
     # pools
 
-    @property
-    def adaptable(self) -> bool:
-        """Whether its sessions go on with another pool."""
-        return not self.over and self.endpoint.adaptable
+    def adaptable(self, pool: RankPool) -> bool:
+        """Whether its sessions go on with this pool."""
+        return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 
     def expose(self, lent: Filled) -> None:
         """Register another pool, for transfers from now on; those that wait with pages of another are lost."""
+        self._lose_waiting()
+        self._agree(lent)
+
+    def _agree(self, lent: Filled) -> None:
+        """Register a pool by the plan that holds now; what is under way ends by the one of before."""
         self._withdraw(at_once=False)
         self._pool, self._terms = lent.pool, Terms(self.endpoint, lent, self._here.transports)
-        self.endpoint.expose(self._terms.exposed, time.monotonic())
+        self.endpoint.expose(self._terms.exposed, time.monotonic(), lent.pool.layout.geometry)
 
     def sleep(self, error: KvprotoError) -> None:
         """End all transfers, and ask the pool back from who can give it back."""
@@ -174,10 +178,12 @@ class SourceLink:
         terms, self._terms = self._terms, None
         if terms is not None:
             self._former.append(terms)
-            error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
-            for number in list(self._waiting):
-                self.abort(number, error)
             self.endpoint.give_back(terms.exposed, at_once, time.monotonic())
+
+    def _lose_waiting(self) -> None:
+        error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
+        for number in list(self._waiting):
+            self.abort(number, error)
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still touch a pool, for people."""
@@ -261,11 +267,12 @@ class SourceLink:
 
     def _ask(self) -> None:
         """Send what waits, once the link is ready and no source rank is suspect."""
-        if not self._waiting or not self.endpoint.ready or self.endpoint.suspect:
+        terms = self._terms
+        if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or terms is None:
             return
         waiting, self._waiting = self._waiting, {}
         for number, wanted in waiting.items():
-            claim, terms = self._claims.get(number), wanted.terms
+            claim = self._claims.get(number)
             if claim is not None and Feature.INTENT not in self.endpoint.features():
                 if not claim.whole:  # such a source is asked when the items are there
                     self._waiting[number] = wanted
@@ -309,12 +316,12 @@ class SourceLink:
                 self._puller.unmap(event)
             case Offered():
                 number = self._numbers[event.transfer]
-                claim, plan = self._claims.get(number), self.endpoint.plan
+                claim = self._claims.get(number)
                 if claim is None or claim.whole:
                     self._read(event)
                 else:  # its lease is renewed meanwhile
                     claim.offers.append(event)
-                    if plan is not None and len(claim.offers) == len(plan.required(self._here.party.rank)):
+                    if len(claim.offers) == len(self._under[number].expected.writers):
                         self._need(number, claim, None)
             case Useful():
                 number = self._numbers[event.transfer]
@@ -338,6 +345,8 @@ class SourceLink:
                 return [TransferProven(number)]
             case Planned():
                 self._agreed = event
+                if self._terms is not None and self._terms.digests not in (None, self.endpoint.digests):
+                    self._agree(self._terms.lent)
             case Ready():
                 return [self._agreed]  # an engine hears of a plan when it can be used
             case _:
@@ -349,7 +358,8 @@ class SourceLink:
         number = self._numbers[event.transfer]
         terms = self._under[number]
         grants = terms.begun(self._grants[number], begins_of(event.offer))
-        self._puller.offered(event, windows(grants.values()), terms.lent.pool)
+        routes = terms.expected.pair(event.offer.writer).routes
+        self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
 
     def _received(self, event: Arrived) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
@@ -17,7 +17,7 @@ from kvproto.session.registering import Owner
 from kvproto.session.source import SourceSession
 from kvproto.transport import default
 from kvproto.transport.base import Transport
-from kvproto.wire.enums import Feature
+from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Region
 
 __all__ = ["Peers"]
@@ -70,6 +70,9 @@ class Peers:
         try:
             if isinstance(pair, KvprotoError):
                 raise pair
+            if event.described.of_source is not self._endpoint.stated:
+                mine, yours = (s.digest.hex() for s in (self._endpoint.stated, event.described.of_source))
+                raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source", mine, yours, "describe again")
             if pair.source is not self._pool.layout:  # it has been replaced meanwhile
                 pair = Pair(pair.routes, self._pool.layout, pair.sink)
             if Feature.PULL in session.features:
@@ -92,8 +95,13 @@ class Peers:
         regions = self._regions(made)  # raises before anything is answered
         session.accept_register(transport.capabilities.code)
         self._mapped[made.key] = made
-        if not self.asleep and session.part(Owner).newest is None:
+        if not self.asleep and self._unread(session):
             self._register(session, regions)
+
+    def _unread(self, session: SourceSession) -> bool:
+        """Whether a sink does not know the memory that it is to read."""
+        newest = session.part(Owner).newest
+        return newest is None or newest.memory != self._epoch
 
     def _regions(self, peer: PeerMapping) -> tuple[Region, ...]:
         """What a sink is told of this rank's memory."""
@@ -121,13 +129,13 @@ class Peers:
         self.asleep, self._pool, self._epoch = False, pool, epoch
         for (number, _), peer in list(self._mapped.items()):
             session = self._endpoint.sessions.get(number)
-            if session is None or not session.open:
-                continue
+            if session is None or not session.open or peer.asked.described.of_source is not self._endpoint.stated:
+                continue  # it registers again once it knows what this side describes now
             try:
                 peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)
                 if not peer.reads:
                     peer.prepare(pool.memories, writes=True)
-                elif (newest := session.part(Owner).newest) is None or newest.memory != epoch:
+                elif self._unread(session):
                     self._register(session, self._regions(peer))
             except KvprotoError as error:
                 session.give_up(error)

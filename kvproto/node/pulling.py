@@ -12,6 +12,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer
+from kvproto.planning.plan import Route
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked, UnmapAsked
 from kvproto.transport.base import Copying, Move, Transport
@@ -30,6 +31,7 @@ class _Pull:
     offered: Offered
     sinks: dict[int, Window]
     into: RankPool
+    routes: tuple[Route, ...]
     peer: PeerMapping | None = None
     program: CopyProgram | None = None
     copying: Copying | None = None
@@ -74,9 +76,11 @@ class Puller:
         """Give an epoch of a source back, once nothing reads it."""
         self._unmapping.add((event.session, event.epoch))
 
-    def offered(self, event: Offered, sinks: dict[int, Window], into: RankPool) -> None:
-        """Read this as soon as may be; windows by this side's group id."""
-        self._pulls.append(_Pull(event, sinks, into))
+    def offered(
+        self, event: Offered, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
+    ) -> None:  # fmt: skip
+        """Read this as soon as may be, by these routes; windows by this side's group id."""
+        self._pulls.append(_Pull(event, sinks, into, routes))
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether the endpoint may have something to tell."""
@@ -101,8 +105,8 @@ class Puller:
             pull.peer = self._peers[offered.offer.session, offered.offer.epoch]
             if pull.program is None:
                 pair = pull.peer.pair
-                if pair.sink is not pull.into.layout:
-                    pair = _pair(offered.offer.writer, pull.peer.asked, pull.into)
+                if pair.sink is not pull.into.layout or pair.routes != pull.routes:
+                    pair = Pair(pull.routes, pair.source, pull.into.layout)
                 pull.program = pair.lower(windows(offered.offer.grants), pull.sinks)
         except KvprotoError as error:
             self._endpoint.unread(offered, error, now)

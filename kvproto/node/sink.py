@@ -150,7 +150,7 @@ class SinkNode:
         self._leaving.append(leaving)
         for link in self._all():
             link.sleep(error)
-        for replica in [r for r, link in self._links.items() if not link.adaptable]:
+        for replica in [r for r, link in self._links.items() if not link.adaptable(self.pool)]:
             self._former.append(self._links.pop(replica))
         return leaving
 
@@ -162,7 +162,7 @@ class SinkNode:
             self._leaving.append(leaving)
         for replica, (address, server) in self.sources.items():
             link = self._links.get(replica)
-            if link is not None and link.adaptable:
+            if link is not None and link.adaptable(pool):
                 link.expose(self._lent)
                 continue
             if link is not None:  # it ends what is under way, and says Goodbye then

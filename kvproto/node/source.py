@@ -142,8 +142,10 @@ class SourceNode:
         self._peers.sleep()
         return leaving
 
-    def wake(self, pool: RankPool, epoch: int) -> None:
-        """Serve requests from another pool."""
+    def wake(self, pool: RankPool, epoch: int, endpoints: Mapping[int, str]) -> None:
+        """Serve requests from another pool; `endpoints` as at first, where its geometry is another."""
+        if pool.layout.geometry != self.endpoint.geometry:
+            self.endpoint.restate(pool.layout.geometry, endpoints, time.monotonic())
         self.pool, self.epoch, self._dispatcher.memories = pool, epoch, pool.memories
         self._peers.wake(pool, self.epoch)
 

@@ -29,6 +29,8 @@ class Terms:
         columns = tuple(lent.pool.layout.columns.values())
         self.exposed = Exposed(lent.number, columns, self._register)
         """As the endpoint knows it."""
+        self.digests: tuple[bytes, bytes] | None = None
+        """Of the Descriptions that it is planned by, once they are known."""
         self._expected: Expected | None = None
         self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
         """By source rank and transport."""
@@ -41,6 +43,7 @@ class Terms:
             assert plan is not None
             assert source is not None
             self._expected = Expected(plan, source, self.lent.pool.layout)
+            self.digests = self._endpoint.digests
         return self._expected
 
     @property

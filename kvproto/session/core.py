@@ -22,7 +22,7 @@ from kvproto.session import events, limits
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
 from kvproto.session.negotiation import LIMITS
-from kvproto.session.phases import Described, Party
+from kvproto.session.phases import Described, Party, Stated
 from kvproto.session.plans import Planned
 from kvproto.session.records import Attempt, Request
 from kvproto.session.refusals import refusal, refused
@@ -53,6 +53,9 @@ class Part:
     def reconnected(self) -> None:
         """The session goes on over another connection; notices on their way are lost."""
 
+    def planned(self) -> None:
+        """A plan was made of both Descriptions, or could not be."""
+
 
 class Session:
     """State, requests under way and handlers of one rank pair; a role adds how it opens and registers."""
@@ -79,6 +82,10 @@ class Session:
         """Every sequence at or below it is over and forgotten."""
         self._peer: Party | None = None
         self._described: Described | None = None
+        self.theirs: Stated
+        """What the peer has stated last, once it has."""
+        self.described_by = 0
+        """Request id of the peer's last Describe that was answered."""
         self._parts: dict[type[Part], Part] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
         self._hear(self)
@@ -163,24 +170,33 @@ class Session:
             self.low_water += 1
 
     def describe(
-        self, message: m.Describe | m.Description, ranks: tuple[int, int], then: Callable[[KvprotoError | None], None]
+        self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
     ) -> None:  # fmt: skip
         """Have the plan of both Descriptions made; `then` hears where they do not fit, unless the session has ended."""
+        own = self.host.stated
 
         def made(found: Planned | KvprotoError) -> None:
             if not self.open:
                 return
+            if own is not self.host.stated:  # it has changed meanwhile
+                self.describe(message, from_source, then)
+                return
             if isinstance(found, Planned):
                 theirs = attrs.evolve(found.theirs, version=message.version)
-                own, sent_by_sink = self.host.stated, isinstance(message, m.Describe)
-                source, sink = (own, theirs) if sent_by_sink else (theirs, own)
+                source, sink = (theirs, own) if from_source else (own, theirs)
+                ranks = (self.peer.rank, self.me.rank) if from_source else (self.me.rank, self.peer.rank)
                 self.step("Description")
-                self._described = Described(source, sink, found.plan, ranks, message.request)
+                self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
                 self.tell(events.Planned(self.session, self.name, found.plan, warnings))
             then(found if isinstance(found, KvprotoError) else None)
+            for part in self._parts.values():
+                part.planned()
 
-        self.host.plans.make(message, self.features, made)
+        self.host.plans.make(message, own, from_source, self.features, made)
+
+    def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:
+        """The peer has said where its ranks listen now, where that has changed."""
 
     def tell(self, event: Event) -> None:
         """Tell the endpoint, and with it the engine."""

@@ -33,7 +33,7 @@ class Endpoint:
         self.sessions: dict[Any, Any] = {}
         self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
-        self.plans = Plans(self.stated)
+        self.plans = Plans()
         self.runs: dict[tuple[str, int, int], int] = {}
         """The greatest incarnation that this side has greeted of each engine, replica and rank."""
         self.resends = 0
@@ -50,6 +50,9 @@ class Endpoint:
     def closed(self, session: Any) -> None:
         """A session is over."""
         raise NotImplementedError
+
+    def replanning(self) -> None:
+        """A session is about to have another plan, so that nothing may be asked by the old one."""
 
     def ended(self, session: Any, attempt: Any) -> None:
         """An attempt has changed in a way that the request or the transfer above it may wait for."""

@@ -14,8 +14,9 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
+from kvproto.session.describing import Describing
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.phases import Party
+from kvproto.session.phases import Party, Stated
 from kvproto.session.push import SinkPush
 from kvproto.session.records import Want
 from kvproto.session.sink import SinkSession
@@ -46,6 +47,8 @@ class Exposing(Endpoint):
         self.exposed: Exposed | None = None
         """What new transfers go into; None: nothing."""
         self.plan: Plan | None = None
+        self.digests = b"", b""
+        """Of the Descriptions that the plan is made of, the source's first."""
         self.ready = False
         self.refused: KvprotoError | None = None
         self.sessions: dict[Any, SinkSession] = {}
@@ -56,15 +59,26 @@ class Exposing(Endpoint):
         self._unproven: dict[int, tuple[object, set[tuple[int, int]]]] = {}
         """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
 
-    @property
-    def adaptable(self) -> bool:
-        """Whether its sessions can go on with another pool (feature EPOCHS)."""
-        routed = self._routed()
+    def replanning(self) -> None:
+        self.ready = False
+
+    def adaptable(self, geometry: Geometry) -> bool:
+        """Whether its sessions can go on with another pool, of this geometry (feature EPOCHS)."""
+        routed: list[SinkSession | None] = self._routed()
+        if geometry != self.geometry:
+            routed += self.sessions.values()
         return bool(routed) and all(each is not None and _adaptable(each) for each in routed)
 
-    def expose(self, exposed: Exposed, now: float) -> None:
-        """Register another pool: new transfers go into it once every routed rank has mapped it."""
+    def expose(self, exposed: Exposed, now: float, geometry: Geometry | None = None) -> None:
+        """Register another pool: new transfers go into it once every routed rank has mapped it.
+
+        `geometry`: of the rank from now on, where that is another; every session plans anew first.
+        """
         self.exposed, self.ready = exposed, False
+        if geometry is not None and geometry != self.geometry:
+            self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
+            for session in [each for each in self.sessions.values() if _adaptable(each)]:
+                session.part(Describing).describe(now)
         self._after(now)
 
     def give_back(self, exposed: Exposed, at_once: bool, now: float) -> None:
@@ -104,7 +118,7 @@ class Exposing(Endpoint):
         exposed = self.exposed
         if exposed is None or self.ready or self.refused is not None:
             return False
-        due = [each for each in self._routed() if each is not None and _due(each, exposed)]
+        due = [each for each in self._routed() if each is not None and self._due(each, exposed)]
         for session in due:
             try:
                 session.register(exposed.epoch, exposed, exposed.columns, exposed.registration(session.peer.rank), now)
@@ -115,15 +129,20 @@ class Exposing(Endpoint):
     def _all_ready(self) -> bool:
         """Whether every routed rank has mapped what is exposed."""
         current = [each.owner.current if each is not None and each.ready else None for each in self._routed()]
-        return bool(current) and all(owned is not None and owned.memory is self.exposed for owned in current)
+        known = bool(current) and all(owned is not None and owned.memory is self.exposed for owned in current)
+        return known and all(each is not None and self._agrees(each) for each in self._routed())
 
+    def _due(self, session: SinkSession, exposed: Exposed) -> bool:
+        """Whether this is to be registered now."""
+        newest = session.owner.newest
+        known = newest is not None and newest.memory is exposed
+        may = session.state == SessionState.DESCRIBED or _adaptable(session)
+        return may and self._agrees(session) and not known and not session.owner.registering
 
-def _due(session: SinkSession, exposed: Exposed) -> bool:
-    """Whether this is to be registered now."""
-    newest = session.owner.newest
-    known = newest is not None and newest.memory is exposed
-    may = session.state == SessionState.DESCRIBED or _adaptable(session)
-    return may and not known and not session.owner.registering
+    def _agrees(self, session: SinkSession) -> bool:
+        """Whether a session is planned by the Descriptions that hold now."""
+        pending = session.part(Describing).pending
+        return not pending and session.described.digests == self.digests == (self.digests[0], self.stated.digest)
 
 
 def _adaptable(session: SinkSession) -> bool:

@@ -18,8 +18,6 @@ from kvproto.wire.enums import ErrorCode, Proof
 __all__ = ["Described", "Epoch", "Owned", "Party", "Stated", "check_digest", "new_incarnation"]
 
 _RANDOM_BITS = 20
-_VERSION = 1
-"""Of this package's Descriptions: a replica's geometry does not change while it runs."""
 
 
 def new_incarnation(seconds: float, random: int) -> int:
@@ -59,10 +57,10 @@ class Stated:
     version: int
 
     @classmethod
-    def of(cls, geometry: Geometry) -> Stated:
-        """Of our own geometry."""
+    def of(cls, geometry: Geometry, version: int = 1) -> Stated:
+        """Of our own geometry; its version rises with every change (KVP-DSC-VERSION)."""
         encoded = encode_geometry(geometry)
-        return cls(geometry, encoded, digest(encoded), _VERSION)
+        return cls(geometry, encoded, digest(encoded), version)
 
     @classmethod
     def read(cls, message: m.Describe | m.Description) -> Stated:
@@ -94,8 +92,11 @@ class Described:
     of_sink: Stated
     plan: Plan
     ranks: tuple[int, int]
-    request: int
-    """Of the Describe."""
+
+    @property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of both Descriptions, the source's first."""
+        return self.of_source.digest, self.of_sink.digest
 
     @property
     def source(self) -> Geometry:

@@ -14,8 +14,8 @@ from kvproto.wire import messages as m
 
 __all__ = ["Planned", "Plans"]
 
-_Key = tuple[bytes, tuple[int, ...]]
-"""Digest of the peer's Description, and the features of a session."""
+_Key = tuple[bytes, bytes, bool, tuple[int, ...]]
+"""Digests of both Descriptions, whether the first is the source's, and the features of a session."""
 _KEPT = 16
 """Plans, the latest: all ranks of a replica state the same Description."""
 
@@ -42,20 +42,22 @@ def _at_once(work: Callable[[], Planned], then: _Then) -> None:
 class Plans:
     """The plans of one side's Description with those of its peers."""
 
-    def __init__(self, own: Stated) -> None:
-        self._own = own
+    def __init__(self) -> None:
         self.defer: Callable[[Callable[[], Planned], _Then], None] = _at_once
         """Does the work, and tells what came of it: at once, or later where nobody should wait for it."""
         self._made: OrderedDict[_Key, Planned] = OrderedDict()
         self._waiting: dict[_Key, list[_Then]] = {}
 
-    def make(self, message: m.Describe | m.Description, features: tuple[int, ...], then: _Then) -> None:
+    def make(
+        self, message: m.Describe | m.Description, own: Stated, from_source: bool, features: tuple[int, ...],
+        then: _Then,
+    ) -> None:  # fmt: skip
         """Read what a peer states, whose digest is right, and plan; tell `then` of it, or why there is none."""
-        key = bytes(message.digest), features
+        key = bytes(message.digest), own.digest, from_source, features
 
         def work() -> Planned:
             theirs = Stated.read(message)
-            sides = (theirs, self._own) if isinstance(message, m.Description) else (self._own, theirs)
+            sides = (theirs, own) if from_source else (own, theirs)
             made = plan(sides[0].geometry, sides[1].geometry, features)
             made.required(0)  # looks all routes up once, here
             return Planned(theirs, made)

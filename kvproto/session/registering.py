@@ -18,6 +18,7 @@ from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Part, Session
+from kvproto.session.describing import Describing
 from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
 from kvproto.session.limits import MAX_EPOCHS
 from kvproto.session.phases import Described, Epoch, Owned
@@ -133,8 +134,18 @@ class Owner(Part):
             self._session.step("Refused")
             self._unproven(asked_back, refused(message, self._session.name))
             return
-        self.epochs = {n: each for n, each in self.epochs.items() if each.request != message.request}
+        owned = next((each for each in self.epochs.values() if each.request == message.request), None)
+        if owned is not None:
+            del self.epochs[owned.number]
+            if self._overtaken(owned, message) and self._session.answered(message.request):
+                self._session.step("Refused")
+                return
         self._session.refused(message, now)
+
+    def _overtaken(self, owned: Owned, message: m.Refused) -> bool:
+        """Whether a Register was refused because a Description has changed meanwhile, so that another follows."""
+        changed = owned.described is not self._session.described or self._session.part(Describing).pending
+        return message.code == ErrorCode.DESCRIPTION_MISMATCH and changed
 
     def _of(self, request: int, number: Callable[[Owned], int]) -> Owned | None:
         """The epoch that a request under way is about, which is answered by that."""
@@ -169,6 +180,8 @@ class Holder(Part):
         """What is mapped."""
         self._first = self._last = 0
         self._asked: _Asked | None = None
+        self._early: tuple[m.Register, float] | None = None
+        """One that came while the plan that it names is being made."""
         self._gone: OrderedDict[int, m.Unregistered] = OrderedDict()
         """What was given back, the latest."""
 
@@ -203,6 +216,9 @@ class Holder(Part):
             return  # it has overtaken the Registered of this side, and comes again
         if (self._first or self._asked is not None) and not self._may_follow(message):
             return
+        if before == SessionState.READY and session.part(Describing).pending:
+            self._early = message, now
+            return
         try:
             session.step("Register")
             overlaps = _check(message, self._access, session.described)
@@ -213,6 +229,11 @@ class Holder(Part):
         self._last = message.epoch
         self._asked = _Asked(message, session.described, overlaps)
         session.tell(RegisterAsked(session.session, message, session.described))
+
+    def planned(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            self._register(*early)
 
     def _may_follow(self, message: m.Register) -> bool:
         """Whether a Register is legal beside the epochs that were opened; refuses it if not."""

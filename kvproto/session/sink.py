@@ -8,14 +8,15 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import RemoteError
 from kvproto.session.core import Session
+from kvproto.session.describing import Describing
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import SessionRefused
 from kvproto.session.inline import SinkInline
 from kvproto.session.intent import SinkIntent
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
-from kvproto.session.phases import Owned, Party, check_digest
+from kvproto.session.phases import Owned, Party
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Deliveries, Delivery, SinkPush
@@ -139,8 +140,8 @@ class SinkSession(Session):
             self.install(Pieces(self))
             if Feature.INTENT in self.features:
                 self.install(SinkIntent(self))
-        self.step("Describe")
-        self.request(m.Describe, now, **self.host.stated.fields)
+        self.install(Describing(self, source=False))
+        self.part(Describing).describe(now)
 
     def refused(self, message: m.Refused, now: float) -> None:
         if self._peer is not None and self.answered(message.request, m.Hello):
@@ -167,19 +168,9 @@ class SinkSession(Session):
             raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(message.incarnation), advice)
         self.host.runs[place] = message.incarnation
 
-    def _description(self, message: m.Description, now: float) -> None:
-        if not self.answered(message.request, m.Describe):
-            return
-        try:
-            check_digest(message)
-        except RemoteError as error:
-            self.give_up(error)
-        else:
-            self.describe(message, (self.peer.rank, self.me.rank), self._misfit)
-
-    def _misfit(self, error: KvprotoError | None) -> None:
-        if error is not None:
-            self.give_up(error)
+    def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:
+        if endpoints is not None:
+            self.endpoints = {e.rank: e.address for e in endpoints}
 
     def abort_late(self, sequence: int) -> None:
         """Abort the first attempt of a sequence of a session that is over; whatever answers it is proof or nothing."""
@@ -238,6 +229,5 @@ class SinkSession(Session):
         *Session.hears,
         (m.Error, _ended),
         (m.Welcome, _welcome),
-        (m.Description, _description),
         (m.Refused, _heard_refused),
     )

@@ -331,7 +331,13 @@ class SinkEndpoint(Exposing):
                 RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, "give every rank an address of its own")
             )
             return
-        self.plan, self.source = described.plan, described.source
+        if described.digests != self.digests:
+            self.plan, self.source, self.digests, self.ready = (
+                described.plan,
+                described.source,
+                described.digests,
+                False,
+            )
         for other in described.writers:
             if other not in session.endpoints:
                 yours = str(sorted(session.endpoints))

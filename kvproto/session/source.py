@@ -8,10 +8,11 @@ from typing import Any
 
 from kvproto.errors import KvprotoError
 from kvproto.session.core import Session
+from kvproto.session.describing import Describing
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SourceInline
 from kvproto.session.intent import SourceIntent
-from kvproto.session.phases import Party, check_digest
+from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
@@ -43,8 +44,6 @@ class SourceSession(Session):
         super().__init__(host, conn)
         self.session, self.greeting, self.features, self.limits = number, hello.request, features, hello.limits
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
-        self._describing: int | None = None
-        """Request id of a Describe whose plan is being made."""
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
         self.step("Hello")
@@ -54,6 +53,7 @@ class SourceSession(Session):
         self.install(transfers)
         if not {Feature.STAGED, Feature.INLINE}.isdisjoint(features):
             self.install(Credits(self))
+        self.install(Describing(self, source=True))
         self.install(PingPart(self, now))
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
         if Feature.INTENT in features and not self.pulls:
@@ -72,34 +72,6 @@ class SourceSession(Session):
     def pulls(self) -> bool:
         """Whether the sink reads."""
         return Feature.PULL in self.features
-
-    def _describe(self, message: m.Describe, now: float) -> None:
-        own, before = self.host.stated, self.state
-        if self._described is not None and self._described.request == message.request:
-            self.reply(m.Description, message, **own.fields)
-            return
-        if self._describing == message.request:
-            return  # it is being planned, and answered once
-
-        def answer(error: KvprotoError | None) -> None:
-            self._describing = None
-            if error is None:
-                self.reply(m.Description, message, **own.fields)
-            else:
-                self.state = before
-                self.refuse(message, error)
-
-        try:
-            self.step("Describe")
-            check_digest(message)
-        except KvprotoError as error:
-            self.state = before
-            self.refuse(message, error)
-            return
-        self._describing = message.request
-        self.describe(message, (self.me.rank, self.peer.rank), answer)
-
-    hears = (*Session.hears, (m.Describe, _describe))
 
     def accept_register(
         self, transport: Transport, writer: StreamWriter | None = None, process: m.Process | None = None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session.claims import Claims
 from kvproto.session.core import Session
+from kvproto.session.describing import Describing
 from kvproto.session.events import SessionRefused, TransferRequested
 from kvproto.session.intent import SourceIntent
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
-from kvproto.session.phases import Party
+from kvproto.session.phases import Party, Stated
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.records import SourceAttempt
@@ -202,6 +203,17 @@ class SourceEndpoint(Claims):
             except RemoteError as error:
                 session.notice(m.Error(session=session.session, **refusal(error)))
                 session.lose(str(error))
+
+    def restate(self, geometry: Geometry, endpoints: Mapping[int, str], now: float) -> None:
+        """Describe another geometry to every sink; sessions that cannot go on with it end, and are opened again."""
+        self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
+        self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
+        for session in [each for each in self.sessions.values() if each.open]:
+            if session.state == SessionState.READY and Feature.EPOCHS in session.features:
+                session.part(Describing).describe(now, self._endpoints)
+            elif session.state not in (SessionState.OPEN, SessionState.DESCRIBING):
+                session.goodbye("its Description changes")
+        self._after(now)
 
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""

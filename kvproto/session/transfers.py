@@ -125,7 +125,7 @@ class SourceTransfers(Part):
         described = epoch.described if epoch is not None else session.described
         writers = message.writers[: len(described.writers) + 1].tolist()
         for field, ours, theirs, advice in (
-            ("source_version", [described.of_source.version], message.source_version, "describe again"),
+            ("source_version", [session.host.stated.version], message.source_version, "describe again"),
             ("sink_version", [described.of_sink.version], message.sink_version, "describe again"),
             ("epoch", holder.open, message.epoch, "name an epoch that is registered, and not asked back"),
             ("writers", [list(described.writers)], writers, "name all source ranks of the plan"),

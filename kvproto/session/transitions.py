@@ -82,6 +82,8 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
     (SessionState.DESCRIBED, "Welcome"): SessionState.DESCRIBED,
     (SessionState.REGISTERING, "Welcome"): SessionState.REGISTERING,
     (SessionState.READY, "Welcome"): SessionState.READY,
+    (SessionState.READY, "Describe"): SessionState.READY,
+    (SessionState.READY, "Description"): SessionState.READY,
     (SessionState.READY, "Unregister"): SessionState.READY,
     (SessionState.READY, "Unregistered"): SessionState.READY,
     (SessionState.READY, "Register"): SessionState.READY,
@@ -91,6 +93,8 @@ SESSION: dict[tuple[SessionState, str], SessionState] = {
 }
 
 SESSION_FEATURES: dict[tuple[SessionState, str], frozenset[Feature]] = {
+    (SessionState.READY, "Describe"): frozenset({Feature.EPOCHS}),
+    (SessionState.READY, "Description"): frozenset({Feature.EPOCHS}),
     (SessionState.READY, "Unregister"): frozenset({Feature.EPOCHS}),
     (SessionState.READY, "Unregistered"): frozenset({Feature.EPOCHS}),
     (SessionState.READY, "Register"): frozenset({Feature.EPOCHS, Feature.PULL}),

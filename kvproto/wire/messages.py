@@ -478,7 +478,7 @@ class Pong:
 
 @attrs.frozen(kw_only=True)
 class Describe:
-    """State the sink's geometry and ask for the source's."""
+    """State the writer's geometry and ask for the reader's."""
 
     TYPE: ClassVar[int] = 0x0101
 
@@ -492,11 +492,13 @@ class Describe:
     """Canonical Geometry. [byte] Since 1.0."""
     digest: bytes
     """SHA-256 of the geometry bytes. [byte] Since 1.0."""
+    endpoints: tuple["Endpoint", ...] | None = attrs.field(default=None)
+    """Feature EPOCHS: where every rank of the source's replica listens, if that has changed. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Description:
-    """State the source's geometry."""
+    """State the writer's geometry."""
 
     TYPE: ClassVar[int] = 0x0102
 

@@ -2427,12 +2427,16 @@ _Describe_request = setter(Describe, "request")
 _Describe_version = setter(Describe, "version")
 _Describe_geometry = setter(Describe, "geometry")
 _Describe_digest = setter(Describe, "digest")
+_Describe_endpoints = setter(Describe, "endpoints")
 
 
 def _d_Describe(b: Any, p: int) -> tuple[Describe, int]:
-    if b[p] != 133:
+    left = b[p]
+    if not 133 <= left <= 134:
         raise Doubt
+    left -= 133
     p += 1
+    room = 16378
     if b[p] != 1:
         raise Doubt
     f1 = b[p + 1]
@@ -2476,8 +2480,25 @@ def _d_Describe(b: Any, p: int) -> tuple[Describe, int]:
         raise Doubt
     p = p + 1 + 34
     f5 = bytes(b[p - 32 : p])
+    if left and b[p] == 6:
+        left -= 1
+        n, p = read_count(b, p + 1, 1, 65536)
+        room -= 3 * n
+        if room < 0:
+            raise Doubt
+        v6 = []
+        for _ in range(n):
+            x6, p = _d_Endpoint(b, p)
+            v6.append(x6)
+        f6 = tuple(v6)
+    else:
+        f6 = None
+    if left:
+        raise Doubt
+    if f6 is not None and len(f6) > 1 and not ascends([x.rank for x in f6]):
+        raise Doubt
     o = new(Describe)
-    _Describe_session(o, f1); _Describe_request(o, f2); _Describe_version(o, f3); _Describe_geometry(o, f4); _Describe_digest(o, f5)
+    _Describe_session(o, f1); _Describe_request(o, f2); _Describe_version(o, f3); _Describe_geometry(o, f4); _Describe_digest(o, f5); _Describe_endpoints(o, f6)
     return o, p
 
 
@@ -2489,17 +2510,32 @@ def _e_Describe(o: Any, out: list[Any]) -> None:
     f3 = o.version
     f4 = o.geometry
     f5 = o.digest
+    f6 = o.endpoints
+    room = 16378
+    if f6 is not None and len(f6) > 1 and not ascends([x.rank for x in f6]):
+        raise Doubt
+    out.append(BYTE_OF[134 - (f6 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
         raise Doubt
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
-    out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04',)
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04',)
     write_bin(f4, 0, 8388608, out)
     if f5.__class__ is not bytes or len(f5) != 32:
         raise Doubt
     out += (b'\x05', b'\xc4 ', f5,)
+    if f6 is not None:
+        out.append(b'\x06')
+        if f6.__class__ is not tuple:
+            raise Doubt
+        room -= 3 * len(f6)
+        if room < 0:
+            raise Doubt
+        out.append(write_count(len(f6), 1, 65536))
+        for x6 in f6:
+            _e_Endpoint(x6, out)
 
 
 Description = messages.Description

@@ -234,6 +234,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (3, "version", "u32", True, 1, None, None),
         (4, "geometry", "bytes", True, None, None, None),
         (5, "digest", "bytes", True, None, None, 32),
+        (6, "endpoints", "list<struct:Endpoint>", False, 1, None, None),
     ),
     "Description": (
         (1, "session", "u64", True, None, None, None),
@@ -466,6 +467,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "Welcome": (
         ("ascend", ("features",), "NOT_ASCENDING"),
+        ("ascend", ("endpoints", "rank"), "NOT_ASCENDING"),
+    ),
+    "Describe": (
         ("ascend", ("endpoints", "rank"), "NOT_ASCENDING"),
     ),
     "Register": (

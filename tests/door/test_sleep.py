@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,26 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto import LocalError, Options, Pool, RemoteError, Sink, Source, Withdrawal, new_ticket
+from kvproto import (
+    Cache,
+    DType,
+    LocalError,
+    Options,
+    Parallel,
+    Pool,
+    RemoteError,
+    Sink,
+    Source,
+    Withdrawal,
+    lay_out,
+    new_ticket,
+)
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
 from kvproto.node import registrar
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
-from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
+from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, places, rows, two
 
 HERE, THERE = [3, 4, 5], [6, 7, 8]
 WAYS = {
@@ -368,3 +382,127 @@ def test_a_holder_that_is_killed_while_unregister_waits(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.join()
+
+
+# caches that change
+
+
+def layers(count: int) -> Any:
+    """The cache of a model of so many layers; a draft is a second model."""
+    caches = [Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]
+    if count > 2:
+        caches.append(Cache.gqa("draft", count - 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8, model=1))
+    return lay_out(caches)
+
+
+def with_draft(fill: bool = False) -> Pool:
+    """A pool of an engine whose draft is loaded."""
+    pool = Pool.allocate(layers(3), PAGES)
+    if fill:
+        for n, group in enumerate(("kv", "draft")):
+            for part in ("k", "v"):
+                array = pool.array(group, 0, part)
+                array[:] = np.random.default_rng(n).integers(1, 256, array.shape, np.uint8)
+    return pool
+
+
+def hand_over_both(pair: Two) -> None:
+    """A request of target and draft arrives."""
+    made = new_ticket("prefill")
+    pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE, "draft": THERE})
+    pair.until(lambda: fetch.done)
+    fetch.wait(0)
+    for group in ("kv", "draft"):
+        for part in ("k", "v"):
+            there, here = (pool.array(group, 0, part) for pool in (pair.sink.pool, pair.source.pool))
+            assert np.array_equal(there[THERE[0]], here[HERE[0]])
+
+
+@pytest.mark.parametrize("first", ["sink", "source"])
+def test_a_draft_is_loaded_and_unloaded(pair: Two, first: str) -> None:
+    """KVP-DSC-AGAIN, at the door: both sides sleep, and wake with a draft and then without, whoever is first.
+
+    The session goes on where both fit at any time: a source has the draft first and lets go of it last.
+    """
+    hand_over(pair)
+    for draft in (True, False):
+        before = sessions(pair)
+        ends = [pair.sink.sleep(), pair.source.sleep()]
+        pair.until(lambda ends=ends: all(end.done for end in ends))
+        pools = (with_draft(), with_draft(fill=True)) if draft else (another(), filled())
+        doors = list(zip((pair.sink, pair.source), pools, strict=True))
+        for door, pool in doors if first == "sink" else doors[::-1]:
+            door.wake(pool)
+            later(pair)
+        (hand_over_both if draft else hand_over)(pair)
+        assert (sessions(pair)[-1:] == before[-1:]) == ((first == "source") == draft)
+
+
+def later(pair: Two) -> None:
+    """Some turns."""
+    pause = threading.Event()
+    for _ in range(40):
+        pair.turn()
+        pause.wait(0.002)
+
+
+def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
+    """KVP-DSC-AGAIN: what is under way ends by the old plan, in the old pool."""
+    made = new_ticket("prefill")
+    whole = with_draft(fill=True)
+    end = pair.source.sleep()
+    pair.until(lambda: end.done)
+    pair.source.wake(whole)
+    hand_over_target(pair)
+    request = pair.source.request(made, PROMPT)
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
+    moved, old = pair.sink.move(with_draft()), pair.sink.pool
+    hand_over_both(pair)
+    request.finish({"kv": HERE, "draft": HERE})
+    pair.until(lambda: fetch.done and moved.done)
+    fetch.wait(0)
+    assert np.array_equal(moved.pool.array("kv", 0, "k")[THERE[0]], whole.array("kv", 0, "k")[HERE[0]])
+    assert old is not moved.pool
+
+
+def hand_over_target(pair: Two) -> None:
+    made = new_ticket("prefill")
+    pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
+    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    pair.until(lambda: fetch.done)
+    fetch.wait(0)
+
+
+def test_a_source_gains_a_rank(tmp_path: Path) -> None:
+    """KVP-DSC-AGAIN: Describe says where the new rank listens, and the session with the other goes on."""
+    address = address_in(tmp_path, "prefill-{rank}")
+    caches = [Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]
+    both = lay_out(caches, Parallel(tp=2))
+
+    def of_two(rank: int) -> Pool:
+        pool = Pool.allocate(both, PAGES, rank=rank)
+        for place in places():
+            pool.array(*place)[:] = 1 + rank
+        return pool
+
+    with (
+        Source("prefill", filled(), address, STEPPED) as source,
+        Sink("decode", another(), {"prefill": address.format(rank=0)}, STEPPED) as sink,
+    ):
+        pair = Two(source, sink)
+        hand_over(pair)
+        before, end = sessions(pair), source.sleep()
+        pair.until(lambda: end.done)
+        with Source("prefill", of_two(1), address, STEPPED) as added:
+            source.wake(of_two(0))
+            made = new_ticket("prefill")
+            for each in (source, added):
+                each.request(made, PROMPT).finish({"kv": HERE})
+            later(pair)
+            fetch = sink.fetch(made, PROMPT, {"kv": THERE})
+            pair.until(lambda: (added.step(0.001) and fetch.done) or fetch.done)
+            fetch.wait(0)
+            assert sink.pool.array("kv", 0, "k")[THERE[0]].tolist() == [[[1] * 4, [2] * 4]] * 4
+            assert sessions(pair) == before

@@ -63,7 +63,7 @@ def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> Regis
         columns=tuple(pool.layout.columns.values()), plan=bytes(32), routes=(),
     )  # fmt: skip
     stated = Stated.of(geometry(1))
-    return RegisterAsked(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0), 1))
+    return RegisterAsked(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0)))
 
 
 def tables(pages: Sequence[int] = HERE) -> dict[int, Any]:

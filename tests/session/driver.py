@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Self
 
+import attrs
 import numpy as np
 
 from kvproto import Pool
@@ -35,6 +36,13 @@ def geometry(
         heads = (r * 2 // tp, max(r * 2 // tp + 1, (r + 1) * 2 // tp))
         ranks.append(Rank(rank=r, owns=(owns(made[0], range(3)), owns(made[1], [0], [heads]), owns(made[2], [0]))))
     return Geometry(replica=0, facts=facts({"weights": weights}), groups=made, ranks=tuple(ranks))
+
+
+def without_draft(tp: int = 1) -> Geometry:
+    """The draft is unloaded."""
+    whole = geometry(tp)
+    ranks = tuple(attrs.evolve(r, owns=tuple(o for o in r.owns if o.group != 1)) for r in whole.ranks)
+    return attrs.evolve(whole, groups=tuple(g for g in whole.groups if g.id != 1), ranks=ranks)
 
 
 def ticket(deadline: float = 60.0) -> Ticket:
@@ -160,10 +168,11 @@ class EpochWorld(World):
 
     features = (Feature.VERIFY, Feature.EPOCHS)
 
-    def another(self, name: str) -> Exposed:
+    def another(self, name: str, caches: Geometry | None = None) -> Exposed:
         """Another pool of a sink, which later transfers of it name items of."""
         sink = self.sinks[name]
-        made = allocate(sink.geometry, sink.me.rank, {g.id: PAGES for g in sink.geometry.groups})
+        caches = caches or sink.geometry
+        made = allocate(caches, sink.me.rank, {g.id: PAGES for g in caches.groups})
         self.pools[name] = made
         self.runs += 1
         return Exposed(self.runs, tuple(made.layout.columns.values()), self.staging(name, made))

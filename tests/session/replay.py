@@ -18,7 +18,7 @@ from kvproto.transport.inline.sender import DataPiece
 from kvproto.transport.staging.staged import Piece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Transport
-from tests.session.driver import EpochWorld, World, geometry, grants, ticket
+from tests.session.driver import EpochWorld, World, geometry, grants, ticket, without_draft
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld
 from tests.session.test_pull import PullWorld
@@ -342,6 +342,10 @@ class Epochs(Transfers):
     def register(self, epoch: str) -> None:
         self.exposed[epoch] = self.world.another("d0")
         self.sink.expose(self.exposed[epoch], self.clocks[TO_SINK])
+
+    def change(self) -> None:
+        """The caches of the sink are others; what is exposed stays, and so do the epochs of before."""
+        self.sink.expose(self.sink.exposed, self.clocks[TO_SINK], without_draft())
 
     def unregister(self, epoch: str, at_once: str) -> None:
         self.sink.give_back(self.exposed[epoch], at_once == "1", self.clocks[TO_SINK])

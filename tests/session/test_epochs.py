@@ -317,7 +317,7 @@ def test_without_the_feature() -> None:
     """KVP-SES-STATE: a second Register and Unregister are unexpected; what a peer cannot give back is held."""
     world = World(geometry(1)).ready(1)
     sink, source = world.sinks["d0"], world.sources["s0"]
-    assert not sink.adaptable
+    assert not sink.adaptable(sink.geometry)
     said: list[Any] = []
     world.keep = lambda to, frame: said.append(decode(frame)) or 1  # type: ignore[func-returns-value]
     (session,) = source.sessions

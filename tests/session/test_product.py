@@ -20,7 +20,7 @@ from kvproto.transport.inline.sender import DataPiece
 from kvproto.wire import decode, encode, enums, messages, tables
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.session import test_inline, test_staged
-from tests.session.driver import World, geometry, grants, ticket
+from tests.session.driver import EpochWorld, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
 from tests.session.test_staged import Bytes, Piece, Staged
@@ -122,6 +122,7 @@ WAYS: dict[str, Callable[[], World]] = {
     "STAGED": lambda: Slots(sinks=0),
     "INLINE": lambda: Datas(sinks=0),
     "INTENT": lambda: Intents(geometry(1)),
+    "EPOCHS": lambda: EpochWorld(geometry(1)),
 }
 """How bytes move, and a world in which they do."""
 

@@ -8,6 +8,9 @@
 #include "common.pml"
 
 #define TRANSFERS 2
+#ifndef CHANGES
+#define CHANGES 0 /* how often the owner's Description changes */
+#endif
 
 chan to_holder[1] = [QUEUE] of { mtype, byte, byte, byte }; /* message, number of the transfer, epoch, proof */
 chan to_owner[1] = [QUEUE] of { mtype, byte, byte, byte };
@@ -18,9 +21,14 @@ mtype owner = session_ready, holder = session_ready;
 mtype memory[3] = unregistered, phase[TRANSFERS] = unasked;
 byte asks[TRANSFERS]; /* the epoch that it names */
 bool at_once[3];
+byte version, changes = CHANGES; /* of its Description */
+bool describing;
+byte made_by[3]; /* the version by which an epoch is registered */
 
 /* the holder */
 byte last; /* the greatest epoch that it was given */
+byte knows; /* the version of the owner's Description */
+byte planned_by[3];
 bool maps[3], gone[3], wanted[3], unprovable[3];
 bool heard[TRANSFERS], accepted[TRANSFERS], copying[TRANSFERS], flying[TRANSFERS];
 byte into[TRANSFERS], failures = 1;
@@ -47,6 +55,7 @@ inline owner_hears() {
 #endif
     :: else
     fi
+  :: m == Description -> if :: describing && x == version -> session_Description(owner); describing = false :: else fi
   :: m == Done || m == Failed -> phase[r] = over
   fi
 }
@@ -60,11 +69,12 @@ inline owner_hears() {
 proctype Owner(byte my) { /* of one epoch */
 end: do
   :: d_step { memory[my] == unregistered && (my == 1 || (memory[my - 1] != unregistered && memory[my - 1] != mapping)) &&
-    ROOM(to_holder[0], 1); /* KVP-EPO-ONE */
-    session_Register(owner); memory[my] = mapping; to_holder[0]!Register,OF_NONE,my,0; printf("register %d\n", my);
+    !describing && ROOM(to_holder[0], 1); /* KVP-EPO-ONE */
+    session_Register(owner); memory[my] = mapping; made_by[my] = version; to_holder[0]!Register,OF_NONE,my,version;
+      printf("register %d\n", my);
       DONE }
   :: d_step { memory[my] == mapping && QUIET(OF_NONE, my) && ROOM(to_holder[0], 1);
-    to_holder[0]!Register,OF_NONE,my,0; printf("resend 0 0 Register %d %d\n", OF_NONE, my); DONE }
+    to_holder[0]!Register,OF_NONE,my,made_by[my]; printf("resend 0 0 Register %d %d\n", OF_NONE, my); DONE }
   :: d_step { memory[my] == mapped && ROOM(to_holder[0], 1);
     session_Unregister(owner); memory[my] = RETURNED; to_holder[0]!Unregister,OF_NONE,my,0;
       printf("unregister %d 0\n", my); DONE }
@@ -73,6 +83,16 @@ end: do
       printf("unregister %d 1\n", my); DONE }
   :: d_step { memory[my] == asked_back && QUIET(OF_NONE, my) && !wanted[my] && ROOM(to_holder[0], 1);
     to_holder[0]!Unregister,OF_NONE,my,at_once[my]; printf("resend 0 0 Unregister %d %d\n", OF_NONE, my); DONE }
+  od
+}
+
+proctype Changing() {
+end: do
+  :: d_step { changes > 0 && memory[1] == mapped && !describing && ROOM(to_holder[0], 1);
+    changes--; version++; describing = true; session_Describe(owner); to_holder[0]!Describe,OF_NONE,0,version;
+      printf("change\n"); DONE }
+  :: d_step { describing && QUIET(OF_NONE, 0) && ROOM(to_holder[0], 1);
+    to_holder[0]!Describe,OF_NONE,0,version; printf("resend 0 0 Describe %d 0\n", OF_NONE); DONE }
   od
 }
 
@@ -128,9 +148,14 @@ inline holder_hears() {
   :: m == Register ->
     if
     :: maps[e] -> to_owner[0]!Registered,OF_NONE,e,0
-    :: !maps[e] && RISES(e) -> session_Register(holder); session_Registered(holder); maps[e] = true; gone[e] = false;
-      last = e; to_owner[0]!Registered,OF_NONE,e,0
-    :: !maps[e] && !RISES(e) -> session_Register(holder); session_Refused(holder); to_owner[0]!Refused,OF_NONE,e,0
+    :: !maps[e] && RISES(e) && x == knows -> session_Register(holder); session_Registered(holder); maps[e] = true;
+      gone[e] = false; last = e; planned_by[e] = x; to_owner[0]!Registered,OF_NONE,e,0
+    :: !maps[e] && (!RISES(e) || x != knows) -> session_Register(holder); session_Refused(holder); to_owner[0]!Refused,OF_NONE,e,0
+    fi
+  :: m == Describe ->
+    if
+    :: x > knows -> session_Describe(holder); session_Description(holder); knows = x; to_owner[0]!Description,OF_NONE,0,x
+    :: x <= knows -> to_owner[0]!Description,OF_NONE,0,x /* it comes again */
     fi
   :: m == Unregister ->
     session_Unregister(holder);
@@ -163,7 +188,7 @@ proctype Copy(byte me) {
 end: do
   :: d_step { accepted[me] && !copying[me]; copying[me] = true; flying[me] = true; printf("copy 0 %d\n", me); DONE }
   :: d_step { flying[me]; flying[me] = false; printf("land %d in epoch %d\n", me, into[me]);
-    CHECK(memory[into[me]] != freed, OWNED); DONE }
+    CHECK(memory[into[me]] != freed, OWNED); CHECK(made_by[into[me]] == planned_by[into[me]], WHOLE); DONE }
   :: d_step { copying[me] && !flying[me] && ROOM(to_owner[0], 2);
     copying[me] = false; accepted[me] = false; e = into[me]; printf("copied 0 %d\n", me);
     to_owner[0]!Done,me,e,0; give_back(); DONE }
@@ -177,11 +202,11 @@ end: do
 proctype Rest() {
   atomic {
     timeout;
-    CHECK(phase[0] != waiting && phase[1] != waiting, ENDED);
+    CHECK(phase[0] != waiting && phase[1] != waiting && !describing, ENDED);
     CHECK(memory[1] != asked_back && memory[2] != asked_back && (memory[1] != kept || unprovable[1]) &&
       (memory[2] != kept || unprovable[2]), RELEASED)
   }
 }
 
 init { atomic { run Owner(1); run Owner(2); run Asking(0); run Asking(1); run Copy(0); run Copy(1); run Holder();
-  run Rest() } }
+  if :: changes > 0 -> run Changing() :: else fi; run Rest() } }

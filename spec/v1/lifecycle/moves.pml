@@ -33,7 +33,7 @@ inline session_Refused(state) {
   :: state == session_describing -> ROW(5, session_describing, Refused, session_open); state = session_open
   :: state == session_registering -> ROW(8, session_registering, Refused, session_described); state = session_described
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(38, session_ready, Refused, session_ready); state = session_ready
+  :: state == session_ready -> ROW(40, session_ready, Refused, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -42,6 +42,9 @@ inline session_Refused(state) {
 inline session_Describe(state) {
   if
   :: state == session_open -> ROW(3, session_open, Describe, session_describing); state = session_describing
+#if defined(EPOCHS)
+  :: state == session_ready -> ROW(34, session_ready, Describe, session_ready); state = session_ready
+#endif
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -49,6 +52,9 @@ inline session_Describe(state) {
 inline session_Description(state) {
   if
   :: state == session_describing -> ROW(4, session_describing, Description, session_described); state = session_described
+#if defined(EPOCHS)
+  :: state == session_ready -> ROW(35, session_ready, Description, session_ready); state = session_ready
+#endif
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -57,7 +63,7 @@ inline session_Register(state) {
   if
   :: state == session_described -> ROW(6, session_described, Register, session_registering); state = session_registering
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(36, session_ready, Register, session_ready); state = session_ready
+  :: state == session_ready -> ROW(38, session_ready, Register, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -67,7 +73,7 @@ inline session_Registered(state) {
   if
   :: state == session_registering -> ROW(7, session_registering, Registered, session_ready); state = session_ready
 #if defined(EPOCHS) || defined(PULL)
-  :: state == session_ready -> ROW(37, session_ready, Registered, session_ready); state = session_ready
+  :: state == session_ready -> ROW(39, session_ready, Registered, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -109,7 +115,7 @@ inline session_Pong(state) {
 inline session_Unregister(state) {
   if
 #if defined(EPOCHS)
-  :: state == session_ready -> ROW(34, session_ready, Unregister, session_ready); state = session_ready
+  :: state == session_ready -> ROW(36, session_ready, Unregister, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -118,7 +124,7 @@ inline session_Unregister(state) {
 inline session_Unregistered(state) {
   if
 #if defined(EPOCHS)
-  :: state == session_ready -> ROW(35, session_ready, Unregistered, session_ready); state = session_ready
+  :: state == session_ready -> ROW(37, session_ready, Unregistered, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -127,7 +133,7 @@ inline session_Unregistered(state) {
 inline session_Credit(state) {
   if
 #if defined(STAGED) || defined(INLINE)
-  :: state == session_ready -> ROW(39, session_ready, Credit, session_ready); state = session_ready
+  :: state == session_ready -> ROW(41, session_ready, Credit, session_ready); state = session_ready
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -135,17 +141,17 @@ inline session_Credit(state) {
 
 inline transfer_Transfer(state) {
   if
-  :: state == transfer_new -> ROW(40, transfer_new, Transfer, transfer_asked); state = transfer_asked
+  :: state == transfer_new -> ROW(42, transfer_new, Transfer, transfer_asked); state = transfer_asked
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Accepted(state) {
   if
-  :: state == transfer_asked -> ROW(41, transfer_asked, Accepted, transfer_accepted); state = transfer_accepted
-  :: state == transfer_aborting -> ROW(55, transfer_aborting, Accepted, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(43, transfer_asked, Accepted, transfer_accepted); state = transfer_accepted
+  :: state == transfer_aborting -> ROW(57, transfer_aborting, Accepted, transfer_aborting); state = transfer_aborting
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(64, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(66, transfer_accepted, Accepted, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -153,35 +159,35 @@ inline transfer_Accepted(state) {
 
 inline transfer_Failed(state) {
   if
-  :: state == transfer_asked -> ROW(42, transfer_asked, Failed, transfer_failed); state = transfer_failed
-  :: state == transfer_accepted -> ROW(44, transfer_accepted, Failed, transfer_failed); state = transfer_failed
-  :: state == transfer_aborting -> ROW(57, transfer_aborting, Failed, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(44, transfer_asked, Failed, transfer_failed); state = transfer_failed
+  :: state == transfer_accepted -> ROW(46, transfer_accepted, Failed, transfer_failed); state = transfer_failed
+  :: state == transfer_aborting -> ROW(59, transfer_aborting, Failed, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Done(state) {
   if
-  :: state == transfer_accepted -> ROW(43, transfer_accepted, Done, transfer_done); state = transfer_done
-  :: state == transfer_aborting -> ROW(56, transfer_aborting, Done, transfer_aborting); state = transfer_aborting
+  :: state == transfer_accepted -> ROW(45, transfer_accepted, Done, transfer_done); state = transfer_done
+  :: state == transfer_aborting -> ROW(58, transfer_aborting, Done, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_DoneAck(state) {
   if
-  :: state == transfer_done -> ROW(45, transfer_done, DoneAck, transfer_ended); state = transfer_ended
-  :: state == transfer_failed -> ROW(47, transfer_failed, DoneAck, transfer_ended); state = transfer_ended
-  :: state == transfer_aborting -> ROW(58, transfer_aborting, DoneAck, transfer_aborting); state = transfer_aborting
+  :: state == transfer_done -> ROW(47, transfer_done, DoneAck, transfer_ended); state = transfer_ended
+  :: state == transfer_failed -> ROW(49, transfer_failed, DoneAck, transfer_ended); state = transfer_ended
+  :: state == transfer_aborting -> ROW(60, transfer_aborting, DoneAck, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Error(state) {
   if
-  :: state == transfer_done -> ROW(46, transfer_done, Error, transfer_ended); state = transfer_ended
+  :: state == transfer_done -> ROW(48, transfer_done, Error, transfer_ended); state = transfer_ended
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(75, transfer_offered, Error, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(77, transfer_offered, Error, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -189,23 +195,23 @@ inline transfer_Error(state) {
 
 inline transfer_Abort(state) {
   if
-  :: state == transfer_new -> ROW(48, transfer_new, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_asked -> ROW(49, transfer_asked, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_accepted -> ROW(50, transfer_accepted, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_new -> ROW(50, transfer_new, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_asked -> ROW(51, transfer_asked, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_accepted -> ROW(52, transfer_accepted, Abort, transfer_aborting); state = transfer_aborting
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(51, transfer_offered, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_offered -> ROW(53, transfer_offered, Abort, transfer_aborting); state = transfer_aborting
 #endif
-  :: state == transfer_done -> ROW(52, transfer_done, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_failed -> ROW(53, transfer_failed, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_ended -> ROW(54, transfer_ended, Abort, transfer_aborting); state = transfer_aborting
-  :: state == transfer_aborting -> ROW(59, transfer_aborting, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_done -> ROW(54, transfer_done, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_failed -> ROW(55, transfer_failed, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_ended -> ROW(56, transfer_ended, Abort, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(61, transfer_aborting, Abort, transfer_aborting); state = transfer_aborting
   :: else -> BROKEN(LEGAL)
   fi
 }
 
 inline transfer_Drained(state) {
   if
-  :: state == transfer_aborting -> ROW(60, transfer_aborting, Drained, transfer_ended); state = transfer_ended
+  :: state == transfer_aborting -> ROW(62, transfer_aborting, Drained, transfer_ended); state = transfer_ended
   :: else -> BROKEN(LEGAL)
   fi
 }
@@ -213,10 +219,10 @@ inline transfer_Drained(state) {
 inline transfer_Progress(state) {
   if
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(61, transfer_accepted, Progress, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(63, transfer_accepted, Progress, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(INTENT)
-  :: state == transfer_aborting -> ROW(62, transfer_aborting, Progress, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(64, transfer_aborting, Progress, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -225,7 +231,7 @@ inline transfer_Progress(state) {
 inline transfer_Grant(state) {
   if
 #if defined(INTENT)
-  :: state == transfer_accepted -> ROW(63, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(65, transfer_accepted, Grant, transfer_accepted); state = transfer_accepted
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -234,10 +240,10 @@ inline transfer_Grant(state) {
 inline transfer_Chunk(state) {
   if
 #if defined(STAGED)
-  :: state == transfer_accepted -> ROW(65, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(67, transfer_accepted, Chunk, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(STAGED)
-  :: state == transfer_aborting -> ROW(66, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(68, transfer_aborting, Chunk, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -246,10 +252,10 @@ inline transfer_Chunk(state) {
 inline transfer_Data(state) {
   if
 #if defined(INLINE)
-  :: state == transfer_accepted -> ROW(67, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
+  :: state == transfer_accepted -> ROW(69, transfer_accepted, Data, transfer_accepted); state = transfer_accepted
 #endif
 #if defined(INLINE)
-  :: state == transfer_aborting -> ROW(68, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(70, transfer_aborting, Data, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -258,10 +264,10 @@ inline transfer_Data(state) {
 inline transfer_Offer(state) {
   if
 #if defined(PULL)
-  :: state == transfer_accepted -> ROW(69, transfer_accepted, Offer, transfer_offered); state = transfer_offered
+  :: state == transfer_accepted -> ROW(71, transfer_accepted, Offer, transfer_offered); state = transfer_offered
 #endif
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(70, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(72, transfer_aborting, Offer, transfer_aborting); state = transfer_aborting
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -270,10 +276,10 @@ inline transfer_Offer(state) {
 inline transfer_Renewed(state) {
   if
 #if defined(PULL)
-  :: state == transfer_aborting -> ROW(71, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
+  :: state == transfer_aborting -> ROW(73, transfer_aborting, Renewed, transfer_aborting); state = transfer_aborting
 #endif
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(73, transfer_offered, Renewed, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(75, transfer_offered, Renewed, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -282,7 +288,7 @@ inline transfer_Renewed(state) {
 inline transfer_Renew(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(72, transfer_offered, Renew, transfer_offered); state = transfer_offered
+  :: state == transfer_offered -> ROW(74, transfer_offered, Renew, transfer_offered); state = transfer_offered
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -291,7 +297,7 @@ inline transfer_Renew(state) {
 inline transfer_Pulled(state) {
   if
 #if defined(PULL)
-  :: state == transfer_offered -> ROW(74, transfer_offered, Pulled, transfer_ended); state = transfer_ended
+  :: state == transfer_offered -> ROW(76, transfer_offered, Pulled, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi
@@ -300,7 +306,7 @@ inline transfer_Pulled(state) {
 inline transfer_Released(state) {
   if
 #if defined(PULL)
-  :: state == transfer_ended -> ROW(76, transfer_ended, Released, transfer_ended); state = transfer_ended
+  :: state == transfer_ended -> ROW(78, transfer_ended, Released, transfer_ended); state = transfer_ended
 #endif
   :: else -> BROKEN(LEGAL)
   fi

@@ -1,0 +1,178 @@
+"""Descriptions that change while a session goes on: both sides plan anew, and what is under way ends by the old plan."""
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvproto.planning.geometry import Geometry, mla
+from kvproto.session.table import SessionState
+from kvproto.wire import encode
+from kvproto.wire.enums import DType, ErrorCode
+from kvproto.wire.messages import Describe, Description, Error, Failed, Refused, Register, Transfer
+from tests.session.driver import World, geometry, without_draft
+from tests.session.test_epochs import Epochs
+
+
+def redescribed(world: Epochs, made: Geometry) -> None:
+    """The sink has another pool, of other caches."""
+    exposed = world.another("d0", made)
+    world.sink_.expose(exposed, world.now, made)
+    world.run()
+
+
+def test_a_sink_whose_caches_change_plans_anew_and_the_session_goes_on() -> None:
+    """KVP-DSC-AGAIN, KVP-DSC-VERSION: what is under way ends by the plan that it was asked by."""
+    world = Epochs(2)
+    (before,) = {s.session for s in world.sources["s0"].sessions.values()}
+    world.ask()
+    redescribed(world, without_draft())
+    assert world.sink_.ready
+    world.ask()
+    groups = {version: {g.group for m in world.of(Transfer) if m.sink_version == version for g in m.grants}
+              for version in (1, 2)}  # fmt: skip
+    assert groups == {1: {0, 1, 2}, 2: {0, 2}}
+    assert [m.version for m in world.of(Describe)] == [1, 1, 2, 2]
+    for address in world.sources:
+        world.serve(address)
+    assert len(world.events("d0", "Arrived")) == 2
+    assert [*world.sources["s0"].sessions] == [before]
+
+
+def restated(world: Epochs, made: Geometry, *addresses: str) -> None:
+    """Source ranks have other caches."""
+    for address in addresses or world.sources:
+        world.sources[address].restate(made, {r.rank: f"s{r.rank}" for r in made.ranks}, world.now)
+    world.run()
+
+
+def anew(world: Epochs) -> None:
+    """What a link does once it hears of another plan: the pool is registered by it."""
+    old = world.sink_.exposed
+    world.sink_.expose(attrs.evolve(old, epoch=old.epoch + 1), world.now)
+    world.sink_.give_back(old, False, world.now)
+    world.run()
+
+
+def test_a_source_whose_caches_change_says_so() -> None:
+    """KVP-DSC-AGAIN: the sink asks nothing by the old plan, and registers by the new one."""
+    world = Epochs(2)
+    world.sink_.expose(world.another("d0", without_draft()), world.now, without_draft())
+    world.run()
+    restated(world, without_draft(2), "s0")
+    assert not world.sink_.ready
+    restated(world, without_draft(2), "s1")
+    anew(world)
+    assert world.sink_.ready
+    world.serves()
+    assert {m.source_version for m in world.of(Transfer)} == {2}
+
+
+def test_both_change_at_once() -> None:
+    """KVP-DSC-AGAIN: a Register that a change has overtaken is refused, and another follows."""
+    world = Epochs()
+    made = without_draft()
+    world.sink_.expose(world.another("d0", made), world.now, made)
+    world.sources["s0"].restate(made, {0: "s0"}, world.now)
+    world.run()
+    anew(world)
+    assert world.sink_.refused is None
+    world.serves()
+
+
+def test_a_transfer_of_a_plan_that_is_over_is_refused() -> None:
+    """KVP-TRN-AGREE."""
+    world = Epochs()
+    old = world.sink_.sessions["s0"]
+    world.ask(finished=False)
+    (transfer,) = world.of(Transfer)
+    restated(world, without_draft())
+    (failed,) = world.say(attrs.evolve(transfer, **world.fields(90, sequence=2, ticket=bytes(16))))[-1:]
+    assert (type(failed), failed.code, failed.path) == (Failed, ErrorCode.BAD_GRANT, "source_version")
+    assert old.open
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_that_does_not_rise(version: int) -> None:
+    """KVP-DSC-RISE; the plan stays, and the next good one is taken."""
+    world = Epochs()
+    redescribed(world, without_draft())
+    *_, describe = world.of(Describe)
+    (refused,) = world.say(attrs.evolve(describe, **world.fields(90), version=version))
+    assert (type(refused), refused.code, refused.path) == (Refused, ErrorCode.OUT_OF_RANGE, "version")
+    world.serves()
+    redescribed(world, geometry(1))
+    world.serves()
+
+
+def test_caches_that_do_not_fit_any_more_end_the_session() -> None:
+    """KVP-DSC-PLAN."""
+    world = Epochs()
+    other = geometry(1, groups=(mla(0, "target", 0, 48, 4, DType.F32), *geometry(1).groups[1:]))
+    redescribed(world, other)
+    assert world.sink_.refused is not None
+    assert world.sink_.refused.code == ErrorCode.LANE_MISMATCH
+    assert not world.sink_.ready
+
+
+def test_without_epochs_the_session_ends() -> None:
+    """KVP-DSC-AGAIN, KVP-SES-STATE."""
+    world = World(geometry(1)).ready(1)
+    sink, source = world.sinks["d0"], world.sources["s0"]
+    assert not sink.adaptable(without_draft())
+    (session,) = source.sessions
+    describe = Describe(session=session, request=90, version=2, geometry=b"", digest=bytes(32))
+    source.receive("d0", encode(describe), world.now)
+    assert source.sessions[session].state == SessionState.READY
+    source.restate(without_draft(), {0: "s0"}, world.now)
+    world.run()
+    assert not sink.sessions["s0"].open
+
+
+def test_plans_that_are_made_later() -> None:
+    """KVP-DSC-AGAIN: a Description that changes again while the plan of the first is made counts alone."""
+    world = Epochs()
+    later: list[Any] = []
+    world.sources["s0"].plans.defer = lambda work, then: later.append(lambda: then(work()))
+    redescribed(world, without_draft())
+    assert not world.sink_.ready
+    world.sources["s0"].restate(without_draft(), {0: "s0"}, world.now)
+    world.run()
+    while later:
+        later.pop(0)()
+        world.run()
+    anew(world)
+    while later:
+        later.pop(0)()
+        world.run()
+    assert world.sink_.ready
+    world.serves()
+    assert not world.of(Error)
+    assert {type(m) for m in world.said} >= {Describe, Description, Register}
+    assert not [m for m in world.said if isinstance(m, Refused) and m.code != ErrorCode.DESCRIPTION_MISMATCH]
+
+
+def test_a_refusal_is_for_those_who_lie() -> None:
+    """KVP-DSC-DIGEST, in a session that goes on."""
+    world = Epochs()
+    (describe,) = world.of(Describe)
+    (refused,) = world.say(attrs.evolve(describe, **world.fields(90), version=2, digest=bytes(32)))
+    assert refused.code == ErrorCode.BAD_DIGEST
+    world.serves()
+
+
+def test_a_register_that_comes_while_its_plan_is_made_waits_for_it() -> None:
+    """KVP-REG-DIGESTS: it names the Description that the source is about to know."""
+    world = Epochs()
+    later: list[Any] = []
+    world.sources["s0"].plans.defer = lambda work, then: later.append(lambda: then(work()))
+    world.sources["s0"].restate(without_draft(), {0: "s0"}, world.now)
+    world.sink_.expose(world.another("d0", without_draft()), world.now, without_draft())
+    world.run()
+    anew(world)
+    while later:
+        later.pop(0)()
+        world.run()
+    assert world.sink_.ready
+    assert not world.events("s0", "SessionRefused")
+    world.serves()
