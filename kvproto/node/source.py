@@ -149,13 +149,8 @@ class SourceNode:
         self.pool, self.epoch, self._dispatcher.memories = pool, epoch, pool.memories
         self._peers.wake(pool, self.epoch)
 
-    def _returned(self) -> list[PoolReturned]:
-        """Pools that were taken back and that nobody reads any more."""
-
-        def holders(lent: Read) -> list[str]:
-            return self._peers.holders(lent.number) + ["copies of its own"] * lent.copied
-
-        return [PoolReturned(lent.number) for lent in returned(self._leaving, holders, self.transports, self.pool)]
+    def _holders(self, lent: Read) -> list[str]:
+        return self._peers.holders(lent.number) + ["copies of its own"] * lent.copied
 
     @property
     def busy(self) -> bool:
@@ -200,7 +195,8 @@ class SourceNode:
             self._peers.unmap(a.peer.key for some in self._attempts.values() for a in some.values())
             self._flush()
             if not moved and not events:
-                return told + self._returned()
+                over = returned(self._leaving, self._holders, self.transports, self.pool)
+                return told + [PoolReturned(lent.number) for lent in over]
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
