@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproto import LocalError
+from kvproto import LocalError, Seed
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
 from kvproto_reference.demo.engines import Engines
 from kvproto_reference.demo.network import key_folders
-from kvproto_reference.demo.options import parse
+from kvproto_reference.demo.options import parse, unknown_hosts
 from kvproto_reference.demo.router import Router
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
@@ -178,6 +178,14 @@ def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> Non
     assert prefill == f"prefill-0 does not run: nothing listens at {folder}/prefill-0"
     assert decode == "decode-0 runs, and no prefill engine answers it"
     router.close()
+
+
+def test_a_host_that_is_not_known_is_named() -> None:
+    """It may yet come up, so that an engine starts all the same."""
+    seeds = {
+        ("p", n): Seed(f"tcp://{host}:7100") for n, host in enumerate(("no-such-host.invalid", "127.0.0.1", "[::1]"))
+    }
+    assert list(unknown_hosts(seeds)) == ["tcp://no-such-host.invalid:7100"]
 
 
 def test_decode_without_a_source_is_refused(folder: Path) -> None:

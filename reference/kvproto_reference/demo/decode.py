@@ -20,7 +20,7 @@ from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
 from ..errors import EngineError, code_of
 from .lines import PASSING, Lines
-from .options import EngineOptions, parse
+from .options import EngineOptions, parse, unknown_hosts
 from .rank import EngineProcess
 
 SAYS = {
@@ -305,6 +305,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse("decode", argv)
         options.layout.check(options.configs)
+        for address, why in unknown_hosts(options.seeds).items():
+            print(f"warning: the host of {address} is not known here, yet: {why}", file=sys.stderr)
         return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -219,6 +220,17 @@ def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
         return found
     key = _key(args.source_key)
     return {(args.source, n): Seed(rank_address(_address(args), n, 0), key) for n in range(args.sources)}
+
+
+def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:
+    """Addresses whose host this machine does not know, and why; it may know them when they are dialled."""
+    found = {}
+    for address in {seed.address for seed in seeds.values() if seed.address.startswith("tcp://")}:
+        try:
+            socket.getaddrinfo(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"), None)
+        except OSError as error:
+            found[address] = str(error.strerror)
+    return found
 
 
 def _key(path: Path | None) -> str | None:
