@@ -303,6 +303,14 @@ class CopyProgram:
             )
         return CopyProgram(maps, ops, self.tokens_per_row, self.state_after, self.others)
 
+    def parts(self, most: int) -> list[CopyProgram]:
+        """Return this program in parts of whole layers, of about `most` bytes or one layer each."""
+        if self.bytes <= most:
+            return [self]
+        layers = np.unique(self.ops["layer"])
+        step = max(len(layers) * most // self.bytes, 1)
+        return [self.select(layers=layers[i : i + step].tolist()) for i in range(0, len(layers), step)]
+
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
         """Return the rows of a model that `end` tokens complete and `first` tokens do not; end None: all that are left.
 

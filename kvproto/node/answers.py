@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 
 from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
@@ -12,7 +14,12 @@ from kvproto.transport.base import Memory
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
-__all__ = ["bytes_by_name", "checksums_of", "session_id"]
+__all__ = ["LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
+
+LOOK = 0.02
+"""Seconds of one turn in which checksums are taken."""
+_PART = 4 << 20
+"""Bytes that are summed before anybody asks whether that is over."""
 
 
 def session_id() -> int:
@@ -20,23 +27,46 @@ def session_id() -> int:
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
-def checksums_of(
-    peer: PeerMapping, program: CopyProgram, memories: Mapping[int, Memory], features: Collection[int]
-) -> tuple[Checksum, ...] | None:
+class Sums:
+    """Checksums by group of a program, taken part after part: those of a long prompt take seconds, and no turn may."""
+
+    def __init__(self, program: CopyProgram, take: Callable[[CopyProgram], Mapping[int, int]]) -> None:
+        self.program, self._parts, self._take = program, deque(program.parts(_PART)), take
+        self.found: dict[int, int] = {}
+
+    def advance(self, until: float) -> bool:
+        """Go on until then: whether all are taken."""
+        while self._parts and time.monotonic() < until:
+            for group, value in self._take(self._parts.popleft()).items():
+                self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
+        return not self._parts
+
+
+class Checksums:
     """The checksums of Done or Offer, where the features ask for some (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
-    if Feature.VERIFY not in features:
-        return None
 
-    def take(some: CopyProgram) -> Mapping[int, int]:
-        return peer.transport.checksums(some, memories, sink=False)
+    def __init__(
+        self, peer: PeerMapping, program: CopyProgram, memories: Mapping[int, Memory], features: Collection[int]
+    ) -> None:  # fmt: skip
+        self._peer, self._features = peer, features
+        self._take = lambda some: peer.transport.checksums(some, memories, sink=False)
+        self._sums = Sums(program, self._take) if Feature.VERIFY in features else None
 
-    pages: dict[int, PageSums] = {}
-    if Feature.VERIFY_PAGES in features:
-        pages = page_sums(program, {g.id: g for g in peer.pair.sink.geometry.groups}, take)
-    return tuple(
-        Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
-        for group, value in sorted(take(program).items())
-    )
+    def advance(self, until: float) -> bool:
+        """Go on until then: whether all are taken."""
+        return self._sums is None or self._sums.advance(until)
+
+    def said(self) -> tuple[Checksum, ...] | None:
+        """What the message says, once all are taken."""
+        if self._sums is None:
+            return None
+        pages: dict[int, PageSums] = {}
+        if Feature.VERIFY_PAGES in self._features:
+            pages = page_sums(self._sums.program, {g.id: g for g in self._peer.pair.sink.geometry.groups}, self._take)
+        return tuple(
+            Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
+            for group, value in sorted(self._sums.found.items())
+        )
 
 
 def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import attrs
 
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.node.answers import LOOK, Sums
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
 from kvproto.node.lent import Filled
@@ -92,6 +94,8 @@ class SourceLink:
         """Of transfers that name their items late, by our number."""
         self._told: list[TransferLost | PagesNeeded] = []
         """What is told in the next turn."""
+        self._verifying: deque[tuple[Arrived, list[Sums] | KvprotoError]] = deque()
+        """What has arrived, and its checksums as far as they are taken."""
         self._agreed: Planned | None = None
         self.expose(lent)
         self.endpoint.dial(time.monotonic())
@@ -190,11 +194,17 @@ class SourceLink:
         found: list[str] = []
         for terms in [each for each in (*self._former, self._terms) if each is not None and each.lent is lent]:
             found += self.endpoint.holders(terms.exposed)
+            found += ["checksums of its own"] * self._reads(terms)
         return found
+
+    def _reads(self, terms: Terms) -> bool:
+        """Whether checksums are taken of what arrived in this pool."""
+        return any(self._under[self._numbers[event.transfer]] is terms for event, _ in self._verifying)
 
     def _let_go(self) -> None:
         """Let go of former terms that no source holds any more."""
-        for terms in [each for each in self._former if not self.endpoint.holders(each.exposed)]:
+        gone = [t for t in self._former if not self.endpoint.holders(t.exposed) and not self._reads(t)]
+        for terms in gone:
             if self.endpoint.given_back(terms.exposed):
                 terms.close()
             self._former.remove(terms)
@@ -224,7 +234,7 @@ class SourceLink:
     def timeout(self) -> float | None:
         """Seconds until there is something to do."""
         found = [self._puller.poll_interval]
-        if self._told:
+        if self._told or self._verifying:
             found.append(0.0)
         if any(each.unpacking for each in (*self._former, self._terms) if each is not None):
             found += [t.capabilities.poll_interval for t in self._here.transports]
@@ -240,6 +250,7 @@ class SourceLink:
             events = self.endpoint.take_events()
             for event in events:
                 told += self._hear(event)
+            told += self._verified()
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
@@ -327,7 +338,7 @@ class SourceLink:
                 number = self._numbers[event.transfer]
                 self._need(number, self._claims[number], event.tokens)
             case Arrived():
-                return [self._received(event)]
+                self._verifying.append((event, self._sums(event)))
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
@@ -361,20 +372,43 @@ class SourceLink:
         routes = terms.expected.pair(event.offer.writer).routes
         self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
 
-    def _received(self, event: Arrived) -> Received | TransferLost:
+    def _sums(self, event: Arrived) -> list[Sums] | KvprotoError:
+        """The checksums of what has arrived, which turns take one after the other; none without VERIFY."""
+        if Feature.VERIFY not in self.endpoint.features():
+            return []
+        number = self._numbers[event.transfer]
+        try:
+            return [self._under[number].sums(done, self._grants[number]) for done in event.done]
+        except KvprotoError as error:
+            return error
+
+    def _verified(self) -> list[Received | TransferLost]:
+        """Transfers whose checksums are all taken, in the order in which they arrived."""
+        told, until = [], time.monotonic() + LOOK
+        while self._verifying:
+            _, sums = self._verifying[0]
+            if not isinstance(sums, KvprotoError) and not all(each.advance(until) for each in sums):
+                break
+            told.append(self._received(*self._verifying.popleft()))
+        return told
+
+    def _received(self, event: Arrived, taken: list[Sums] | KvprotoError) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
-        grants, terms = self._grants.pop(number), self._under.pop(number)
+        del self._grants[number]
+        terms = self._under.pop(number)
         self._undo_deadline(number)
         self._claims.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}
         sums: dict[tuple[int, int], int] = {}
         since: dict[int, int] = {}
         try:
-            for done in event.done:
+            if isinstance(taken, KvprotoError):
+                raise taken
+            for n, done in enumerate(event.done):
                 since |= {group: max(first, since.get(group, 0)) for group, first in begins_of(done).items()}
                 handoff |= terms.expected.handoff(done)
-                if Feature.VERIFY in self.endpoint.features():
-                    sums |= terms.verify(done, grants)
+                if taken:
+                    sums |= terms.verify(done, taken[n])
         except KvprotoError as error:  # every writer is Done: nothing can arrive any more
             return TransferLost(number, error, True)
         finished = all(d.outcome == Outcome.FINISHED for d in event.done)

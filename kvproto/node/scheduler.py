@@ -9,6 +9,7 @@ import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram
 from kvproto.errors import KvprotoError
+from kvproto.node.answers import Checksums
 from kvproto.node.progress import Available, Part, SendProgress
 from kvproto.node.registrar import PeerMapping
 from kvproto.node.request import Request, asked_tokens, check_ends
@@ -60,6 +61,8 @@ class Attempt:
     """Under way."""
     last: LastPart | None = None
     """Set when the last part was handed over."""
+    sums: Checksums | None = None
+    """Set when no copy is under way any more."""
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether writes of its copies can still arrive."""

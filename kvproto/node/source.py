@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
-from kvproto.node.answers import bytes_by_name, checksums_of, session_id
+from kvproto.node.answers import LOOK, Checksums, bytes_by_name, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.lent import Read, returned
@@ -205,7 +205,7 @@ class SourceNode:
 
     def timeout(self) -> float | None:
         """Seconds until a turn has something to do whatever the descriptors say."""
-        if self._listener.pending:
+        if self._listener.pending or self._look:
             return 0.0
         found = [self._dispatcher.poll_interval]
         deadline = self.endpoint.next_deadline()
@@ -334,14 +334,25 @@ class SourceNode:
             self._look |= {attempt.asked.key for attempt in self._dispatcher.advance()}
         look, self._look = self._look, set()
         idle = [a for key in look for a in self._attempts.get(key, {}).values() if not a.copies]
-        over = [a for a in idle if a.last or a.failure or self._unwanted(a)]
-        for attempt in over:
+        over, until = [a for a in idle if a.last or a.failure or self._unwanted(a)], time.monotonic() + LOOK
+        summed = [a for a in over if self._summed(a, until)]
+        self._look |= {a.asked.key for a in over if a not in summed}
+        for attempt in summed:
             key = attempt.asked.key
             del self._attempts[key][attempt.key]
             if not self._attempts[key]:
                 del self._attempts[key]
             told += self._answer(attempt)
-        return bool(over)
+        return bool(summed)
+
+    def _summed(self, attempt: Attempt, until: float) -> bool:
+        """Whether its checksums are taken, or not needed as it has failed."""
+        session = self.endpoint.sessions.get(attempt.asked.session)
+        if attempt.failure or attempt.program is None or session is None or self._unwanted(attempt):
+            return True
+        if attempt.sums is None:
+            attempt.sums = Checksums(attempt.peer, attempt.program, self.pool.memories, session.features)
+        return attempt.sums.advance(until)
 
     def _answer(self, attempt: Attempt) -> list[Any]:
         """Done, Offer or Failed, now that no copy of it is under way."""
@@ -350,18 +361,10 @@ class SourceNode:
         request = self._requests.get(asked.key)
         finished = request.finished if request is not None else None
         error = attempt.failure or self._unwanted(attempt)
-        if (
-            error is not None
-            or session is None
-            or request is None
-            or finished is None
-            or program is None
-            or last is None
-        ):
+        if error or not (session and request and finished and program and last and attempt.sums):
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
-        sums = checksums_of(attempt.peer, program, self.pool.memories, session.features)
-        said = finished.outcome, last.handoff, sums, attempt.begins
+        said = finished.outcome, last.handoff, attempt.sums.said(), attempt.begins
         if attempt.peer.reads:
             held = request.begun(attempt.peer.pair, asked.transfer.grants)
             grants = offered(attempt.peer.pair.routes, self.pool.layout, held, finished.items)

@@ -9,6 +9,7 @@ from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.node.answers import Sums
 from kvproto.node.expected import Expected
 from kvproto.node.lent import Filled
 from kvproto.node.registrar import register
@@ -89,15 +90,17 @@ class Terms:
             return grants
         return {g.group: g for g in begun(self.lent.pool.layout, tuple(grants.values()), begins)}
 
-    def verify(self, done: Done, grants: Mapping[int, Grants]) -> dict[tuple[int, int], int]:
+    def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
+        """The checksums of what a source rank has sent, as it is here; raises BAD_GRANT."""
+        return Sums(self.expected.program(done.writer, self.begun(grants, begins_of(done))), self._take)
+
+    def _take(self, some: CopyProgram) -> Mapping[int, int]:
+        return self._transports[0].checksums(some, self.lent.pool.memories, sink=True)
+
+    def verify(self, done: Done, sums: Sums) -> dict[tuple[int, int], int]:
         """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
-        program = self.expected.program(done.writer, self.begun(grants, begins_of(done)))
-        pool = self.lent.pool
-
-        def take(some: CopyProgram) -> Mapping[int, int]:
-            return self._transports[0].checksums(some, pool.memories, sink=True)
-
-        here, sent = take(program), {c.group: c for c in done.checksums or ()}
+        program, pool = sums.program, self.lent.pool
+        here, sent = sums.found, {c.group: c for c in done.checksums or ()}
         for group, value in here.items():
             if group in sent and sent[group].value == value:
                 continue
@@ -113,8 +116,8 @@ class Terms:
                     program.state_after,
                     program.others,
                 )
-                sums = page_sums(some, {group: spec}, take)[group]
-                advice = f"{sums.first_difference(sent[group].pages)}; {advice}"
+                pages = page_sums(some, {group: spec}, self._take)[group]
+                advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
         return {(done.writer, group): value for group, value in here.items()}
 

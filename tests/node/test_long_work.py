@@ -1,0 +1,56 @@
+"""A copy and its checksums are as long as a prompt, and turns are not: peers are heard, and answered, in between."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto.node import answers
+from kvproto.transport.shm import transport as shm
+from tests.door.doors import Two, address_in
+
+PAGE, PAGES, LAYERS = 4, 130, 16
+GEOMETRY = lay_out([Cache.gqa("kv", LAYERS, kv_heads=2, head_dim=64, page=PAGE, dtype=DType.U8)])
+LONG, SHORT = Prompt(range(512)), Prompt(range(4))
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_short_request_ends_while_a_long_one_is_copied_and_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pull: bool
+) -> None:
+    """KVP-SES-BEAT, KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: 2 MiB, of which a look takes 128 KiB."""
+    monkeypatch.setattr(shm, "_PART", 32 << 10)
+    monkeypatch.setattr(shm, "_LOOK", 0.0)
+    monkeypatch.setattr(answers, "_PART", 32 << 10)
+    options, address = Options(thread=False, pull=pull), address_in(tmp_path)
+    pool = Pool.allocate(GEOMETRY, PAGES)
+    for layer in range(LAYERS):
+        pool.array("kv", layer, "k")[:] = np.random.default_rng(layer).integers(
+            1, 256, pool.array("kv", layer, "k").shape
+        )
+    with (
+        Source("prefill", pool, address, options) as source,
+        Sink("long", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, options) as one,
+        Sink("short", Pool.allocate(GEOMETRY, 1), {"prefill": address}, options) as other,
+    ):
+        both, beside = Two(source, one), Two(source, other)
+
+        def asked(by: Sink, prompt: Prompt, table: list[int]):  # type: ignore[no-untyped-def]
+            ticket = new_ticket("prefill")
+            source.request(ticket, prompt).finish({"kv": table})
+            return by.fetch(ticket, prompt, {"kv": list(range(len(table)))})
+
+        warm = asked(other, SHORT, [129])
+        beside.until(lambda: warm.done)
+        long = asked(one, LONG, list(range(128)))
+        both.until(lambda: source._node.busy if not pull else one._node._links["prefill", 0]._puller._pulls)
+        short = asked(other, SHORT, [129])
+        while not short.done:
+            beside.turn()
+            one.step(0)
+        assert not long.done
+        both.until(lambda: long.done)
+        assert long.wait(0).checksums
+        for layer in range(LAYERS):
+            assert (one.pool.array("kv", layer, "k")[:128] == pool.array("kv", layer, "k")[:128]).all()
