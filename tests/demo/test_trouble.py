@@ -128,7 +128,8 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     listed = allow.read_text()
     allow.write_text("")
     desk.until(lambda role, word: word["op"] == "peer" and "NOT_ALLOWED" in word.get("error", ""))
-    desk.until(lambda role, word: word["op"] == "peer" and "an allow-list without this key" in word.get("error", ""))
+    ours_now = f"{address} has an allow-list without this key, decode has {(theirs / 'public.key').read_text().strip()}"
+    desk.until(lambda role, word: word["op"] == "peer" and ours_now in word.get("error", ""))
     allow.write_text(listed)
     desk.connected()
     desk.ask("again", "Alice")

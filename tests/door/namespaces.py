@@ -70,6 +70,7 @@ def linked(weather: Weather) -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             _run("ip", "netns", "add", name)
+            _run("ip", "netns", "exec", name, "true")  # which mounts a /sys, as `enter` does
         here, there = FORKED.Pipe()
         relay = FORKED.Process(target=_relay, args=(names, weather, there), daemon=True)
         relay.start()

@@ -56,6 +56,7 @@ def namespaces() -> Iterator[tuple[dict[str, str], str]]:
     try:
         for name in names.values():
             _ip("netns", "add", name)
+            _ip("netns", "exec", name, "true")  # which mounts a /sys, as `enter` does
         here, there = names["prefill"], names["decode"]
         _ip("-n", here, "link", "add", "kv", "type", "veth", "peer", "name", "kv", "netns", there)
         for role, name in names.items():

@@ -114,14 +114,21 @@ class Router:
     def wait_ready(self, patience: float, hint_after: float = 3.0) -> None:
         """Wait until all engines are ready, after some seconds saying for what; raises EngineError after `patience`."""
         until, hint = time.monotonic() + patience, time.monotonic() + hint_after
-        while missing := [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]:
+        while missing := self._missing():
             self._turn(lambda request: None)
-            why = "; ".join(f"{n} {e.said.format(path=e.line.path)}" for n, e in self._engines.items() if n in missing)
             if time.monotonic() > until:
-                raise EngineError(f"not ready in {patience:g} s: {why}")
+                raise EngineError(f"not ready in {patience:g} s: {self._why(missing)}")
             if time.monotonic() > hint:
-                self._note(f"waiting: {why}")
+                self._note(f"waiting: {self._why(missing)}")
                 hint = until
+
+    def _missing(self) -> list[str]:
+        """Engines that do not take requests, or know too few others."""
+        return [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]
+
+    def _why(self, names: list[str]) -> str:
+        engines = [self._engines[name] for name in names]
+        return "; ".join(f"{n} {e.said.format(path=e.line.path)}" for n, e in zip(names, engines, strict=True))
 
     def _needs(self, name: str) -> int:
         return self._replicas["prefill"] if name.startswith("decode") else 0
@@ -137,7 +144,8 @@ class Router:
         while not on_turn() or not all(r.over and (r.freed or r.error) for r in self.requests):
             self._turn(on_news)
             if time.monotonic() > self._told + DEADLINE + 30:
-                raise EngineError("the engines did not finish in time")
+                why = self._why(self._missing()) or "all engines answer"
+                raise EngineError(f"the requests were not over in time: {why}")
 
     def _turn(self, on_news: Callable[[Request], None]) -> None:
         for name, word in self._listen():
