@@ -163,7 +163,7 @@ class SourceLink:
 
     def expose(self, lent: Filled) -> None:
         """Register another pool, for transfers from now on; those that wait with pages of another are lost."""
-        self._lose_waiting()
+        self.drop_waiting()
         self._agree(lent)
 
     def _agree(self, lent: Filled) -> None:
@@ -184,7 +184,8 @@ class SourceLink:
             self._former.append(terms)
             self.endpoint.give_back(terms.exposed, at_once, time.monotonic())
 
-    def _lose_waiting(self) -> None:
+    def drop_waiting(self) -> None:
+        """The pool has moved: nothing more is asked for into its pages."""
         error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
         for number in list(self._waiting):
             self.abort(number, error)

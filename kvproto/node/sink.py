@@ -166,6 +166,7 @@ class SinkNode:
                 link.expose(self._lent)
                 continue
             if link is not None:  # it ends what is under way, and says Goodbye then
+                link.drop_waiting()
                 self._former.append(self._links.pop(replica))
             self.connect(replica, address, server)
         return leaving

@@ -16,6 +16,7 @@ from kvproto.wire.messages import Process
 __all__ = ["Watch", "boot_id", "pid_namespace", "start_time", "this_process"]
 
 
+@cache
 def boot_id() -> bytes:
     """The kernel's boot id: 16 bytes that name this host and its present run, as the UUID is written."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

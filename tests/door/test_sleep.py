@@ -16,6 +16,7 @@ import pytest
 from kvproto import (
     Cache,
     DType,
+    KvprotoError,
     LocalError,
     Options,
     Parallel,
@@ -244,6 +245,24 @@ def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tm
                     pair.turn()
                 source.wake(filled())
                 hand_over(pair)
+
+
+def test_a_fetch_that_waits_for_its_source_writes_no_pool_that_has_moved(tmp_path: Path) -> None:
+    """KVP-EPO-FREE: the source comes when the memory may be free already."""
+    address, old = address_in(tmp_path), another()
+    with Sink("decode", old, {"prefill": address}, STEPPED) as sink:
+        made = new_ticket("prefill")
+        fetch = sink.fetch(made, PROMPT, {"kv": THERE})
+        moved = sink.move(another())
+        with Source("prefill", filled(), address, STEPPED) as source:
+            source.request(made, PROMPT).finish({"kv": HERE})
+            pair = Two(source, sink)
+            pair.until(lambda: moved.done and fetch.done)
+            with pytest.raises(KvprotoError) as caught:
+                fetch.wait(0)
+            assert caught.value.code == ErrorCode.POOL_MOVED
+            hand_over(pair)
+            assert not rows(old, THERE).any()
 
 
 def test_in_an_event_loop(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,21 @@ def test_a_descriptor_that_is_no_file_of_memory_is_refused() -> None:
     assert error.yours.startswith("pipe:")
     os.close(reader)
     os.close(writer)
+
+
+def test_without_descriptors_memory_is_refused_and_nothing_else_happens() -> None:
+    memory = SharedMemory(4096)
+    region, (soft, hard) = memory.region, resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    try:
+        with pytest.raises(RemoteError, match="Too many open files") as caught:
+            connect(region, "regions[0]")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+    connect(region, "regions[0]").close()
 
 
 def test_memory_that_cannot_be_had_is_a_typed_error_that_leaks_nothing() -> None:

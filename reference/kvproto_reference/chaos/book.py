@@ -58,10 +58,18 @@ class Shelf:
         for place, some in self.cells.items():
             some[rows] = read(*name, at, *place)
 
+    def check(self) -> list[Finding]:
+        """What has changed that nobody may change; here nobody knows."""
+        return []
+
     def free(self, pages: Sequence[int]) -> None:
         """Nobody reads or writes them any more: they are blank, and the first to be used again."""
         self._blank(pages)
         self._free += pages
+
+    def wipe(self) -> None:
+        """All pages are free."""
+        self.free([page for page in range(self.pool.pages(GROUP)) if page not in set(self._free)])
 
     def close(self) -> None:
         """Let go of the pool's memory."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, KvprotoError, Seed, Sink, read_ticket
-from kvproto.events import Arrived, Event, Lost, PagesFree
+from kvproto import Fetch, KvprotoError, Pool, Seed, Sink, read_ticket
+from kvproto.events import Arrived, Event, Lost, PagesFree, PoolFree
+from kvproto.withdrawal import Withdrawal
 
-from .book import Book, Finding, Name
+from .book import Book, Finding, Name, Shelf
 from .engine import Engine, Setup, prompt_of
 from .labels import GROUP
 from .plan import Order
@@ -27,6 +28,8 @@ class Job:
     name: Name
     order: Order
     fetch: Fetch
+    book: Book
+    """Of the pool that its pages are in."""
     pages: list[int]
     hold: int = -1
     """Steps for which an arrived request is still kept."""
@@ -40,26 +43,27 @@ class Decode(Engine):
         super().__init__(conn, setup)
         self._sources = {name: Seed(*place) for name, place in setup.sources.items()}
         self.door: Sink = Sink(setup.name, self.pool, self._sources, setup.options())
-        self.book = Book(self.pool, 0x80 + setup.number)
+        self.book = self.shelf = Book(self.pool, 0x80 + setup.number)
         self.jobs: dict[Fetch, Job] = {}
         self._kept: list[Job] = []
 
     def on_fetch(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
         """Have a prompt's cache brought here."""
-        pages = self.book.take(order.tokens)
+        book = self.book
+        pages = book.take(order.tokens)
         if pages is None:
             self.say("lost", name, "no pages", True)
             return
         prompt = prompt_of(order.number, order.tokens, order.other_prompt)
-        self.book.write(name, pages, 0, order.cached)
-        self.book.grant(name, pages)
+        book.write(name, pages, 0, order.cached)
+        book.grant(name, pages)
         try:
             fetch = self.door.fetch(read_ticket(ticket), prompt, {GROUP: pages}, cached=order.cached)
         except KvprotoError as error:
-            self.book.free(pages)
+            book.free(pages)
             self.say("lost", name, f"refused {error.code.name}", True)
             return
-        job = self.jobs[fetch] = Job(name, order, fetch, pages)
+        job = self.jobs[fetch] = Job(name, order, fetch, book, pages)
         if order.abort is not None:
             self.after(order.abort, lambda: self._abort(job))
 
@@ -67,6 +71,26 @@ class Decode(Engine):
         """Every client is gone."""
         for job in list(self.jobs.values()):
             self._abort(job)
+
+    def on_move(self) -> None:
+        """Go on with other memory; what is under way ends in the old one."""
+        if not self.door.asleep:
+            pool = Pool.allocate(self.pool.geometry, self.pool.pages(GROUP))
+            self.retire(self.door.move(pool))
+            self.use(pool)
+
+    def use(self, pool: Pool) -> None:
+        self.pool = pool
+        self.book = self.shelf = Book(pool, 0x80 + self.setup.number)
+
+    def retire(self, withdrawal: Withdrawal) -> None:
+        super().retire(withdrawal)
+        for job in self._kept:
+            self._free(job)
+        self._kept.clear()
+
+    def in_use(self, shelf: Shelf) -> list[Name]:
+        return [job.name for job in self.jobs.values() if job.book is shelf]
 
     def _abort(self, job: Job) -> None:
         """Its client is gone."""
@@ -96,14 +120,16 @@ class Decode(Engine):
                     self.say("violation", "counted twice", f"{error.code.name} of a request that is over")
                     return
                 job.over = True
-                self.book.lost(job.name, proven)
+                job.book.lost(job.name, proven)
                 self.say("lost", job.name, error.code.name, proven)
                 if proven:
                     self._free(self.jobs.pop(fetch))
+            case PoolFree(withdrawal):
+                self.free_pool(withdrawal)
             case PagesFree(fetch):
                 job = self.jobs.pop(fetch, None)
                 if job is not None:
-                    self.book.lost(job.name, True)
+                    job.book.lost(job.name, True)
                     self.say("proven", job.name)
                     self._free(job)
 
@@ -113,18 +139,19 @@ class Decode(Engine):
             self.say("violation", "counted twice", "a request that is over has arrived")
             return
         job.over, job.hold = True, job.order.hold
-        self._tell(self.book.arrived(job.name, job.pages, job.order.tokens))
+        self._tell(job.book.arrived(job.name, job.pages, job.order.tokens))
         self.say("arrived", job.name)
         self._kept.append(job)
         if self.setup.broken == "leak":
             os.dup(0)
 
     def _free(self, job: Job) -> None:
-        self.book.free(job.pages)
+        job.book.free(job.pages)
 
     def look(self) -> None:
         """A step of decode: all pages are looked at, and requests that are over give theirs back."""
-        self._tell(self.book.check())
+        for book in (self.book, *self.old_shelves()):
+            self._tell(book.check())
         for job in self._kept:
             job.hold -= 1
             if job.hold < 0:
@@ -137,11 +164,10 @@ class Decode(Engine):
 
     def on_status(self) -> None:
         """What is under way, and what waits for proof."""
-        self.say("status", len([job for job in self.jobs.values() if not job.over]),
-                 sum(self.door.quarantined.values()))  # fmt: skip
+        waiting = [f"{job.name[0]}.{job.name[1]}" for job in self.jobs.values() if not job.over]
+        self.status(waiting, sum(self.door.quarantined.values()))
 
     def let_go(self) -> None:
         self.look()
         self.jobs.clear()
         self._kept.clear()
-        self.book.close()

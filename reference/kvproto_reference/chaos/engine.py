@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -16,8 +17,10 @@ import attrs
 
 from kvproto import KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
+from kvproto.withdrawal import Withdrawal
 
 from . import limits
+from .book import Name, Shelf
 from .clock import Clock
 from .labels import GEOMETRY, LAYERS
 from .slow import SlowShm
@@ -74,10 +77,22 @@ def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:
     return Prompt([request + other, *range(1, tokens)])
 
 
+@attrs.define
+class Old:
+    """A pool that is taken back from peers."""
+
+    withdrawal: Withdrawal
+    pool: Pool
+    shelf: Shelf
+    steps: int = -1
+    """For which it is still looked at, once nobody may touch it."""
+
+
 class Engine:
     """One run of a prefill or decode engine."""
 
     door: Source | Sink
+    shelf: Shelf
 
     def __init__(self, conn: Connection, setup: Setup) -> None:
         self.conn, self.setup = conn, setup
@@ -85,6 +100,7 @@ class Engine:
         self.pool = Pool.allocate(GEOMETRY, PAGES)
         self._said: list[tuple[Any, ...]] = []
         self._later: list[tuple[float, Callable[[], None]]] = []
+        self._old: list[Old] = []
         self.ending = False
 
     # the harness
@@ -112,6 +128,7 @@ class Engine:
             for _, call in due:
                 call()
             self.look()
+            self._close_old()
 
     def _flush(self) -> None:
         if self._said:
@@ -160,6 +177,62 @@ class Engine:
         """Make the memory shorter that peers have mapped."""
         self.say("shortened", limits.shorten())
 
+    # pools that come and go
+
+    def on_sleep(self, seconds: float) -> None:
+        """Give the memory up for a while."""
+        if not self.door.asleep:
+            self.retire(self.door.sleep())
+            self.after(seconds, self._wake)
+
+    def _wake(self) -> None:
+        try:
+            pool = Pool.allocate(GEOMETRY, PAGES)
+        except KvprotoError:  # memory is short
+            self.after(0.05, self._wake)
+            return
+        self.door.wake(pool)
+        self.use(pool)
+
+    def use(self, pool: Pool) -> None:
+        """This is the pool from now on."""
+        raise NotImplementedError
+
+    def in_use(self, shelf: Shelf) -> list[Name]:
+        """Requests whose pages somebody may still touch."""
+        raise NotImplementedError
+
+    def retire(self, withdrawal: Withdrawal) -> None:
+        """The pool is taken back; it stays as it is until nobody may touch it."""
+        self._old.append(Old(withdrawal, self.pool, self.shelf))
+
+    def old_shelves(self) -> list[Shelf]:
+        """Of pools that are taken back and still there."""
+        return [old.shelf for old in self._old]
+
+    def free_pool(self, withdrawal: Withdrawal) -> None:
+        """Nobody may touch a pool any more: once all else is heard it is blanked, looked at for a while, and closed."""
+        old = next(each for each in self._old if each.withdrawal is withdrawal)
+        old.steps = 20
+
+    def _close_old(self) -> None:
+        for old in [each for each in self._old if each.steps >= 0]:
+            old.steps -= 1
+            if old.steps == 18:
+                if names := self.in_use(old.shelf):
+                    text = f"{old.withdrawal} is done while {names} are under way in it"
+                    self.say("violation", "freed too early", text)
+                old.shelf.wipe()
+            if old.steps < 0:
+                self._old.remove(old)
+                old.shelf.close()
+                old.pool.close()
+
+    def status(self, waiting: list[str], quarantined: int) -> None:
+        """Say what is not over."""
+        held = [repr(old.withdrawal) for old in self._old if old.steps < 0]
+        self.say("status", waiting, quarantined, held)
+
     def on_drain(self) -> None:
         """Finish what is under way, then stop; the harness starts it again."""
         self.door.drain()
@@ -179,7 +252,9 @@ class Engine:
         self.ending = True
         self.door.close("over")
         self.let_go()
-        self.pool.close()
+        for pool, shelf in [(self.pool, self.shelf), *((old.pool, old.shelf) for old in self._old)]:
+            shelf.close()
+            pool.close()
         left = {"threads": [t.name for t in threading.enumerate() if t.name.startswith(("kvproto", "chaos"))],
                 "mappings": Path("/proc/self/maps").read_text().count("memfd:kvproto"),
                 "descriptors": limits.opened() - self._before}  # fmt: skip
@@ -204,6 +279,7 @@ def run(make: Callable[[Connection, Setup], Engine], conn: Connection, setup: Se
     os.dup2(log, 2)
     os.close(log)
     faulthandler.enable()
+    logging.basicConfig(level=logging.ERROR)  # whatever an engine says on stderr is a violation
     from kvproto.session import limits as times
 
     for name, seconds in TIMES.items():

@@ -117,7 +117,8 @@ _WEATHERS = (
 )  # fmt: skip
 _HAPPENINGS = {
     "kill": 5, "kill at": 8, "stop": 4, "jump": 2, "old clock": 1, "fork": 2, "descriptors": 2, "memory": 2,
-    "full shm": 1, "shorten": 2, "unsealed": 1, "cut": 3, "abort all": 3, "reconnect": 2, "drain": 1,
+    "full shm": 1, "shorten": 2, "unsealed": 1, "cut": 3, "abort all": 3, "reconnect": 2, "drain": 1, "sleep": 4,
+    "move": 4,
 }  # fmt: skip
 """Kinds of faults and how often each is drawn."""
 
@@ -199,7 +200,9 @@ def _faults(rng: random.Random, seed: int, seconds: float, way: str) -> list[Fau
                 found.append(Fault(kind, whom, at, rng.uniform(0.05, 0.8)))
             case "shorten" | "abort all" | "drain":
                 found.append(Fault(kind, whom, at))
-            case "reconnect":
+            case "sleep":
+                found.append(Fault(kind, whom, at, rng.choice((0.01, 0.1, 0.4))))
+            case "reconnect" | "move":
                 found.append(Fault(kind, rng.choice(DECODES), at))
             case "cut" | "unsealed":
                 found.append(Fault(kind, f"{rng.choice(PREFILLS)} {rng.choice(DECODES)}", at))

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvproto import KvprotoError, Request, Source, read_ticket
-from kvproto.events import Event, Expired, Freed, Sent, Undelivered
+from kvproto import KvprotoError, Pool, Request, Source, read_ticket
+from kvproto.events import Event, Expired, Freed, PoolFree, Sent, Undelivered
 
 from .book import Name, Shelf
 from .engine import Engine, Setup, prompt_of
@@ -26,6 +26,8 @@ class Job:
     name: Name
     order: Order
     request: Request
+    shelf: Shelf
+    """Of the pool that its pages are in."""
     pages: list[int]
     done: int = 0
     """Chunks that are computed."""
@@ -45,14 +47,15 @@ class Prefill(Engine):
     def on_request(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
         """Compute a prompt."""
         try:
-            pages = self.shelf.take(order.tokens)
+            shelf = self.shelf
+            pages = shelf.take(order.tokens)
             request = self.door.request(read_ticket(ticket), prompt_of(order.number, order.tokens))
         except KvprotoError as error:
             self.say("refused", name, error.code.name)
             return
         if pages is None:
             request.fail("no pages are free")
-        job = self.jobs[request] = Job(name, order, request, pages or [])
+        job = self.jobs[request] = Job(name, order, request, shelf, pages or [])
         if self.setup.broken == "crash" and order.number > 2:
             raise RuntimeError("this engine was built to crash")
         if pages is not None:
@@ -67,16 +70,16 @@ class Prefill(Engine):
         first = job.order.chunks[job.done - 1][1] if job.done else 0
         end = job.order.chunks[job.done][1]
         job.done += 1
-        self.shelf.write(job.name, job.pages, first, end)
+        job.shelf.write(job.name, job.pages, first, end)
         if self.setup.broken == "wrong byte" and job.order.number % 2 == 0:
-            self.shelf.cells[0, 0][job.pages[0], 0, 0, 2] ^= 1
+            job.shelf.cells[0, 0][job.pages[0], 0, 0, 2] ^= 1
         if job.done < len(job.order.chunks):
             job.request.computed({GROUP: job.pages}, end)
             self.after(job.order.chunks[job.done][0], lambda: self._compute(job))
             return
         job.request.finish({GROUP: job.pages})
         if self.setup.broken == "freed too early":
-            self.shelf.free(job.pages)
+            job.shelf.free(job.pages)
             job.pages = []
 
     def hear(self, event: Event) -> None:
@@ -85,19 +88,26 @@ class Prefill(Engine):
                 self.jobs[request].sent += 1
                 if self.jobs[request].sent > 1:
                     self.say("violation", "counted twice", f"{self.jobs[request].name} was sent twice")
+            case PoolFree(withdrawal):
+                self.free_pool(withdrawal)
             case Freed(request) | Undelivered(request) | Expired(request):
                 job = self.jobs.pop(request, None)
                 if job is None:
                     self.say("violation", "counted twice", f"{type(event).__name__} of a request that is over")
                     return
                 job.over = True
-                self.shelf.free(job.pages)
+                job.shelf.free(job.pages)
                 self.say("over", job.name, type(event).__name__)
 
     def on_status(self) -> None:
         """What is under way."""
-        self.say("status", len(self.jobs), 0)
+        self.status([f"{job.name[0]}.{job.name[1]}" for job in self.jobs.values()], 0)
+
+    def use(self, pool: Pool) -> None:
+        self.pool, self.shelf = pool, Shelf(pool, 1 + self.setup.number)
+
+    def in_use(self, shelf: Shelf) -> list[Name]:
+        return [job.name for job in self.jobs.values() if job.shelf is shelf]
 
     def let_go(self) -> None:
         self.jobs.clear()
-        self.shelf.close()

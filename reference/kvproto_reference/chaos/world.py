@@ -55,7 +55,7 @@ class World:
         self.judge = Judge(plan)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._idle: dict[str, tuple[int, int]] = {}
+        self._idle: dict[str, tuple[Any, ...]] = {}
         self._ended: set[str] = set()
         self._calm = self._closing = False
         self._waiting = [fault for fault in plan.faults if fault.kind == "kill at"]
@@ -151,8 +151,8 @@ class World:
             self.judge.violation("hang", f"{down} did not start again")
             return
         self._ask_status()
-        if not self._until(lambda: all(self._idle.get(name) == (0, 0) for name in ENGINES), _SETTLE):
-            busy = {name: both for name, both in self._idle.items() if both != (0, 0)}
+        if not self._until(lambda: all(self._idle.get(name) == ([], 0, []) for name in ENGINES), _SETTLE):
+            busy = {name: both for name, both in self._idle.items() if both != ([], 0, [])}
             self.judge.violation("hang", f"requests under way, and pages in quarantine, that come to no end: {busy}")
         self._fresh()
         self._closing = True
@@ -225,6 +225,7 @@ class World:
                 return
             if engine.short:  # libzmq, for one, ends a process that cannot have memory
                 self.judge.count("ended for want of memory")
+                Path(engine.setup.log).unlink(missing_ok=True)
             else:
                 self.judge.violation("crash", f"{name} has ended by itself with {code}")
             self._at(0.0, lambda: self._start(name))
@@ -249,7 +250,7 @@ class World:
                 self._gone(name)
                 self._at(0.02, lambda: self._start(name))
             case "status":
-                self._idle[name] = a[0], a[1]
+                self._idle[name] = tuple(a)
             case "ended":
                 self._ended.add(name)
                 for what, number in a[0].items():
@@ -342,7 +343,9 @@ class World:
             case "abort all":
                 if names[0] in DECODES:
                     engine.tell("abort_all")
-            case "shorten" | "drain":
+            case "sleep":
+                engine.tell("sleep", fault.seconds)
+            case "shorten" | "drain" | "move":
                 engine.tell(fault.kind)
 
     # frames
