@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,9 +165,13 @@ class Pool:
             advice = "close them first: peers may still read and write the pool"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "Pool.close", "no user", ", ".join(self._users), advice)
         if not self._closed:
-            self._closed = True
             for memory in self.memories.values() if self._owned else ():
+                with contextlib.suppress(BufferError):
+                    memory.close()
+                    continue
+                gc.collect()  # what uses it may be the frames of an error that is over, which lie in a circle
                 memory.close()
+            self._closed = True
 
     def __enter__(self) -> Pool:
         return self

@@ -1,5 +1,6 @@
 """What a user can get wrong: each is an error that names the argument, what was expected and what came; then all goes on."""
 
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -400,6 +401,24 @@ def test_a_pool_that_is_freed_while_in_use(tmp_path: Path) -> None:
     pool.close()
     with pytest.raises(LocalError, match="closed"):
         Source("prefill", pool, address_in(tmp_path))
+
+
+def test_a_pool_that_arrays_use_is_freed_once_they_are_gone() -> None:
+    """Those that lie in a circle, such as the frames of an error, need not be waited for."""
+    pool = filled()
+    array = pool.array("kv", 0, "k")
+    with pytest.raises(BufferError):
+        pool.close()
+    circle: list[Any] = [array]
+    circle.append(circle)
+    gc.disable()
+    try:
+        del array, circle
+        pool.close()
+    finally:
+        gc.enable()
+    with pytest.raises(LocalError, match="closed"):
+        pool._use("Sink 'decode'")
 
 
 def test_handles_after_close(tmp_path: Path) -> None:

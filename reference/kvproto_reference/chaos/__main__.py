@@ -16,7 +16,7 @@ from kvproto.net import make_keys
 
 from . import jobs
 from .breaks import BREAKS
-from .plan import DECODES, ENGINES, PREFILLS, WAYS, make
+from .plan import DECODES, ENGINES, PREFILLS, WAYS, make, transport_of
 from .processes import prepare
 from .report import Result, line, summary, write
 from .world import Keys, World
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     made.add_argument("--show", action="store_true", help="print what the seeds do, and do nothing")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--nixl", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, help="where the summary goes")
     return made
 
@@ -70,6 +71,9 @@ def seeds_of(args: argparse.Namespace) -> Iterator[int]:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status is 1 where a seed has a violation."""
     args = parser().parse_args(argv)
+    transport = args.transport or (BREAKS[args.broken].transport if args.broken else "")
+    seeds = list(seeds_of(args)) if args.minutes is None else range(10)
+    args.transport, args.nixl = transport, args.nixl or "nixl" in {transport or transport_of(seed) for seed in seeds}
     if args.worker:
         for found in run(args, (int(each) for each in sys.stdin)):
             print(json.dumps(attrs.asdict(found)), flush=True)
@@ -100,12 +104,11 @@ def _kinds(results: list[Result]) -> set[str]:
 
 def run(args: argparse.Namespace, seeds: Iterable[int]) -> Iterator[Result]:
     """Seed after seed."""
-    transport = args.transport or (BREAKS[args.broken].transport if args.broken else "")
-    prepare()
+    prepare(args.nixl)
     with tempfile.TemporaryDirectory(prefix="kvproto-chaos-") as folder:
         keys = keys_in(Path(folder))
         for seed in seeds:
-            yield World(make(seed, args.seconds, transport), keys, args.broken).run()
+            yield World(make(seed, args.seconds, args.transport), keys, args.broken).run()
 
 
 if __name__ == "__main__":

@@ -62,12 +62,11 @@ class Setup:
         """Of its Source or Sink."""
         writes = (self.name.startswith("prefill")) != self.pull
         pause = 0.04 if self.broken in ("late write", "no proof") else 0.006
-        slow = SlowShm(LAYERS, pause, self.broken == "late write")
-        transports: Any = [slow] if self.transport.startswith("slow") and writes else []
-        if self.transport in ("inline", "nixl"):
-            transports = [self.transport]
+        transports: list[Any] = [self.transport if self.transport in ("inline", "nixl") else "shm"]
+        if self.transport.startswith("slow") and writes:
+            transports = [SlowShm(LAYERS, pause, self.broken == "late write")]
         return Options(
-            keys=f"{self.folder}/{self.name}", transports=transports or ["shm"], pull=self.pull, thread=self.thread,
+            keys=f"{self.folder}/{self.name}", transports=transports, pull=self.pull, thread=self.thread,
             verify=self.verify, lease=LEASE,  # type: ignore[arg-type]
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ def results(seeds: Iterable[int], args: argparse.Namespace) -> Iterator[Result]:
     command = [sys.executable, "-m", "kvproto_reference.chaos", "--worker", "--seconds", str(args.seconds)]
     for option, value in (("--transport", args.transport), ("--break", args.broken)):
         command += [option, value] if value else []
+    command += ["--nixl"] * args.nixl
 
     def work() -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

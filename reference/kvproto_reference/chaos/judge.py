@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from .proxy import Pair, Passing, Proxy, read
 from .report import Result, Violation
 
 __all__ = ["Ask", "Judge"]
+
+_OF_UCX = re.compile(r"\[\d+\.\d+\] |[IWE]\d{4} ")
+"""Lines by which NIXL and UCX say that a peer is gone."""
 
 
 @attrs.define(eq=False)
@@ -157,6 +161,7 @@ class Judge:
             log = Path(engine.setup.log)
             text = log.read_text(errors="replace") if log.exists() else ""
             log.unlink(missing_ok=True)
+            text = "".join(each for each in text.splitlines(keepends=True) if not _OF_UCX.match(each))
             if text.strip():
                 self._violations.append(Violation("crash", f"{name} said: {text[-1500:]}"))
         lost = Counter(ask.outcome or "unheard" for ask in self.asks.values())

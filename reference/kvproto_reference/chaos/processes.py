@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 from collections import deque
 from multiprocessing.connection import Connection
@@ -23,9 +24,9 @@ __all__ = ["Runner", "prepare"]
 _FORKED = multiprocessing.get_context("forkserver")
 
 
-def prepare() -> None:
-    """Start the server of processes now; engines are forked from it, a few milliseconds each."""
-    _FORKED.set_forkserver_preload(["kvproto_reference.chaos.warm"])
+def prepare(nixl: bool) -> None:
+    """Start the server of processes now, with NIXL if that is needed; engines are forked from it, in milliseconds."""
+    _FORKED.set_forkserver_preload([f"kvproto_reference.chaos.{'warm_nixl' if nixl else 'warm'}"])
     begin = _FORKED.Process(target=os.getpid)
     begin.start()
     begin.join()
@@ -71,8 +72,8 @@ class Runner:
         return self.conn is not None
 
     def tell(self, *word: Any) -> None:
-        """Say something to the engine; what is dead hears nothing."""
-        if self.conn is not None and self.up:
+        """Say something to the engine; what is dead, or has not listened for long, hears nothing."""
+        if self.conn is not None and self.up and select.select([], [self.conn], [], 0)[1]:
             with contextlib.suppress(OSError):
                 self.conn.send(word)
 

@@ -11,58 +11,49 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvproto.errors import LocalError
 from kvproto.transport.base import Move
 from kvproto.transport.shm.transport import ShmTransport
-from kvproto.wire.enums import ErrorCode, Proof
+from kvproto.wire.enums import Proof
 
 __all__ = ["SlowShm"]
 
 
 class SlowCopy:
-    """One that is under way until its thread has ended."""
+    """One that is under way until its last layer is written, or it is stopped between two."""
 
     stream = None
 
-    def __init__(self, moves: Sequence[Move], layers: Sequence[int], pause: float, lies: bool) -> None:
+    def __init__(self, moves: Sequence[Move], layers: int, lies: bool) -> None:
         self.bytes = 0
-        self._moves, self._layers, self._pause, self._lies = moves, layers, pause, lies
-        self._stop = threading.Event()
+        self._moves, self._left, self._lies = moves, list(range(layers)), lies
+        self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="chaos copy", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        plain = ShmTransport()
-        try:
-            for layer in self._layers:
-                if _paused(self._stop, self._pause, self._lies):
-                    return
+    def step(self, plain: ShmTransport) -> bool:
+        """Write the next layer; whether there is another."""
+        with self._lock:
+            if not self._left:
+                return False
+            layer = self._left.pop(0)
+            try:
                 self.bytes += sum(plain.start([_of(move, layer)]).bytes for move in self._moves)
-        except Exception as error:
-            self._error = error
+            except Exception as error:
+                self._error, self._left = error, []
+            return bool(self._left)
 
     @property
     def done(self) -> bool:
         """Whether every byte is there."""
-        if self._thread.is_alive():
-            return False
         if self._error is not None:
             raise self._error
-        return True
+        return not self._left and not self._lock.locked()
 
     def stop(self) -> Proof | None:
         """None while a layer is being written."""
-        self._stop.set()
-        return Proof.PROVEN if self._lies or not self._thread.is_alive() else None
-
-
-def _paused(stop: threading.Event, seconds: float, lies: bool) -> bool:
-    """Wait before a layer; whether it is not to be written any more."""
-    if lies:
-        time.sleep(seconds)
-        return False
-    return stop.wait(seconds)
+        if self._lies:
+            return Proof.PROVEN
+        self._left = []
+        return None if self._lock.locked() else Proof.PROVEN
 
 
 def _of(move: Move, layer: int) -> Move:
@@ -78,11 +69,26 @@ class SlowShm(ShmTransport):
 
     def __init__(self, layers: int, pause: float, lies: bool = False) -> None:
         """`pause`: seconds before each layer; `lies`: say PROVEN while writes go on, which the checker has to find."""
-        self._layers, self._pause, self._lies = range(layers), pause, lies
+        self._layers, self._pause, self._lies = layers, pause, lies
+        self._copies: list[SlowCopy] = []
+        self._plain, self._closed = ShmTransport(), False
+        self._thread = threading.Thread(target=self._run, name="chaos copies", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed:
+            time.sleep(self._pause)
+            for copy in tuple(self._copies):
+                if not copy.step(self._plain):
+                    self._copies.remove(copy)
 
     def start(self, moves: Sequence[Move]) -> SlowCopy:  # type: ignore[override]
-        """Start them; the thread ends with the last layer."""
-        try:
-            return SlowCopy(moves, self._layers, self._pause, self._lies)
-        except RuntimeError as error:  # no thread is to be had
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", "a thread for a copy", str(error)) from error
+        """Begin; the thread writes a layer of every copy, and pauses."""
+        copy = SlowCopy(moves, self._layers, self._lies)
+        self._copies.append(copy)
+        return copy
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._thread.join()

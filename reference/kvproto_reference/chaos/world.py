@@ -85,6 +85,11 @@ class World:
         """Call it so many seconds from now."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), call))
 
+    def _ends(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Turns until it is true: whether it comes to be within a time that is longer where many share the machine."""
+        crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
+        return self._until(done, seconds * max(1.0, crowd))
+
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Turns until it is true, for so long at most."""
         end = time.monotonic() + seconds
@@ -109,7 +114,7 @@ class World:
         try:
             for name in ENGINES:
                 self._start(name)
-            if not self._until(lambda: all(e.up for e in self.engines.values()), _SETTLE):
+            if not self._ends(lambda: all(e.up for e in self.engines.values()), _SETTLE):
                 raise RuntimeError("the engines do not start")
             for order in self.plan.orders:
                 self._at(order.at, lambda order=order: self._ask(order, 0))  # type: ignore[misc]
@@ -146,19 +151,19 @@ class World:
 
     def _finish(self) -> None:
         everybody = list(self.engines.values())
-        if not self._until(lambda: all(e.up for e in everybody), _SETTLE):
+        if not self._ends(lambda: all(e.up for e in everybody), _SETTLE):
             down = [name for name, e in self.engines.items() if not e.up]
             self.judge.violation("hang", f"{down} did not start again")
             return
         self._ask_status()
-        if not self._until(lambda: all(self._idle.get(name) == ([], 0, []) for name in ENGINES), _SETTLE):
-            busy = {name: both for name, both in self._idle.items() if both != ([], 0, [])}
+        if not self._ends(lambda: all(self._idle.get(name) == ([], 0, []) for name in ENGINES), _SETTLE):
+            busy = {name: self._idle.get(name) for name in ENGINES if self._idle.get(name) != ([], 0, [])}
             self.judge.violation("hang", f"requests under way, and pages in quarantine, that come to no end: {busy}")
         self._fresh()
         self._closing = True
         for engine in everybody:
             engine.tell("end")
-        if not self._until(lambda: not any(e.alive for e in everybody), _END):
+        if not self._ends(lambda: not any(e.alive for e in everybody), _END):
             late = [name for name, e in self.engines.items() if e.alive]
             self.judge.violation("hang", f"{late} did not end")
         for name, engine in self.engines.items():
@@ -181,7 +186,7 @@ class World:
         for order in orders:
             self._ask(order, 0)
         arrived = self.judge.arrived
-        if not self._until(lambda: all(order.number in arrived for order in orders), _FRESH):
+        if not self._ends(lambda: all(order.number in arrived for order in orders), _FRESH):
             for order in [o for o in orders if o.number not in arrived]:
                 why = self.judge.lost_by(order.number)
                 self.judge.violation("hang", f"no fresh request from {order.prefill} to {order.decode}: {why}")

@@ -1,0 +1,7 @@
+"""The same with NIXL, whose import takes a second or two."""
+
+import nixl._api as nixl
+
+from . import warm as warm
+
+__all__ = ["nixl"]
