@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import attrs
 
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.answers import LOOK, Sums
+from kvproto.node.arrivals import Arrivals, Taken
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
 from kvproto.node.lent import Filled
@@ -94,8 +93,7 @@ class SourceLink:
         """Of transfers that name their items late, by our number."""
         self._told: list[TransferLost | PagesNeeded] = []
         """What is told in the next turn."""
-        self._verifying: deque[tuple[Arrived, list[Sums] | KvprotoError]] = deque()
-        """What has arrived, and its checksums as far as they are taken."""
+        self._arrivals = Arrivals()
         self._agreed: Planned | None = None
         self.expose(lent)
         self.endpoint.dial(time.monotonic())
@@ -195,16 +193,12 @@ class SourceLink:
         found: list[str] = []
         for terms in [each for each in (*self._former, self._terms) if each is not None and each.lent is lent]:
             found += self.endpoint.holders(terms.exposed)
-            found += ["checksums of its own"] * self._reads(terms)
+            found += ["checksums of its own"] * self._arrivals.reads(terms)
         return found
-
-    def _reads(self, terms: Terms) -> bool:
-        """Whether checksums are taken of what arrived in this pool."""
-        return any(self._under[self._numbers[event.transfer]] is terms for event, _ in self._verifying)
 
     def _let_go(self) -> None:
         """Let go of former terms that no source holds any more."""
-        gone = [t for t in self._former if not self.endpoint.holders(t.exposed) and not self._reads(t)]
+        gone = [t for t in self._former if not self.endpoint.holders(t.exposed) and not self._arrivals.reads(t)]
         for terms in gone:
             if self.endpoint.given_back(terms.exposed):
                 terms.close()
@@ -235,7 +229,7 @@ class SourceLink:
     def timeout(self) -> float | None:
         """Seconds until there is something to do."""
         found = [self._puller.poll_interval]
-        if self._told or self._verifying:
+        if self._told or self._arrivals.busy:
             found.append(0.0)
         if any(each.unpacking for each in (*self._former, self._terms) if each is not None):
             found += [t.capabilities.poll_interval for t in self._here.transports]
@@ -251,7 +245,7 @@ class SourceLink:
             events = self.endpoint.take_events()
             for event in events:
                 told += self._hear(event)
-            told += self._verified()
+            told += [self._received(*each) for each in self._arrivals.take()]
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
@@ -339,7 +333,8 @@ class SourceLink:
                 number = self._numbers[event.transfer]
                 self._need(number, self._claims[number], event.tokens)
             case Arrived():
-                self._verifying.append((event, self._sums(event)))
+                number = self._numbers[event.transfer]
+                self._arrivals.add(event, self._under[number], self._grants[number], self.endpoint.features())
             case Lost():
                 number = self._numbers[event.transfer]
                 grants = self._grants.pop(number)
@@ -373,30 +368,9 @@ class SourceLink:
         routes = terms.expected.pair(event.offer.writer).routes
         self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
 
-    def _sums(self, event: Arrived) -> list[Sums] | KvprotoError:
-        """The checksums of what has arrived, which turns take one after the other; none without VERIFY."""
-        if Feature.VERIFY not in self.endpoint.features():
-            return []
-        number = self._numbers[event.transfer]
-        try:
-            return [self._under[number].sums(done, self._grants[number]) for done in event.done]
-        except KvprotoError as error:
-            return error
-
-    def _verified(self) -> list[Received | TransferLost]:
-        """Transfers whose checksums are all taken, in the order in which they arrived."""
-        told, until = [], time.monotonic() + LOOK
-        while self._verifying:
-            _, sums = self._verifying[0]
-            if not isinstance(sums, KvprotoError) and not all(each.advance(until) for each in sums):
-                break
-            told.append(self._received(*self._verifying.popleft()))
-        return told
-
-    def _received(self, event: Arrived, taken: list[Sums] | KvprotoError) -> Received | TransferLost:
+    def _received(self, event: Arrived, taken: Taken) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
-        del self._grants[number]
-        terms = self._under.pop(number)
+        _, terms = self._grants.pop(number), self._under.pop(number)
         self._undo_deadline(number)
         self._claims.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}
@@ -419,9 +393,7 @@ class SourceLink:
         )  # fmt: skip
 
 
-_UNANSWERED = (
-    "the ticket's deadline passed and the source at {} has not answered: see that it runs, and that its name is known"
-)
+_UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: see that it runs and is known"
 
 
 def _gone(seed: str) -> RemoteError:
