@@ -21,6 +21,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from tools.session_figures import session_rows
 from tools.specgen.clauses import Clause, clauses
 from tools.specgen.registry import ROOT, load
 
@@ -290,6 +291,7 @@ def _host() -> str:
     rows += _figures(
         {f"{int(run):,}": {k: median(row[k]) for k in kinds} for run, row in moved["runs"].items()}, "GB/s"
     )
+    rows += session_rows(_results("session"))
     return "\n".join(rows)
 
 

@@ -27,6 +27,9 @@ def session_rows(parts: Mapping[str, Any]) -> list[str]:
     rows += [
         "Two processes of one host with 2 cores, loopback; a request of one page, 128 bytes, with VERIFY. Microseconds",
         "unless a unit is named. `python benchmarks/session.py`",
+        "The machine was at work on other things, at loads of "
+        + ", ".join(f"{parts[name]['load']:.0f} ({name})" for name in parts)
+        + ": compare within a table, and with its first row.",
         "",
         *_latency(found["latency"]),
         "",
@@ -99,6 +102,8 @@ def _growth(found: Mapping[str, Any]) -> list[str]:
         "sessions": "sinks that come, fetch and go",
     }  # fmt: skip
     for part, name in words.items():
+        if part not in found:
+            continue
         sides = [found[part]["verdicts"][side] for side in ("source", "sink")]
         cells = [f"{each['rss_grown'] / _MIB:+.1f}, {each['fds_grown']:+d}" for each in sides]
         rows.append(f"| {name} | {found[part]['number']:,} | {cells[0]} | {cells[1]} |")

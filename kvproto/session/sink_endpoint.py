@@ -49,6 +49,8 @@ class SinkEndpoint(Exposing):
         """Whether a session has ended, so that only a new endpoint can be ready again."""
         self._changed: set[int] = set()
         """Transfers that something has happened to."""
+        self._unpacking: set[int] = set()
+        """Those that are over but for bytes of theirs that are being unpacked, which ends without a word."""
         self._asking: Timer | None = None
         self._told: list[tuple[SinkSession, e.Event]] = []
         """Events of sessions from which no conclusions are drawn yet."""
@@ -298,7 +300,7 @@ class SinkEndpoint(Exposing):
         for delivery in [d for session in self.sessions.values() for d in session.deliveries]:
             if delivery.polled:  # slots are emptied without a word
                 delivery.advance()
-                self._changed.update(self._wants)
+        self._changed |= self._unpacking
         while self._changed:
             if (want := self._wants.get(self._changed.pop())) is not None:
                 self._progress(want, now)
@@ -367,12 +369,13 @@ class SinkEndpoint(Exposing):
         if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
             return
         try:
-            if want.error is None and not all(a.delivery.finish(a) for _, a in parts):
-                return
+            over = want.error is not None or all(a.delivery.finish(a) for _, a in parts)
         except KvprotoError as error:
-            want.error = error
-        if not all(a.delivery.stop(a) for _, a in parts):
+            want.error, over = error, True
+        if not over or not all(a.delivery.stop(a) for _, a in parts):
+            self._unpacking.add(want.number)
             return
+        self._unpacking.discard(want.number)
         del self._wants[want.number]
         self._events.append(self._outcome(want, parts, now))
         for session, attempt in parts:

@@ -21,6 +21,7 @@ from kvproto.wire.messages import Begin, Credit, Data, Error, Handle
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twister
+from tests.steps import least_steps
 
 WINDOW, SIZE, LENGTH = 16, 8, 25
 STREAM = bytes(range(100, 100 + LENGTH))
@@ -363,3 +364,14 @@ def test_nonsense_in_data_and_credit_costs_nobody_else_anything(seed: int) -> No
     world.sink("good", geometry(1), engine="good")
     world.run()
     world.still_serves("good")
+
+
+def test_a_turn_costs_the_same_beside_streams_that_wait_for_their_bytes() -> None:
+    world = Inline()
+    sink = world.sinks["d0"]
+    world.ask()
+    alone = least_steps(lambda: sink.to_send(world.now), 3)
+    for _ in range(100):
+        world.ask()
+    assert len(sink._wants) == 101
+    assert least_steps(lambda: sink.to_send(world.now), 3) < 2 * alone
