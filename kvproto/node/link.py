@@ -194,6 +194,8 @@ class SourceLink:
         for terms in [each for each in (*self._former, self._terms) if each is not None and each.lent is lent]:
             found += self.endpoint.holders(terms.exposed)
             found += ["checksums of its own"] * self._arrivals.reads(terms)
+        if self._terms is not None and self._terms.lent is lent and not self.over:  # it may still be registered
+            found.append(f"the link to {self.seed}")
         return found
 
     def _let_go(self) -> None:
