@@ -184,9 +184,7 @@ class SourceLink:
 
     def drop_waiting(self) -> None:
         """The pool has moved: nothing more is asked for into its pages."""
-        error = RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again")
-        for number in list(self._waiting):
-            self.abort(number, error)
+        self.fail(RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again"))
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still touch a pool, for people."""

@@ -69,7 +69,7 @@ class Describing(Part):
             session.refuse(message, error, ends=before != SessionState.READY)
             return
         self._planning = message.request
-        session.host.replanning()
+        session.host.unsettled()
         session.reachable(message.endpoints)
         session.describe(message, not self._source, made)
 

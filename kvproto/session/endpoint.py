@@ -51,8 +51,8 @@ class Endpoint:
         """A session is over."""
         raise NotImplementedError
 
-    def replanning(self) -> None:
-        """A session is about to have another plan, so that nothing may be asked by the old one."""
+    def unsettled(self) -> None:
+        """A session is about to have another plan, or memory: nothing is asked before it is known."""
 
     def ended(self, session: Any, attempt: Any) -> None:
         """An attempt has changed in a way that the request or the transfer above it may wait for."""

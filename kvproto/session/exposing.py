@@ -59,7 +59,7 @@ class Exposing(Endpoint):
         self._unproven: dict[int, tuple[object, set[tuple[int, int]]]] = {}
         """Session and sequence of each part that no proof has come of, by transfers that were Lost as UNPROVABLE."""
 
-    def replanning(self) -> None:
+    def unsettled(self) -> None:
         self.ready = False
 
     def adaptable(self, geometry: Geometry) -> bool:

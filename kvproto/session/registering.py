@@ -289,6 +289,7 @@ class Holder(Part):
                 session.refuse(message, error, ends=False)
         else:
             epoch.back = message
+            session.host.unsettled()
             if message.at_once:
                 self._end(epoch, now)
             self.look()

@@ -471,3 +471,8 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
     assert owner.epochs == {}
+    assert not world.sinks["d0"].ready
+    pool = world.kept["s0"]
+    session.expose(2, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), world.now)
+    world.run()
+    assert world.sinks["d0"].ready
