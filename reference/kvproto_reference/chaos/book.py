@@ -54,7 +54,7 @@ class Shelf:
     def write(self, name: Name, pages: Sequence[int], first: int, end: int) -> None:
         """Label tokens [first, end) of a request."""
         at = np.arange(first, end)
-        rows = np.asarray(pages)[at // PAGE], at % PAGE
+        rows = np.asarray(pages, np.int64)[at // PAGE], at % PAGE
         for place, some in self.cells.items():
             some[rows] = read(*name, at, *place)
 
@@ -107,7 +107,7 @@ class Book(Shelf):
 
     def _wrong(self, name: Name, pages: Sequence[int], tokens: int) -> list[Finding]:
         at = np.arange(tokens)
-        rows = np.asarray(pages)[at // PAGE], at % PAGE
+        rows = np.asarray(pages, np.int64)[at // PAGE], at % PAGE
         for place, now in self.cells.items():
             here, wanted = now[rows], read(*name, at, *place)
             differ = np.argwhere((here != wanted).any(-1))

@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 
 from kvproto import Fetch, KvprotoError, Pool, Seed, Sink, read_ticket
-from kvproto.events import Arrived, Event, Lost, PagesFree, PoolFree
+from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted, PoolFree
 from kvproto.withdrawal import Withdrawal
 
 from .book import Book, Finding, Name, Shelf
 from .engine import Engine, Setup, prompt_of
-from .labels import GROUP
+from .labels import GROUP, PAGE
 from .plan import Order
 
 __all__ = ["Decode"]
@@ -50,15 +50,17 @@ class Decode(Engine):
     def on_fetch(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
         """Have a prompt's cache brought here."""
         book = self.book
-        pages = book.take(order.tokens)
+        pages = book.take(order.tokens) if order.named == "at once" else []
         if pages is None:
             self.say("lost", name, "no pages", True)
             return
         prompt = prompt_of(order.number, order.tokens, order.other_prompt)
-        book.write(name, pages, 0, order.cached)
+        table = {GROUP: pages} if pages else None
+        cached = order.cached if pages else 0
+        book.write(name, pages, 0, cached)
         book.grant(name, pages)
         try:
-            fetch = self.door.fetch(read_ticket(ticket), prompt, {GROUP: pages}, cached=order.cached)
+            fetch = self.door.fetch(read_ticket(ticket), prompt, table, cached=cached, spans=order.named == "spans")
         except KvprotoError as error:
             book.free(pages)
             self.say("lost", name, f"refused {error.code.name}", True)
@@ -66,6 +68,20 @@ class Decode(Engine):
         job = self.jobs[fetch] = Job(name, order, fetch, book, pages)
         if order.abort is not None:
             self.after(order.abort, lambda: self._abort(job))
+
+    def _name(self, job: Job, count: int) -> None:
+        """Name pages up to so many, once there are as many; where the fetch is over they go back."""
+        if job.over or count <= len(job.pages):
+            return
+        more = job.book.take((count - len(job.pages)) * PAGE)
+        if more is None:
+            self.after(0.02, lambda: self._name(job, count))
+            return
+        job.book.grant(job.name, more)
+        if job.fetch.grant({GROUP: [*job.pages, *more]}):
+            job.pages += more
+        else:
+            job.book.free(more)
 
     def on_abort_all(self) -> None:
         """Every client is gone."""
@@ -124,6 +140,9 @@ class Decode(Engine):
                 self.say("lost", job.name, error.code.name, proven)
                 if proven:
                     self._free(self.jobs.pop(fetch))
+            case PagesWanted(fetch, _, pages):
+                if fetch in self.jobs:
+                    self._name(self.jobs[fetch], pages[GROUP])
             case PoolFree(withdrawal):
                 self.free_pool(withdrawal)
             case PagesFree(fetch):

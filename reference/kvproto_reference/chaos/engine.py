@@ -198,8 +198,8 @@ class Engine:
         raise NotImplementedError
 
     def in_use(self, shelf: Shelf) -> list[Name]:
-        """Requests whose pages somebody may still touch."""
-        raise NotImplementedError
+        """Requests whose pages somebody may still touch; at prefill they may only be waiting to be acknowledged."""
+        return []
 
     def retire(self, withdrawal: Withdrawal) -> None:
         """The pool is taken back; it stays as it is until nobody may touch it."""

@@ -52,6 +52,8 @@ class Order:
     """The side that never hears of it."""
     other_prompt: bool = False
     """Whether the two sides have different prompts."""
+    named: str = "at once"
+    """When decode names its pages: "at once", "late", once prefill is over, or in "spans" while it runs."""
 
 
 @attrs.frozen
@@ -150,8 +152,8 @@ def _orders(rng: random.Random, seconds: float) -> list[Order]:
                 len(found) + 1, round(at, 3), rng.choice(PREFILLS), rng.choice(DECODES), tokens,
                 rng.randint(0, tokens - 1) if rng.random() < 0.2 else 0, round(rng.uniform(-0.1, 0.1), 3),
                 tuple((round(rng.expovariate(1 / 0.04), 3), end) for end in ends),
-                rng.choice((0.3, 1.5, 1.5, 3.0)), rng.randint(1, 20),
-                **_fate(rng),
+                rng.choice((0.3, 1.5, 1.5, 3.0)), rng.randint(1, 20), **_fate(rng),
+                named=rng.choice(("at once", "at once", "late", "spans")),
             )
         )  # fmt: skip
         at += rng.expovariate(1 / 0.07)

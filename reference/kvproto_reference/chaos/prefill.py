@@ -106,8 +106,5 @@ class Prefill(Engine):
     def use(self, pool: Pool) -> None:
         self.pool, self.shelf = pool, Shelf(pool, 1 + self.setup.number)
 
-    def in_use(self, shelf: Shelf) -> list[Name]:
-        return [job.name for job in self.jobs.values() if job.shelf is shelf]
-
     def let_go(self) -> None:
         self.jobs.clear()
