@@ -113,6 +113,15 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
     assert max(r["acceptance"] for r in told["requests"]) > 1.5
 
 
+def test_pages_are_claimed_piece_by_piece(prompts: Path) -> None:
+    """Features INTENT and SPANS; there are pages for one request and a part of another."""
+    args = ["--spans", "--part", "1", "--pages", "14", "--decode-tp", "2", "--prompt-file", prompts]
+    result = demo(*args, "--json", "--max-new", "24")
+    assert result.status == 0, result.said
+    told = report(result)
+    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 @pytest.mark.parametrize("measured", [False, True])
 def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:

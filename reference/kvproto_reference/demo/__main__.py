@@ -86,6 +86,8 @@ class DemoOptions:
     json: bool = False
     verify: bool = True
     pull: bool = False
+    intent: bool = False
+    spans: bool = False
     pools: str = "own"
     max_new: int = 48
     page_size: int = 16
@@ -133,6 +135,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
     add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
     add("--pull", action="store_true", help="decode reads what prefill offers (draft feature PULL)")
+    add("--intent", action="store_true", help="decode claims pages when prefill is over (draft feature INTENT)")
+    add("--spans", action="store_true", help="decode claims pages piece by piece while prefill runs (draft SPANS)")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
@@ -227,6 +231,7 @@ def _start(engines: Engines, options: DemoOptions, folder: Path, outside: contex
     here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
     here += ["--interleave", str(options.prefill_interleave), "--deal", options.prefill_deal]
     here += ["--framework", options.prefill_framework]
+    there += ["--intent"] * options.intent + ["--spans"] * options.spans
     there += ["--framework", options.decode_framework]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
     there += ["--deal", options.deal]

@@ -8,8 +8,20 @@ import attrs
 
 from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
-from kvproto.events import Arrived, Connected, Disconnected, Event, Lost, PagesFree, Recovered, Refused, Suspected
+from kvproto.events import (
+    Arrived,
+    Connected,
+    Disconnected,
+    Event,
+    Lost,
+    PagesFree,
+    PagesWanted,
+    Recovered,
+    Refused,
+    Suspected,
+)  # fmt: skip
 
+from ..engine.claims import Claim, claimed
 from ..engine.description import FIRST, bytes_a_token, caches
 from ..engine.launch import launch
 from ..engine.lockstep import Said
@@ -42,6 +54,8 @@ class Job:
     sequence: Sequence
     fetches: dict[int, Fetch] = attrs.Factory(dict)
     """What each rank of this process fetches of it, once it does, and unless kvproto refused at once."""
+    claim: Claim | None = None
+    """Where its pages are claimed when they are of use."""
     cached: int = 0
     """Tokens of the prompt that the pages held already."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
@@ -114,6 +128,8 @@ class DecodeProcess(EngineProcess):
             case Lost(fetch):
                 said = {"error": str(event.error), "code": event.error.code.name}
                 return [{"op": "lost", "id": self._ids[fetch], "pages_free": event.pages_free, **said}]
+            case PagesWanted(fetch):
+                return [{"op": "wanted", "id": self._ids[fetch], "tokens": event.tokens}]
             case PagesFree(fetch):
                 return [{"op": "pages_free", "id": self._ids[fetch]}]
         return super().words(rank, event)
@@ -144,6 +160,7 @@ class DecodeProcess(EngineProcess):
     def advance(self) -> None:
         """Fetch what there are pages for, and decode one step of all that has arrived."""
         self._fetch()
+        self._claim()
         self._decode()
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
@@ -211,20 +228,43 @@ class DecodeProcess(EngineProcess):
         """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
         while self._queue:
             job = self._queue[0]
-            cached = self._prefixes.take(job.sequence, self.need(job.rows))
+            later = self.options.intent or self.options.spans
+            cached = self._prefixes.take(job.sequence, (0, 0) if later else self.need(job.rows))
+            if later and cached == len(job.prompt):  # nothing is left to fetch by itself
+                self._prefixes.leave(job.sequence, 0)
+                later, cached = False, self._prefixes.take(job.sequence, self.need(job.rows))
             if cached is None:
                 return
-            job.cached = cached
+            job.cached, job.claim = cached, Claim(job.sequence, self.need(job.rows)) if later else None
             self._fetching[job.id] = self._queue.popleft()
+            how: dict[str, Any] = {"spans": self.options.spans} if later else {"pages": self.tables(job.sequence)}
             for rank, sink in self.sinks.items():
                 try:
-                    fetch = job.fetches[rank] = sink.fetch(
-                        job.ticket, job.prompt, self.tables(job.sequence), cached=cached
-                    )
+                    fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=cached, **how)
                     self._ids[fetch] = job.id
                 except KvprotoError as error:
                     said = {"error": str(error), "code": code_of(error)}
                     self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
+
+    def on_wanted(self, rank: int, word: dict[str, Any]) -> None:
+        """The sources of one rank have a use for pages; all ranks claim the same, once all say so."""
+        job = self._fetching.get(word["id"])
+        if job is not None and job.claim is not None:
+            job.claim.useful[rank] = word["tokens"]
+
+    def _claim(self) -> None:
+        """Claim pages that are of use, as far as there are some."""
+        waiting = [job.claim for job in self._fetching.values() if job.claim is not None]
+        running = [sum(len(s.pages(model)) for s in self._running) for model in (0, 1)]
+        for job in self._fetching.values():
+            claim = job.claim
+            if claim is None or (tokens := claim.wanted(self.ranks)) <= claim.tokens:
+                continue
+            need = claim.whole if tokens == len(job.prompt) else self.need(tokens)
+            if claimed(claim, need, waiting, running, self._prefixes):
+                claim.tokens = tokens
+                for fetch in job.fetches.values():
+                    fetch.grant(self.tables(job.sequence), tokens)
 
     def on_arrived(self, rank: int, word: dict[str, Any]) -> None:
         """Everything for one rank of a request is here."""
@@ -233,6 +273,7 @@ class DecodeProcess(EngineProcess):
     def on_lost(self, rank: int, word: dict[str, Any]) -> None:
         """A rank's fetch failed: nothing of the request is wanted any more."""
         job = self._fetching[word["id"]]
+        job.claim = None
         for other, fetch in job.fetches.items():
             if other != rank:
                 fetch.abort("lost by another rank")

@@ -71,6 +71,10 @@ class EngineOptions:
     """GPUs of the ranks, in turn; none: the host."""
     pull: bool = False
     """Whether decode reads the pages, instead of prefill writing them."""
+    intent: bool = False
+    """Whether decode claims pages when prefill is over ..."""
+    spans: bool = False
+    """... or piece by piece while it runs, in place of at the beginning."""
     pools: str = "own"
     """A key of POOLS."""
     framework: str = "torch"
@@ -169,6 +173,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
+        add("--intent", action="store_true", help="claim pages when prefill is over, not when a request comes (INTENT)")
+        add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
         add("--source-key", type=Path, metavar="FILE", help="the public.key of the prefill engine: for TCP")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
         seeds = (
@@ -201,6 +207,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs), feed=args.feed, quiet=vars(args).get("quiet", False),
+        intent=vars(args).get("intent", False), spans=vars(args).get("spans", False),
         drain_for=args.drain_for,
         verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
         seeds=_seeds(args) if role == "decode" else {}, seed={"prefill": 1, "decode": 2}[role],

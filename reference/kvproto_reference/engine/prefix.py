@@ -44,24 +44,39 @@ class PrefixCache:
         self._held: dict[Sequence, list[_Unit]] = {}
 
     def take(self, sequence: Sequence, need: Many[int]) -> int | None:
-        """Give a sequence `need` pages of both pools; how many tokens of its prompt they hold already.
+        """Give a sequence `need` pages of both pools, and no fewer than are left of its prompt's beginning; how many
+        tokens of its prompt they hold already.
 
         None, taking nothing, while too few are free.
         """
         found = self._find(sequence.prompt)
         for unit in found:
             unit.users += 1
-        fresh = [n - len(found) * each for n, each in zip(need, self._each, strict=True)]
-        while any(pages.available < n for pages, n in zip(self._pages, fresh, strict=True)):
-            if not self._evict():
-                for unit in found:
-                    unit.users -= 1
-                return None
+        fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
+        if not self._free_some(fresh):
+            for unit in found:
+                unit.users -= 1
+            return None
         tables = [[page for unit in found for page in unit.pages[model]] for model in (0, 1)]
         made = [held + pages.allocate(n) for held, pages, n in zip(tables, self._pages, fresh, strict=True)]
         sequence.target_pages, sequence.draft_pages = made
         self._held[sequence] = found
         return len(found) * self.unit
+
+    def grow(self, sequence: Sequence, fresh: Many[int]) -> bool:
+        """Give a sequence so many pages more of both pools; False, giving none, while too few are free."""
+        if not self._free_some(fresh):
+            return False
+        for model, (pages, n) in enumerate(zip(self._pages, fresh, strict=True)):
+            sequence.pages(model).extend(pages.allocate(n))
+        return True
+
+    def _free_some(self, need: Many[int]) -> bool:
+        """Whether so many pages are free, once what is not in use has been given up."""
+        while any(pages.available < n for pages, n in zip(self._pages, need, strict=True)):
+            if not self._evict():
+                return False
+        return True
 
     def leave(self, sequence: Sequence, valid: int) -> None:
         """Take a sequence's pages back: those of the first `valid` tokens are kept, in whole units."""
