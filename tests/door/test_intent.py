@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvproto.session.limits
-from kvproto import Options, new_ticket
+from kvproto import Options, Pool, new_ticket
 from kvproto.asyncio import drive, wait
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesWanted
@@ -21,7 +21,7 @@ from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode, Feature
 
 from .claims import NOBODY, PAGE, TOKENS, Claims, Run, claims
-from .doors import PROMPT, rows, two
+from .doors import GEOMETRY, PROMPT, rows, two
 
 WAYS = {
     "push": Options(thread=False, part_bytes=1, first_part_ratio=0),
@@ -275,6 +275,36 @@ def test_a_peer_that_knows_less_is_served_all_the_same(
         both.until(lambda: run.fetch.done)
         run.arrived()
         assert [event.tokens for event in both.of(PagesWanted)] == [TOKENS]
+
+
+def test_an_intent_outlives_a_move_and_not_a_sleep(tmp_path: Path) -> None:
+    """KVP-EPO-FREE, KVP-INT-WRITE: pages are of the pool of the fetch; it is free once the fetch is over."""
+    with two(tmp_path, Options(thread=False)) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        found, pool = both.sink.fetch(both.ticket, PROMPT), both.sink.pool
+        both.until(lambda: [e for e in both.told if isinstance(e, Connected)])
+        for _ in range(20):
+            both.turn()
+        withdrawal = both.sink.move(Pool.allocate(GEOMETRY, 16))
+        for _ in range(20):
+            both.turn()
+        assert not withdrawal.done
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: [e for e in both.told if isinstance(e, PagesWanted)])
+        assert found.grant({"kv": [9, 0, 5]})
+        both.until(lambda: found.done and withdrawal.done)
+        found.wait(0)
+        assert (rows(pool, [9, 0, 5]) == rows(both.source.pool, [3, 1, 2])).all()
+        ticket = new_ticket("prefill")
+        request = both.source.request(ticket, PROMPT)
+        found = both.sink.fetch(ticket, PROMPT)
+        both.turn()
+        both.sink.sleep()
+        both.until(lambda: found.done)
+        with pytest.raises(KvprotoError) as lost:
+            found.wait(0)
+        assert lost.value.code == ErrorCode.POOL_MOVED
+        assert not found.grant({"kv": [9, 0, 5]})
 
 
 # any order of events
