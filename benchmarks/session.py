@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int
     "many": (many, (500, 2000), (8, 32)),
     "held": (held, (20, 100), (1, 20)),
     "floods": (floods, (10, 200), (1, 20)),
-    "messages": (messages, (1_000_000,), (2_000,)),
+    "messages": (messages, (1_000_000,), (1_024,)),
     "transfers": (transfers, (100_000,), (2_000,)),
     "sessions": (sessions, (10_000,), (40,)),
     "recovery": (recovery, (3,), (1,)),

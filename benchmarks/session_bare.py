@@ -84,7 +84,8 @@ class Bare:
         self._layout = pool.layout
         regions = tuple(attrs.evolve(memory.region, id=id) for id, memory in pool.memories.items())
         exposed = Exposed(1, tuple(pool.layout.columns.values()), lambda _: Registration(regions))
-        self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, exposed, (), address)
+        self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, (), address)
+        self._endpoint.expose(exposed, time.monotonic())
         self._epoll, self._watched, self._number = select.epoll(), set[int](), 1
         self._endpoint.dial(time.monotonic())
         while not self._endpoint.ready:

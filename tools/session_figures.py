@@ -97,16 +97,18 @@ def _growth(found: Mapping[str, Any]) -> list[str]:
         "| from the second quarter to the last | number | source: MiB, descriptors | sink: MiB, descriptors |",
         "|---|---|---|---|",
     ]
-    words = {
+    names = {
         "messages": "transfers of sessions alone", "transfers": "transfers of a Source and a Sink",
         "sessions": "sinks that come, fetch and go",
     }  # fmt: skip
-    for part, name in words.items():
+    for part, name in names.items():
         if part not in found:
             continue
         sides = [found[part]["verdicts"][side] for side in ("source", "sink")]
         cells = [f"{each['rss_grown'] / _MIB:+.1f}, {each['fds_grown']:+d}" for each in sides]
         rows.append(f"| {name} | {found[part]['number']:,} | {cells[0]} | {cells[1]} |")
+    words = "A source remembers 65,536 used tickets until their deadlines, 300 bytes each, and grows until then."
+    rows += ["", words]
     return rows
 
 

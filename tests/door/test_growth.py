@@ -5,6 +5,7 @@ benchmarks/session.py watches memory and descriptors of processes over a million
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,3 +67,10 @@ def test_nothing_is_kept_of_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyP
         blocks, fds = grown(come_and_go, 15)
     assert blocks < 5
     assert fds == 0
+
+
+def test_the_benchmark_that_watches_processes_runs() -> None:
+    script = Path(__file__).parents[2] / "benchmarks/session.py"
+    done = subprocess.run([sys.executable, script, "messages", "--short"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "rss_grown" in done.stdout
