@@ -56,6 +56,17 @@ def test_prefill_drains_and_is_upgraded(prompts: Path) -> None:
     assert any("prefill-0 has ended with status 0" in text for _, text in told["notes"])
 
 
+def test_prefill_sleeps_and_wakes_with_other_memory(prompts: Path) -> None:
+    """KVP-EPO-MOVED: requests of the old memory are asked again, sessions go on, and all tokens are the same."""
+    prompts.write_text("\n\n".join([LONG, *TEXT.split("\n\n")]))
+    result = demo("--sleep", "--prefill-tp", "1", "--prompt-file", prompts, "--json", "--max-new", "8")
+    told = report(result)
+    assert told["verdicts"] == {**ALL_WELL, "sleep": True}, result.said
+    notes = [text for _, text in told["notes"]]
+    assert any("told to sleep" in note for note in notes), notes
+    assert [note for note in notes if "gone" in note] == []
+
+
 class Desk:
     """A router's two lines, by hand."""
 
@@ -136,6 +147,22 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "again")
     desk.close()
     assert sink.process.exitcode is None
+
+
+def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: Path) -> None:
+    """KVP-EPO-FREE: decode ends what it decodes first; both wake with other memory, and requests flow."""
+    for role in ("prefill", "decode"):
+        start(role, "--dir", folder)
+    desk = Desk(folder)
+    desk.connected()
+    desk.ask("before", "Alice")
+    desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "before")
+    for role, line in desk.lines.items():
+        line.send("sleep")
+        desk.until(lambda said_by, word, role=role: (said_by, word["op"]) == (role, "woke"))
+    desk.ask("after", "Alice")
+    desk.until(lambda role, word: word["op"] == "finished" and word["id"] == "after")
+    desk.close()
 
 
 def test_a_drain_has_an_end(start: Start, folder: Path) -> None:

@@ -24,7 +24,7 @@ class KVPool:
     """
 
     config: ModelConfig
-    tensors: Mapping[Key, Tensor]
+    tensors: dict[Key, Tensor]
     pages: int
     page_size: int
 
@@ -69,6 +69,13 @@ class KVPool:
         shape, dtype = (len(keys), pages + 1, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
         whole = memory(math.prod(shape) * dtype.itemsize, torch.device(device)).view(dtype).view(shape)
         return cls.wrap(config, dict(zip(keys, whole, strict=True)), tp)
+
+    def move(self, memory: Allocate) -> None:
+        """Put the tensors into other memory, zeroed; what they held is gone."""
+        one, keys = next(iter(self.tensors.values())), list(self.tensors)
+        shape = len(keys), *one.shape
+        whole = memory(math.prod(shape) * one.dtype.itemsize, one.device).view(one.dtype).view(shape)
+        self.tensors.update(zip(keys, whole, strict=True))
 
     def check(self, pages: npt.NDArray[np.int32]) -> None:
         """Raise EngineError for pages that no sequence is given."""

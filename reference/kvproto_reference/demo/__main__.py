@@ -164,7 +164,9 @@ def run(options: DemoOptions, console: Console) -> int:
         else default_prompts(options.page_size, tokenizer)
     )
     if options.trouble and options.attach:
-        raise EngineError("--kill, --drain and --pause are for engines that the demo starts: leave --attach out")
+        raise EngineError(
+            "--kill, --drain, --sleep and --pause are for engines that the demo starts: leave --attach out"
+        )
     notes = Notes(None if options.json else console)
     with contextlib.ExitStack() as stack:
         folder = options.attach or stack.enter_context(_folder())

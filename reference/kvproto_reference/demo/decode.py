@@ -86,6 +86,8 @@ class DecodeProcess(EngineProcess):
         self._asked = False
         self._warned: dict[int, str] = {}
         """The last sentence about each rank's sources."""
+        self._tired = False
+        """Whether it is to sleep once nothing is being decoded."""
         self._queue: deque[Job] = deque()
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
@@ -159,9 +161,12 @@ class DecodeProcess(EngineProcess):
 
     def advance(self) -> None:
         """Fetch what there are pages for, and decode one step of all that has arrived."""
-        self._fetch()
+        if not self._tired and self._slept is None:
+            self._fetch()
         self._claim()
         self._decode()
+        if self._tired:
+            self.on_sleep(0, {})
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
         """The router asks who we are, and for news from now on."""
@@ -191,6 +196,16 @@ class DecodeProcess(EngineProcess):
             if self._warned.get(rank) != sentence:  # a source that stays away is dialled again and again
                 self.warn(rank, sentence)
             self._warned[rank] = sentence
+
+    def on_sleep(self, rank: int, word: dict[str, Any]) -> None:
+        """What is being decoded is decoded to its end first, as its rows would be gone."""
+        self._tired = bool(self._running)
+        if not self._tired:
+            super().on_sleep(rank, word)
+
+    def forget_rows(self) -> None:
+        """Prefixes too."""
+        self._prefixes.clear()
 
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
         """What waits for pages is refused."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvproto import Pool, Sink, Source
-from kvproto.events import Event, ProtocolError
+from kvproto.events import Event, PoolFree, ProtocolError
 
 from ..cache import PageAllocator
 from ..cache.memory import device_of
@@ -45,7 +45,7 @@ class EngineProcess:
         self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
-        self.target, self.draft = hosted.target, hosted.draft
+        self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate((TARGET, DRAFT))}
         self.status: int | None = None
         """Exit status, once the engine is to end."""
@@ -53,6 +53,8 @@ class EngineProcess:
         """What this process has to tell the others beside events of kvproto."""
         self.draining = False
         """Whether nothing new is taken, and the engine ends when it has finished what it has."""
+        self._slept: set[int] | None = None
+        """Ranks whose memory nobody touches any more, on the way from sleep to wake; None: awake."""
         self._drained: set[int] = set()
         """Ranks of which no peer needs anything any more."""
         self._drain_until: float | None = None
@@ -79,6 +81,7 @@ class EngineProcess:
         if 0 in self.pools:
             self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
         signal.signal(signal.SIGTERM, self._terminated)
+        signal.signal(signal.SIGUSR1, self._put_to_sleep)
         try:
             while self.status is None:
                 self.on_time()
@@ -145,10 +148,42 @@ class EngineProcess:
 
     def words(self, rank: int, event: Event) -> Said:
         """What the other ranks have to know of an event of kvproto."""
+        if isinstance(event, PoolFree):
+            return [{"op": "slept"}]
         # an unknown session is that of an earlier run, whose sinks will hear that it has ended
         if isinstance(event, ProtocolError) and event.error.code.name != "UNKNOWN_SESSION":
             self.warn(rank, f"from {event.peer}: {event.error}")
         return []
+
+    # sleep
+
+    def _put_to_sleep(self, *_: object) -> None:
+        """SIGUSR1: sleep, and wake with other memory."""
+        self.said.append({"op": "sleep"})
+        os.eventfd_write(self._bell, 1)
+
+    def on_sleep(self, rank: int, word: dict[str, Any]) -> None:
+        """Take the pools back from all peers; once they are free, wake with other memory."""
+        if self._slept is None and self._elsewhere is not None:
+            self._slept = set()
+            for door in self.doors.values():
+                door.sleep("the engine sleeps")
+
+    def on_slept(self, rank: int, word: dict[str, Any]) -> None:
+        """Nobody touches a rank's pool any more; when that is so of all, they are allocated anew."""
+        assert self._slept is not None
+        self._slept.add(rank)
+        if len(self._slept) == self.ranks and self._elsewhere is not None:
+            self.rest()
+            self.forget_rows()
+            self.pools = self._elsewhere()
+            for each, door in self.doors.items():
+                door.wake(self.pools[each])
+            self._slept = None
+            self.tell("woke")
+
+    def forget_rows(self) -> None:
+        """What the pools held is gone."""
 
     # the end
 

@@ -125,6 +125,7 @@ _WORDS = {
     "requests": {True: "[green]all served", False: "[red]FAILED"},
     "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
     "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
+    "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
 """Of each verdict; the others say whether both sides agree."""

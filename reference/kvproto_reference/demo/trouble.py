@@ -1,4 +1,4 @@
-"""What the demo does to a prefill engine in the middle of its work: kill it, drain it, or stop it for a while."""
+"""What the demo does to a prefill engine in the middle of its work: kill, drain or stop it, or put it to sleep."""
 
 import signal
 import time
@@ -31,6 +31,7 @@ class Kind:
 KINDS = (
     Kind("kill", signal.SIGKILL, "killed (SIGKILL)"),
     Kind("drain", signal.SIGTERM, "told to drain (SIGTERM)", later=True),
+    Kind("sleep", signal.SIGUSR1, "told to sleep, and to wake with other memory (SIGUSR1)", ends=False),
     Kind("pause", signal.SIGSTOP, "stopped (SIGSTOP)", ends=False, seconds=12.0),
 )
 """A pause is longer than two heartbeats of 5 s."""
@@ -85,7 +86,7 @@ class Trouble:
             self.note(f"{VICTIM} is started again, by the same command")
             self.engines.restart(VICTIM)
         else:
-            self.note(f"{VICTIM} goes on (SIGCONT)")
+            self.note(f"{VICTIM} goes on")
             self.engines.signal(VICTIM, signal.SIGCONT)
 
     @property
@@ -95,4 +96,6 @@ class Trouble:
         refused = sum("DRAINING" in why for request in self.router.requests for why in request.lost)
         if self.kind.number == signal.SIGTERM:
             return self.status == 0 and lost == refused
+        if self.kind.number == signal.SIGUSR1:
+            return lost == sum("POOL_MOVED" in why for request in self.router.requests for why in request.lost)
         return self.under_way > 0 and (lost > 0) == self.kind.ends

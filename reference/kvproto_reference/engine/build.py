@@ -1,6 +1,6 @@
 """Puts models, pools and attention together: what one process of an engine hosts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -33,6 +33,8 @@ class Hosted:
     """What kvproto is told of, by rank."""
     target: Runner
     draft: Runner
+    elsewhere: Callable[[], Mapping[int, Pool]] | None = None
+    """Puts the pools into other memory, their contents gone; None: the engine cannot."""
 
 
 def torch_hosted(
@@ -59,7 +61,14 @@ def torch_hosted(
             loaded, cache, mine[name], among, layout.exchange, context, back_end=back_end, captured=captured
         )
         runners.append(made)
-    return Hosted(pools={world.rank: hand_over(geometry, caches, world.rank)}, target=runners[0], draft=runners[1])
+
+    def elsewhere() -> Mapping[int, Pool]:
+        for cache in caches.values():
+            cache.move(memory)
+        return {world.rank: hand_over(geometry, caches, world.rank)}
+
+    pools = {world.rank: hand_over(geometry, caches, world.rank)}
+    return Hosted(pools=pools, target=runners[0], draft=runners[1], elsewhere=None if captured else elsewhere)
 
 
 def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> TensorParallel:

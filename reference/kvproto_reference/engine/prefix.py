@@ -99,6 +99,11 @@ class PrefixCache:
         kept = max(len(tokens) // self.unit if self.unit else 0, len(held))
         self._free([sequence.pages(m)[kept * each :] for m, each in enumerate(self._each)])
 
+    def clear(self) -> None:
+        """Forget all rows that no sequence uses."""
+        while self._evict():
+            pass
+
     @property
     def available(self) -> list[int]:
         """Pages of each pool that no sequence holds."""
