@@ -184,7 +184,7 @@ def boundaries(way: str) -> list[tuple[str, str, str]]:
 def _faults(rng: random.Random, seed: int, seconds: float, way: str) -> list[Fault]:
     """Every seed kills at one boundary, each in turn; what else happens is drawn."""
     every = boundaries(way)
-    message, moment, role = every[seed // 10 % len(every)]
+    message, moment, role = every[seed // 5 % len(every)]
     found = [_kill_at(rng, message, moment, role)]
     for kind in rng.choices(list(_HAPPENINGS), list(_HAPPENINGS.values()), k=rng.randint(2, 6)):
         at, whom = round(rng.uniform(0.2, seconds), 3), rng.choice(ENGINES)
