@@ -16,7 +16,7 @@ from kvproto.planning.limits import MAX_ITEMS
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
 
-__all__ = ["check_grants", "distinct", "items_by_now", "items_needed", "rows_of"]
+__all__ = ["check_grants", "distinct", "items_by_now", "items_needed", "rows_of", "size_of"]
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -53,13 +53,14 @@ def check_grants(
     written: bool = True,
     left_out: bool = False,
     asked: tuple[Grants, ...] | None = None,
+    before: tuple[Grants, ...] | None = None,
 ) -> None:
     """Check grants of a rank's items against the routes of the pair, in the order of clause KVP-TRN-CHECKS.
 
     `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the routed groups, ascending.
     `overlaps` are those of the columns: who checks many transfers makes them once. Items that are only read, not
     `written`, may overlap. `left_out`: they name no items yet (feature INTENT). `asked`: the windows of the Transfer,
-    where `grants` are what was granted of them so far.
+    where `grants` are what was granted of them so far; `before`: the part of those that was checked already.
 
     Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
     """
@@ -80,7 +81,8 @@ def check_grants(
         if kind_of(group).has_memory:
             _check_window(f"grants[{i}]", group, grant)
         if not left_out:
-            _check_items(f"grants[{i}].items", group, grant, need, columns, written)
+            had = 0 if before is None else size_of(before[i])
+            _check_items(f"grants[{i}].items", group, grant, need, columns, written, had)
     if not written:
         return
     judged = Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps
@@ -104,8 +106,9 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
 
 
 def _check_items(
-    at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns], written: bool
+    at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns], written: bool, had: int
 ) -> None:
+    """`had`: how many of the items were checked already."""
     items = grant.items
     came = 0 if items is None else items.size
     if came != need:
@@ -115,13 +118,18 @@ def _check_items(
         raise RemoteError(
             ErrorCode.BAD_GRANT, at, f"{need} items {what}", f"{came} items" if came else "no items", advice
         )
-    if items is None or not need:
+    if items is None or need == had:
         return
-    pool = columns[grant.group].items
-    if int(items.max()) >= pool:
-        raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(items.max())), "name items of the pool")
-    if written and not distinct(items):
+    pool, new = columns[grant.group].items, items[had:]
+    if int(new.max()) >= pool:
+        raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(new.max())), "name items of the pool")
+    if written and not (distinct(new) and not (had and np.isin(items[:had], new).any())):
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
+
+
+def size_of(grant: Grants) -> int:
+    """How many items a grant names."""
+    return 0 if grant.items is None else grant.items.size
 
 
 _FEW = 256

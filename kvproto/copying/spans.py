@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from kvproto.copying.grants import items_by_now
+from kvproto.copying.grants import items_by_now, size_of
 from kvproto.copying.program import RankLayout
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import TOKENS, axis_of
@@ -45,7 +45,7 @@ def numbered(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grants, ...]:
 
 def is_whole(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
     """Whether everything that was asked for is granted."""
-    return all(g.count == a.count and _size(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
+    return all(g.count == a.count and size_of(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
 
 
 def extended(
@@ -82,7 +82,7 @@ def extended(
 def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
     """What a Grant says after `before` was granted: the windows of now, and the items that are new."""
     return tuple(
-        attrs.evolve(g, items=None if g.items is None else g.items[_size(old) :])
+        attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
         for old, g in zip(before, now, strict=True)
     )
 
@@ -124,7 +124,3 @@ def _moves_early(group: Group) -> bool:
 
 def _need(side: RankLayout, grant: Grants, asked: Grants) -> int:
     return items_by_now(side.group(grant.group), side.owns(grant.group).cp_rank, grant, asked)
-
-
-def _size(grant: Grants) -> int:
-    return 0 if grant.items is None else grant.items.size

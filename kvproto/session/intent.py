@@ -108,8 +108,9 @@ class SourceIntent(Part):
         granted = extended(side, attempt.granted, transfer.grants, message.grants, spans)
         described, overlaps = attempt.described, attempt.epoch.overlaps if attempt.epoch is not None else None
         check_grants(
-            described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps, asked=transfer.grants
-        )
+            described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps,
+            asked=transfer.grants, before=attempt.granted,
+        )  # fmt: skip
         return granted
 
     hears = ((m.Grant, _grant),)
