@@ -29,6 +29,7 @@ SLOW = {
     "door/test_four_bits.py",
     "door/test_growth.py",
     "door/test_inline.py::test_a_request_arrives_whatever_credit_allows",
+    "door/test_intent.py::test_any_order_of_events",
     "door/test_keys.py",
     "door/test_late.py::test_any_prefill_that_gives_pages_up",
     "door/test_namespaces.py",
