@@ -34,6 +34,7 @@ SLOW = {
     "door/test_late.py::test_any_prefill_that_gives_pages_up",
     "door/test_namespaces.py",
     "door/test_pool_bytes.py",
+    "door/test_sleep_random.py",
     "door/test_staged.py",
     "examples",
     "foreign/test_bounds.py::test_what_is_too_many_is_refused_as_it_comes",
