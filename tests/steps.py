@@ -33,12 +33,12 @@ def _steps(work: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def calls_of(function: FunctionType) -> Iterator[list[FrameType]]:
-    """Calls of a function in this thread meanwhile."""
+def calls_of(*functions: FunctionType) -> Iterator[list[FrameType]]:
+    """Calls of functions in this thread meanwhile."""
     found: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is function.__code__:
+        if event == "call" and any(frame.f_code is each.__code__ for each in functions):
             found.append(frame)
 
     before = sys.getprofile()

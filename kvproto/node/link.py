@@ -17,7 +17,7 @@ from kvproto.node.claiming import Claimed
 from kvproto.node.lent import Filled
 from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
-from kvproto.node.terms import Terms, begins_of
+from kvproto.node.terms import Terms, begins_of, prepared
 from kvproto.node.told import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, SinkEndpoint
@@ -73,7 +73,7 @@ class SourceLink:
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip
-        self.endpoint.plans.defer, self.endpoint.runs = here.backstage.defer, here.runs
+        self.endpoint.plans.defer, self.endpoint.runs = prepared(here.backstage, lambda: self._terms), here.runs
         self._puller = Puller(self.endpoint, here.readers)
         self._pool = lent.pool
         """The last one."""

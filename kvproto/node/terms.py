@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.node.answers import Sums
+from kvproto.node.backstage import Backstage
 from kvproto.node.expected import Expected
 from kvproto.node.lent import Filled
 from kvproto.node.registrar import register
+from kvproto.planning.plan import Plan
 from kvproto.session import Exposed, Registration, SinkEndpoint
+from kvproto.session.plans import Planned
 from kvproto.session.push import Unpacker
 from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["Terms", "begins_of"]
+__all__ = ["Terms", "begins_of", "prepared"]
 
 
 class Terms:
@@ -33,6 +36,8 @@ class Terms:
         self.digests: tuple[bytes, bytes] | None = None
         """Of the Descriptions that it is planned by, once they are known."""
         self._expected: Expected | None = None
+        self._prepared: tuple[Plan, Expected] | None = None
+        """What was worked out beside turns, and the plan that it is for."""
         self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
         """By source rank and transport."""
 
@@ -43,9 +48,19 @@ class Terms:
             plan, source = self._endpoint.plan, self._endpoint.source
             assert plan is not None
             assert source is not None
-            self._expected = Expected(plan, source, self.lent.pool.layout)
+            ready, expected = self._prepared or (None, None)
+            self._expected = expected if expected and ready is plan else Expected(plan, source, self.lent.pool.layout)
             self.digests = self._endpoint.digests
         return self._expected
+
+    def prepare(self, made: Planned) -> None:
+        """Work out how the rows of each pair lie, which takes long where they lie in many ways; any thread may call."""
+        layout = self.lent.pool.layout
+        expected = Expected(made.plan, made.theirs.geometry, layout)
+        with contextlib.suppress(KvprotoError):  # it is told in the turn that asks for it
+            for writer in made.plan.required(layout.rank):
+                expected.pair(writer)
+        self._prepared = made.plan, expected
 
     @property
     def unpacking(self) -> bool:
@@ -120,6 +135,23 @@ class Terms:
                 advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
         return {(done.writer, group): value for group, value in here.items()}
+
+
+def prepared(
+    backstage: Backstage, terms: Callable[[], Terms | None]
+) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
+    """How a link's endpoint has its plans made: beside turns, with what the present terms need of them."""
+
+    def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
+        def both() -> Planned:
+            made = work()
+            if (present := terms()) is not None:
+                present.prepare(made)
+            return made
+
+        backstage.defer(both, then)
+
+    return defer
 
 
 def begins_of(said: Done | Offer) -> dict[int, int]:

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 import pytest
 
+from kvproto.copying.lowering import Pair
 from kvproto.door import party_of
 from kvproto.errors import KvprotoError
 from kvproto.net import Dialer, Listener, private_address
@@ -152,7 +153,9 @@ def test_a_sink_that_is_not_eager_greets_a_source_with_its_first_fetch(fleet: Fl
 
 
 def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
-    """Two replicas each rank of which holds all layers: both sides plan beside their turns, once for all that state them."""
+    """Two replicas each rank of which holds all layers: both sides plan, and see how rows lie, beside their turns, once for all that
+    state them.
+    """
     tmp_path.chmod(0o700)
     theirs, made = everything_everywhere(ranks=107, layers=200), everything_everywhere(ranks=100, layers=200)
     address = private_address(tmp_path, "kv")
@@ -163,7 +166,7 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
         for sink in sinks:
             sink.connect(P0, address)
         ready: list[int] = []
-        with calls_of(plan) as calls:
+        with calls_of(plan, Pair.__init__) as calls:
             while len(source._peers) < 2:  # the other ranks that they look for are this one, too
                 for node in (source, *sinks):
                     nodes.turn(node, ready=ready)
