@@ -74,7 +74,8 @@ bench: $(VENV)/.demo $(VENV)/.bench
 fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
 
-# vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`.
+# vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`,
+# and two vLLMs that hand prompts over to each other through integrations/kvproto_vllm.
 engines: $(VENV)/.demo
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode as ErrorCode
 
 U32 = 0xFFFF_FFFF
 """The greatest number that a field of 32 bits holds."""

@@ -1,4 +1,5 @@
-"""`python -m tools.engines`: what `kvproto describe --engine` says beside what the engines' own packages allocate.
+"""`python -m tools.engines`: what `kvproto describe --engine` says beside what the engines' own packages allocate, and
+engines that hand prompts over to each other (vllm_pd.py).
 
 The packages are in an environment of their own (install.sh). Each case is printed; one that a package cannot run here
 says why, and counts as a difference. Backends that cannot be imported here are named.
@@ -59,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         wrong += report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong += report(f"{engine} {release}: the frames of the captures", found)
+    for path in ("", "vllm-0.33.0"):
+        wrong += handed_over(path, args.at.resolve())
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
@@ -69,6 +72,20 @@ def report(what: str, found: list[str]) -> int:
     for line in found[:6]:
         print(f"         {line}")
     return bool(found)
+
+
+def handed_over(path: str, at: Path) -> bool:
+    """Two engines of a release of vLLM hand prompts over to each other, through kvproto_vllm; whether something differs."""
+    paths = [str(at / path)] * bool(path) + [str(ROOT), str(ROOT / "integrations")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    with (at / "vllm_pd.log").open("a") as log:  # what the engines say, of bad input too
+        command = [str(at / "venv/bin/python"), "-m", "tools.engines.vllm_pd", str(at / "models")]
+        return subprocess.run(command, env=env, stderr=log, cwd=ROOT).returncode != 0
 
 
 def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]:

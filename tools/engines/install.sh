@@ -2,7 +2,14 @@
 # vLLM (two releases) for the CPU and SGLang, in an environment of their own: 3.5 GiB, a few minutes. Argument: where.
 set -euo pipefail
 root=$(realpath -m "${1:-.engines}")
-test -f "$root/.ready" && exit 0
+kvproto=$(realpath "$(dirname "$0")/../..")
+beside() { # kvproto itself, as its user has it; the second release computes by the libraries of the first
+  test "$root/.kvproto" -nt "$kvproto/pyproject.toml" && return
+  ln -sf "$root"/venv/lib/python3*/site-packages/vllm/*.so "$root/vllm-0.33.0/vllm/"
+  "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile -e "$kvproto" || exit 1
+  touch "$root/.kvproto"
+}
+test -f "$root/.ready" && beside && exit 0
 echo "installing vLLM 0.32.0 and 0.33.0 and SGLang 0.5.23 into $root: 3.5 GiB, once"
 mkdir -p "$root"
 cd "$root"
@@ -30,4 +37,5 @@ found.write_text(found.read_text().replace("Version: 0.33.0\n", "Version: 0.33.0
 found.parent.rename(folder / "vllm-0.33.0+cpu.dist-info")
 EOF
 rm -r wheels
+beside
 touch .ready

@@ -1,0 +1,177 @@
+"""The connector itself: vLLM's hooks, each in a line or two, and what of kvproto answers them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+
+from kvproto import Sink, Source
+from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
+from kvproto_vllm.engine import open_pool
+from kvproto_vllm.loading import Loading
+from kvproto_vllm.memory import ShareableMemory
+from kvproto_vllm.orders import Heard, Orders
+from kvproto_vllm.scheduling import Scheduling
+from kvproto_vllm.sending import Sending
+from kvproto_vllm.settings import Settings, check_release
+
+__all__ = ["KvprotoConnector"]
+
+logger = logging.getLogger("vllm.kvproto")
+
+_WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    """From the scheduler's side to each worker."""
+
+    orders: Orders
+
+
+@dataclass
+class _WorkerMetadata(KVConnectorWorkerMetadata):
+    """From workers to the scheduler's side."""
+
+    heard: Heard = field(default_factory=Heard)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What both workers told."""
+        assert isinstance(other, _WorkerMetadata)
+        return _WorkerMetadata(Heard(self.heard.taken | other.heard.taken))
+
+
+class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands prompts from vLLM to any engine that speaks kvproto, and fetches them from one.
+
+    Both transfers run in kvproto's own thread; a step of vLLM only says what it computed and asks what has arrived.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises LocalError for a release of vLLM or settings that cannot be used."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_release(vllm.__version__)
+        transfer = vllm_config.kv_transfer_config
+        self._roles = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._settings = Settings.read(transfer.kv_connector_extra_config, transfer.engine_id, *self._roles)
+        self._replica = vllm_config.parallel_config.data_parallel_rank
+        self._sending: Sending | None = None
+        self._loading: Loading | None = None
+        self._scheduling = Scheduling(self._settings, self._replica, *self._roles)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False  # peers map the caches where they were at the start
+
+    # the scheduler's side, in the order in which vLLM calls
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._kv_cache_manager is not None
+        tables: Callable[[str], tuple[list[int], ...]] = self._kv_cache_manager.get_block_ids
+        return _Metadata(self._scheduling.orders(scheduler_output, tables))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
+            self._scheduling.heard(connector_output.kv_connector_worker_meta.heard)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request)
+
+    # a worker's side, in the order in which vLLM calls
+
+    def get_mem_pool_context(self) -> Any:
+        return ShareableMemory() if current_platform.is_cpu() else None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the pool, and begin to listen or to connect. Raises LocalError for caches that cannot be stated."""
+        settings, rank = self._settings, get_tensor_model_parallel_rank()
+        opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, settings)
+        if self._roles[0]:
+            assert settings.listen is not None
+            listen = settings.listen.replace("{replica}", str(self._replica))
+            self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
+        if self._roles[1]:
+            sources = dict(settings.sources)
+            self._loading = Loading(Sink(settings.name, opened.pool, sources, settings.options), opened.tables)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._sending is not None and isinstance(kv_connector_metadata, _Metadata):
+            self._sending.preempt(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._sending is not None:
+            self._sending.take(self._bound)
+        if self._loading is not None:
+            self._loading.take(self._bound)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are between steps, so a layer waits for none."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Pages are read where they are, so nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """The forward is over: say what it computed. Its copies go on during the next one."""
+        if self._sending is not None:
+            self._sending.computed(self._bound)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        if self._sending is not None:
+            results.finished_sending = self._sending.freed(self._bound)
+            self._log(self._sending.source.events())
+        if self._loading is not None:
+            results.finished_recving, results.failed_recving = self._loading.results()
+            self._log(self._loading.sink.events())
+        return results
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        taken = self._sending.taken() if self._sending is not None else {}
+        return _WorkerMetadata(Heard(taken)) if taken else None
+
+    def shutdown(self) -> None:
+        if self._loading is not None:
+            self._loading.sink.close()
+        if self._sending is not None:
+            self._sending.source.close()
+
+    @property
+    def _bound(self) -> Orders:
+        """What the scheduler's side said of this step."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Metadata)
+        return metadata.orders
+
+    def _log(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, _WORTH_SAYING):
+                logger.warning("kvproto: %s", event)

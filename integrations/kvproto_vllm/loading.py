@@ -1,0 +1,71 @@
+"""A worker that decodes: its fetches at the Sink, until their blocks hold the prompt or nothing writes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kvproto import Fetch, KvprotoError, Sink
+from kvproto_vllm.orders import Load, Orders
+
+__all__ = ["Loading"]
+
+logger = logging.getLogger("vllm.kvproto")
+
+
+class Loading:
+    """Fetches of one rank. Nothing here waits."""
+
+    def __init__(self, sink: Sink, tables: Mapping[str, int]) -> None:
+        """`tables` says by group name which block table of a request is its page table."""
+        self.sink, self._tables = sink, tables
+        self._fetches: dict[str, Fetch] = {}
+        self._failed: set[str] = set()
+
+    def take(self, orders: Orders) -> None:
+        """Begin and stop fetches."""
+        for load in orders.loads:
+            try:
+                self._fetches[load.request] = self._fetch(load)
+            except KvprotoError as error:
+                self._fail(load.request, error)
+        for load in orders.spared:
+            try:
+                self._fetch(load)
+            except KvprotoError as error:
+                logger.warning("the source of request %s is not told that it is free: %s", load.request, error)
+        for name, reason in orders.refused.items():
+            self._fail(name, reason)
+        for name in orders.aborted:
+            if name in self._fetches:
+                self._fetches[name].abort("the request was aborted")
+
+    def _fetch(self, load: Load) -> Fetch:
+        nothing = [0] * load.tokens  # what no token is fetched into may be any block
+        pages = {group: load.tables[index] if load.tables else nothing for group, index in self._tables.items()}
+        return self.sink.fetch(load.ticket, load.prompt, pages, cached=load.cached, tokens=load.tokens)
+
+    def _fail(self, name: str, reason: object) -> None:
+        logger.error("request %s could not be fetched: %s", name, reason)
+        self._failed.add(name)
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose fetches are over since the last call, and those among them that failed.
+
+        One that failed is not over before nothing writes its blocks any more.
+        """
+        done = set()
+        for name, fetch in self._fetches.items():
+            if not fetch.done:
+                continue
+            try:
+                assert fetch.result is not None
+            except Exception as error:
+                if not fetch.pages_free:
+                    continue
+                self._fail(name, error)
+            done.add(name)
+        for name in done:
+            del self._fetches[name]
+        failed, self._failed = self._failed, set()
+        return done | failed, failed

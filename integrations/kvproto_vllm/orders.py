@@ -1,0 +1,70 @@
+"""What the scheduler's side tells each worker's side in a step, and hears back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproto import Prompt, Ticket
+
+__all__ = ["Computed", "Heard", "Load", "Orders", "Tables"]
+
+Tables = tuple[list[int], ...]
+"""A request's block ids from token 0 on, by block table."""
+
+
+@dataclass
+class Computed:
+    """After this step tokens [0, `tokens`) of a request are in these blocks; `last`: prefill is over."""
+
+    request: str
+    tokens: int
+    tables: Tables
+    last: bool
+
+
+@dataclass
+class Load:
+    """Tokens [`cached`, `tokens`) of a request are to be fetched into these blocks; none where the two are equal."""
+
+    request: str
+    ticket: Ticket
+    prompt: Prompt
+    tables: Tables
+    cached: int
+    tokens: int
+
+
+@dataclass
+class Orders:
+    """Of one step.
+
+    Fields:
+        requests: Ticket and prompt of requests that are to be handed over, by their id.
+        computed: What this step computes of them.
+        preempted: Whose blocks are about to be reused.
+        failed: Why a request will not be handed over, by its id.
+        held: Finished requests whose blocks wait for the word that they are free.
+        taken: Source ranks that handed a request over, so that the others may release it.
+        loads: What is to be fetched.
+        spared: What this engine does not need of a source, so that it may free it.
+        refused: Why a request cannot be fetched, by its id.
+        aborted: Requests whose fetches are to stop.
+    """
+
+    requests: dict[str, tuple[Ticket, Prompt]] = field(default_factory=dict)
+    computed: list[Computed] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    loads: list[Load] = field(default_factory=list)
+    spared: list[Load] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Heard:
+    """What workers tell the scheduler's side: the source ranks that handed a request over, by its id."""
+
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -1,0 +1,72 @@
+"""`kv_transfer_params` of a request: who computes it, who fetches it, and by which ticket.
+
+to prefill      {"do_remote_decode": true}                    or with "ticket", made beforehand
+from prefill    {"do_remote_prefill": true, "ticket": {...}}  what a proxy hands to decode as it is
+to decode       the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvproto import KvprotoError, LocalError, Prompt, Ticket, read_ticket, write_ticket
+from kvproto.errors import ErrorCode
+
+__all__ = ["Asked", "answer", "prompt_of", "read_params"]
+
+
+@attrs.frozen
+class Asked:
+    """What a request asks of this engine.
+
+    Fields:
+        prefill: Whether its pages are to be handed over; else they are to be fetched.
+        ticket: As it came; None: make one.
+        error: Why it cannot be done.
+    """
+
+    prefill: bool
+    ticket: Ticket | None = None
+    error: KvprotoError | None = None
+
+
+def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
+    """What these parameters ask for; None for an ordinary request. What a user made up never raises."""
+    if not isinstance(params, Mapping):
+        return None
+    prefill, decode = (params.get(name) is True for name in ("do_remote_decode", "do_remote_prefill"))
+    if prefill == decode:
+        return Asked(True, error=_bad("one of do_remote_decode and do_remote_prefill", "both")) if prefill else None
+    try:
+        ticket = read_ticket(params["ticket"]) if params.get("ticket") is not None else None
+    except KvprotoError as error:
+        return Asked(prefill, error=error)
+    if not (producer if prefill else consumer):
+        here, asked = ("decodes", "do_remote_decode") if prefill else ("prefills", "do_remote_prefill")
+        return Asked(prefill, error=_bad(f"a request for an engine that {here}, as kv_role says", asked))
+    if not prefill and ticket is None:
+        return Asked(False, error=_bad("the ticket that the prefill engine gave, or one made beforehand", "none"))
+    return Asked(prefill, ticket)
+
+
+def answer(ticket: Ticket) -> dict[str, Any]:
+    """What a prefill engine returns: the parameters of the request to the decode engine."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "ticket": write_ticket(ticket)}
+
+
+def prompt_of(request: Any) -> Prompt:
+    """What both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings."""
+    if request.prompt_token_ids is None:
+        raise _bad("a prompt of tokens", "one of embeddings")
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    seen = getattr(request, "mm_features", None) or ()
+    salts = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode()).digest() for f in seen]
+    return Prompt(request.prompt_token_ids, adapter, salts)
+
+
+def _bad(mine: str, yours: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, "kv_transfer_params", mine, yours, "see docs/vllm.md")

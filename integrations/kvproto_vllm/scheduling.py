@@ -1,0 +1,172 @@
+"""The scheduler's side: which requests are handed over and fetched, and what workers have to do in each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from kvproto import KvprotoError, Prompt, Ticket, new_ticket
+from kvproto_vllm.orders import Computed, Heard, Load, Orders, Tables
+from kvproto_vllm.params import answer, prompt_of, read_params
+from kvproto_vllm.settings import Settings
+
+__all__ = ["Scheduling"]
+
+logger = logging.getLogger("vllm.kvproto")
+
+
+@attrs.define
+class _Send:
+    """A request that is handed over.
+
+    Fields:
+        made: Whether the ticket is ours, so that nobody has it before the request is finished.
+        tokens: Computed so far, as workers were told.
+        over: Whether prefill is.
+        lost: Why it is not handed over after all.
+    """
+
+    ticket: Ticket
+    prompt: Prompt
+    made: bool
+    tokens: int = 0
+    over: bool = False
+    lost: str = ""
+
+
+@attrs.define
+class _Receive:
+    """A request that is fetched, once; `error` says why it cannot be."""
+
+    ticket: Ticket | None
+    prompt: Prompt | None
+    error: str = ""
+    asked: bool = False
+
+
+class Scheduling:
+    """Of one engine. What a request's parameters say never raises: it fails that request alone."""
+
+    def __init__(self, settings: Settings, replica: int, producer: bool, consumer: bool) -> None:
+        self._settings, self._replica, self._roles = settings, replica, (producer, consumer)
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, _Receive] = {}
+        self._orders = Orders()
+
+    def arrived(self, request: Any) -> None:
+        """A request is new: workers answer sinks that come before it is computed."""
+        asked = read_params(request.kv_transfer_params, *self._roles)
+        if asked is None:
+            return
+        name, error, prompt = request.request_id, asked.error, None
+        ticket, here = asked.ticket, self._settings.name
+        try:
+            prompt = prompt_of(request)
+            if asked.prefill and ticket is None and error is None:
+                ticket = new_ticket(here, self._replica, self._settings.deadline)
+        except KvprotoError as refusal:
+            error = refusal
+        if error is not None:
+            logger.error("request %s: %s", name, error)
+        if not asked.prefill:
+            self._receives[name] = _Receive(ticket, prompt, str(error or ""))
+        elif error is not None or ticket is None or prompt is None:
+            logger.error("request %s is computed, and not handed over", name)
+        else:
+            self._sends[name] = _Send(ticket, prompt, asked.ticket is None)
+            self._orders.requests[name] = ticket, prompt
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        """Tokens to fetch beyond those that this engine has, and whether between steps; no side effects.
+
+        The last token of the prompt is left to this engine, which samples from it.
+        """
+        wanted = request.num_prompt_tokens - 1 - computed
+        receive = self._receives.get(request.request_id)
+        if receive is None or receive.asked or wanted < 1:
+            return 0, False
+        return wanted, True
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """The request has its blocks: fetch `external` tokens into them; vLLM calls again when they are there."""
+        name = request.request_id
+        receive = self._receives.get(name)
+        if receive is None or receive.asked:
+            return
+        receive.asked = True
+        if receive.ticket is None or receive.prompt is None or receive.error:
+            if external:
+                self._orders.refused[name] = receive.error
+        elif external:
+            tokens = len(receive.prompt) - 1
+            tables = blocks.get_block_ids()
+            load = Load(name, receive.ticket, receive.prompt, tables, tokens - external, tokens)
+            self._orders.loads.append(load)
+        else:
+            self._spare(name, receive)
+
+    def _spare(self, name: str, receive: _Receive) -> None:
+        """Tell the source that nothing of a request is needed, so that its blocks go free."""
+        if receive.ticket is not None and receive.prompt is not None and not receive.error:
+            tokens = len(receive.prompt)
+            self._orders.spared.append(Load(name, receive.ticket, receive.prompt, (), tokens, tokens))
+
+    def orders(self, step: Any, tables: Callable[[str], Tables]) -> Orders:
+        """What workers have to do in a step of vLLM's scheduler; `tables` gives the blocks of a request."""
+        for name in sorted(step.preempted_req_ids or ()):
+            self._preempted(name)
+        for name, before in _scheduled(step):
+            send = self._sends.get(name)
+            if send is None or send.over or send.lost:
+                continue
+            tokens = min(before + step.num_scheduled_tokens.get(name, 0), len(send.prompt))
+            if tokens > send.tokens:
+                send.tokens, send.over = tokens, tokens == len(send.prompt)
+                self._orders.computed.append(Computed(name, tokens, tables(name), send.over))
+        made, self._orders = self._orders, Orders()
+        return made
+
+    def _preempted(self, name: str) -> None:
+        """Blocks of a request are reused: a ticket that nobody has yet is replaced, another is lost."""
+        send = self._sends.get(name)
+        if send is None or not send.tokens or send.lost:
+            return
+        self._orders.preempted.append(name)
+        if send.made:
+            ticket = new_ticket(self._settings.name, self._replica, self._settings.deadline)
+            self._sends[name] = _Send(ticket, send.prompt, True)
+            self._orders.requests[name] = ticket, send.prompt
+        else:
+            send.lost = "preempted"
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: whether its blocks are held, and what goes back to whoever sent it."""
+        name = request.request_id
+        receive = self._receives.pop(name, None)
+        if receive is not None and receive.asked:
+            self._orders.aborted.append(name)
+        elif receive is not None:
+            self._spare(name, receive)
+        send = self._sends.pop(name, None)
+        if send is None:
+            return False, None
+        self._orders.held.append(name)
+        if send.over and not send.lost:
+            return True, answer(send.ticket)
+        self._orders.failed[name] = send.lost or "the request ended before its prompt was computed"
+        return True, None
+
+    def heard(self, heard: Heard) -> None:
+        """What workers told."""
+        self._orders.taken |= heard.taken
+
+
+def _scheduled(step: Any) -> Iterator[tuple[str, int]]:
+    """Requests that a step computes, and how many of their tokens were computed before."""
+    for new in step.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = step.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -1,0 +1,102 @@
+"""A worker that prefills: its requests at the Source, from their tickets until their blocks are free."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kvproto import KvprotoError, Request, Source
+from kvproto.events import Expired, Undelivered
+from kvproto_vllm.orders import Orders, Tables
+
+__all__ = ["Sending"]
+
+logger = logging.getLogger("vllm.kvproto")
+
+_PATIENCE = 10.0
+"""Seconds in which the copies of a preempted request have to end."""
+
+
+class Sending:
+    """Requests of one rank. Nothing here waits for a peer, but before the blocks of a preempted request are reused."""
+
+    def __init__(self, source: Source, tables: Mapping[str, int]) -> None:
+        """`tables` says by group name which block table of a request is its page table."""
+        self.source, self._tables = source, tables
+        self._requests: dict[str, Request] = {}
+        self._held: set[str] = set()
+        self._over: set[str] = set()
+        self._taken: dict[str, tuple[int, ...]] = {}
+
+    def preempt(self, orders: Orders) -> None:
+        """Stop reading blocks that are about to be reused."""
+        for name in orders.preempted:
+            request = self._requests.pop(name, None)
+            if request is not None and not request.done:
+                request.fail("preempted: its blocks were needed")
+                request.wait(_PATIENCE)
+
+    def take(self, orders: Orders) -> None:
+        """Expect sinks for new requests, and end those that will not be computed."""
+        for name, (ticket, prompt) in orders.requests.items():
+            try:
+                self._requests[name] = self.source.request(ticket, prompt)
+            except KvprotoError as error:
+                logger.error("request %s is not handed over: %s", name, error)
+        for name, reason in orders.failed.items():
+            if name in self._requests:
+                self._requests[name].fail(reason)
+        for name, routed in orders.taken.items():
+            if name in self._requests and self.source.pool.rank not in routed:
+                self._requests[name].release()
+
+    def computed(self, orders: Orders) -> None:
+        """After a forward: what is in the blocks now."""
+        for each in orders.computed:
+            request = self._requests.get(each.request)
+            if request is None or request.done:
+                continue
+            try:
+                if each.last:
+                    request.finish(self._pages(each.tables), tokens=each.tokens)
+                else:
+                    request.computed(self._pages(each.tables), each.tokens)
+            except KvprotoError as error:
+                logger.error("request %s is not handed over: %s", each.request, error)
+                request.fail(error)
+
+    def _pages(self, tables: Tables) -> dict[str, list[int]]:
+        return {group: tables[index] for group, index in self._tables.items()}
+
+    def freed(self, orders: Orders) -> set[str]:
+        """Finished requests whose blocks nobody reads any more."""
+        self._held.update(orders.held)
+        for name, request in self._requests.items():
+            if request.done and name not in self._over:
+                self._over.add(name)
+                self._log(name, request)
+        free = {name for name in self._held if name not in self._requests or name in self._over}
+        for name in free:
+            self._requests.pop(name, None)
+        self._held -= free
+        self._over -= free
+        return free
+
+    def _log(self, name: str, request: Request) -> None:
+        """Say how a request ended, where it did not go well, and which ranks took part."""
+        try:
+            result = request.result
+        except Exception as error:
+            logger.error("request %s is not handed over: %s", name, error)
+            return
+        if isinstance(result, Expired):
+            logger.warning("nobody fetched request %s in time: its blocks are free", name)
+        elif isinstance(result, Undelivered):
+            logger.warning("request %s was not handed over: %s", name, "; ".join(map(str, result.lost.values())))
+        if result is not None and not isinstance(result, Expired):
+            self._taken[name] = result.routed
+
+    def taken(self) -> dict[str, tuple[int, ...]]:
+        """Requests that were handed over since the last call, and the source ranks that did so."""
+        found, self._taken = self._taken, {}
+        return found

@@ -1,0 +1,228 @@
+"""The scheduler's side of the connector: what workers are told in each step of an engine, and what goes back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvproto import new_ticket, read_ticket, write_ticket
+from kvproto_vllm.orders import Heard, Orders
+from kvproto_vllm.scheduling import Scheduling
+from kvproto_vllm.settings import Settings
+
+TOKENS = list(range(100, 200))
+TABLES = {"a": ([7, 3, 5, 1],)}
+PREFILL = {"do_remote_decode": True}
+
+
+def scheduling() -> Scheduling:
+    return Scheduling(Settings(name="me", deadline=30), 2, True, True)
+
+
+def request(params: Any, name: str = "a", tokens: Any = TOKENS) -> Any:
+    """What vLLM calls a request, as far as a connector looks."""
+    return SimpleNamespace(
+        request_id=name, kv_transfer_params=params, prompt_token_ids=tokens, num_prompt_tokens=len(tokens or []),
+        lora_request=None, mm_features=[],
+    )  # fmt: skip
+
+
+def step(made: Scheduling, *, new: Any = (), cached: Any = (), computes: int = 0, preempted: Any = None) -> Orders:
+    """A step of vLLM's scheduler: (request, tokens computed before) of new and of known requests."""
+    known = SimpleNamespace(req_ids=[name for name, _ in cached], num_computed_tokens=[n for _, n in cached])
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=n) for name, n in new],
+        scheduled_cached_reqs=known, num_scheduled_tokens={name: computes for name, _ in (*new, *cached)},
+        preempted_req_ids=preempted,
+    )  # fmt: skip
+    return made.orders(output, TABLES.__getitem__)
+
+
+def decode(**more: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "ticket": write_ticket(new_ticket("them"))} | more
+
+
+def blocks(*tables: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: tables)
+
+
+def test_an_ordinary_request_is_none_of_its_business() -> None:
+    made, plain = scheduling(), request(None)
+    made.arrived(plain)
+    assert made.matched(plain, 0) == (0, False)
+    assert step(made, new=[("a", 0)], computes=100) == Orders()
+    assert made.finished(plain) == (False, None)
+
+
+def test_a_request_is_known_before_it_is_computed_and_its_chunks_are_told() -> None:
+    made, asked = scheduling(), request(PREFILL)
+    made.arrived(asked)
+    first = step(made)
+    assert list(first.requests) == ["a"]
+    chunks = [*step(made, new=[("a", 0)], computes=64).computed, *step(made, cached=[("a", 64)], computes=36).computed]
+    assert [(each.tokens, each.last, each.tables) for each in chunks] == [
+        (64, False, TABLES["a"]),
+        (100, True, TABLES["a"]),
+    ]
+    assert step(made, cached=[("a", 100)], computes=1).computed == []  # decodes on
+    held, params = made.finished(asked)
+    assert held
+    assert params is not None
+    ticket, _ = first.requests["a"]
+    assert read_ticket(params["ticket"]) == ticket
+    assert (ticket.engine, ticket.replica, params["do_remote_prefill"]) == ("me", 2, True)
+    assert step(made).held == ["a"]
+
+
+def test_a_ticket_made_beforehand_is_used() -> None:
+    made, ticket = scheduling(), new_ticket("me", 2)
+    made.arrived(request(PREFILL | {"ticket": write_ticket(ticket)}))
+    assert step(made).requests["a"][0] == ticket
+
+
+def test_after_preemption_a_ticket_that_nobody_has_is_replaced() -> None:
+    made, asked = scheduling(), request(PREFILL)
+    made.arrived(asked)
+    before = step(made, new=[("a", 0)], computes=64).requests["a"][0]
+    orders = step(made, preempted={"a"})
+    after = orders.requests["a"][0]
+    assert orders.preempted == ["a"]
+    assert after != before
+    assert step(made, cached=[("a", 0)], computes=100).computed[0].last
+    params = made.finished(asked)[1]
+    assert params is not None
+    assert read_ticket(params["ticket"]) == after
+
+
+def test_after_preemption_a_ticket_that_somebody_has_is_lost() -> None:
+    made, asked = scheduling(), request(PREFILL | {"ticket": write_ticket(new_ticket("me", 2))})
+    made.arrived(asked)
+    step(made, new=[("a", 0)], computes=64)
+    assert step(made, preempted={"a"}).requests == {}
+    assert step(made, cached=[("a", 0)], computes=100).computed == []
+    assert made.finished(asked) == (True, None)
+    assert step(made).failed == {"a": "preempted"}
+
+
+def test_preemption_before_anything_was_computed_costs_nothing() -> None:
+    made = scheduling()
+    made.arrived(request(PREFILL))
+    assert step(made, preempted={"a"}).preempted == []
+
+
+def test_a_prefill_that_is_aborted_fails_for_whoever_waits() -> None:
+    made, asked = scheduling(), request(PREFILL)
+    made.arrived(asked)
+    step(made, new=[("a", 0)], computes=64)
+    assert made.finished(asked) == (True, None)
+    orders = step(made)
+    assert list(orders.failed) == orders.held == ["a"]
+
+
+def test_all_but_the_last_token_is_fetched_once() -> None:
+    made, asked = scheduling(), request(decode())
+    made.arrived(asked)
+    assert made.matched(asked, 32) == made.matched(asked, 32) == (67, True)
+    made.allocated(asked, blocks([9, 8, 2, 4]), 67)
+    (load,) = step(made).loads
+    assert (load.request, load.cached, load.tokens, load.tables) == ("a", 32, 99, ([9, 8, 2, 4],))
+    made.allocated(asked, blocks([9, 8, 2, 4]), 0)  # vLLM calls again when it is there
+    assert made.matched(asked, 0) == (0, False)  # it failed, or was preempted: compute it here
+    assert step(made) == Orders()
+
+
+@pytest.mark.parametrize("cached", [99, 100])
+def test_what_is_there_is_not_fetched_and_the_source_told(cached: int) -> None:
+    made, asked = scheduling(), request(decode())
+    made.arrived(asked)
+    assert made.matched(asked, cached) == (0, False)
+    made.allocated(asked, blocks([1, 2, 3, 4]), 0)
+    orders = step(made)
+    assert orders.loads == []
+    (spared,) = orders.spared
+    assert spared.cached == spared.tokens == 100
+
+
+def test_a_decode_that_is_aborted_while_it_waits_frees_the_source() -> None:
+    made, asked = scheduling(), request(decode())
+    made.arrived(asked)
+    assert made.finished(asked) == (False, None)
+    assert [load.request for load in step(made).spared] == ["a"]
+
+
+def test_a_fetch_under_way_is_aborted() -> None:
+    made, asked = scheduling(), request(decode())
+    made.arrived(asked)
+    made.allocated(asked, blocks([1, 2, 3, 4]), 99)
+    made.finished(asked)
+    assert step(made).aborted == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"do_remote_prefill": True}, "ticket"),
+        (decode(ticket="nonsense"), "JSON"),
+        (decode(ticket={"key": "00"}), "key"),
+        (decode(ticket=7), "ticket"),
+    ],
+)
+def test_a_fetch_by_what_is_no_ticket_fails_that_request(params: Any, says: str) -> None:
+    made, asked = scheduling(), request(params)
+    made.arrived(asked)
+    assert made.matched(asked, 0) == (99, True)
+    made.allocated(asked, blocks([1, 2, 3, 4]), 99)
+    orders = step(made)
+    assert orders.loads == []
+    assert says in orders.refused["a"]
+
+
+@pytest.mark.parametrize(
+    "params", [decode(do_remote_decode=True), PREFILL | {"ticket": 7}, PREFILL | {"ticket": {"engine": 3}}]
+)
+def test_a_prefill_that_cannot_be_handed_over_is_computed(params: Any) -> None:
+    made, asked = scheduling(), request(params)
+    made.arrived(asked)
+    assert step(made, new=[("a", 0)], computes=100) == Orders()
+    assert made.finished(asked) == (False, None)
+
+
+def test_a_prompt_of_embeddings_is_not_handed_over() -> None:
+    made, asked = scheduling(), request(PREFILL, tokens=None)
+    made.arrived(asked)
+    assert step(made) == Orders()
+
+
+def test_parameters_of_others_are_left_alone() -> None:
+    made, asked = scheduling(), request({"remote_engine_id": "x", "do_remote_prefill": "yes"})
+    made.arrived(asked)
+    assert made.matched(asked, 0) == (0, False)
+
+
+@pytest.mark.parametrize(("params", "roles"), [(PREFILL, (False, True)), (decode(), (True, False))])
+def test_a_request_for_the_other_role_is_refused(params: Any, roles: tuple[bool, bool]) -> None:
+    made, asked = Scheduling(Settings(name="me"), 0, *roles), request(params)
+    made.arrived(asked)
+    made.allocated(asked, blocks([1]), 99)
+    orders = step(made)
+    assert orders.requests == {}
+    assert orders.loads == []
+    assert bool(orders.refused) == roles[0]
+
+
+def test_images_and_adapters_are_part_of_the_prompt() -> None:
+    made, digests = scheduling(), set()
+    for n, (adapter, seen) in enumerate([(None, []), ("law", []), (None, [("image", "x")]), (None, [("image", "y")])]):
+        asked = request(PREFILL, str(n))
+        asked.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        asked.mm_features = [SimpleNamespace(modality=kind, identifier=name) for kind, name in seen]
+        made.arrived(asked)
+        digests.add(step(made).requests[str(n)][1].digest)
+    assert len(digests) == 4
+
+
+def test_ranks_hear_who_handed_a_request_over() -> None:
+    made = scheduling()
+    made.heard(Heard({"a": (0, 3)}))
+    assert step(made).taken == {"a": (0, 3)}
+    assert step(made).taken == {}

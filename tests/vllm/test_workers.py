@@ -1,0 +1,183 @@
+"""The workers' side of the connector over a Source and Sinks: blocks are held, freed and refused as vLLM needs it."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvproto_vllm
+from kvproto import Prompt, Sink, Source, Ticket, new_ticket
+from kvproto_vllm.loading import Loading
+from kvproto_vllm.orders import Computed, Load, Orders
+from kvproto_vllm.sending import Sending
+from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
+
+TABLE, PAGES = [3, 1, 2], [5, 6, 7]
+LAST = len(PROMPT) - 1
+
+
+class Pair:
+    """A prefill and a decode worker, without threads."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        place = f"ipc://{folder}/p"
+        self.pools = filled(), filled()
+        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": 0})
+        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": 0})
+        self.freed: set[str] = set()
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+
+    def turn(self, send: Orders | None = None, load: Orders | None = None) -> None:
+        """A step of each engine, and a turn of what drives their transfers."""
+        self.sending.take(send or Orders())
+        self.sending.computed(send or Orders())
+        self.loading.take(load or Orders())
+        self.sending.source.step(0.005)
+        self.loading.sink.step(0.005)
+        self.freed |= self.sending.freed(send or Orders())
+        done, failed = self.loading.results()
+        self.done, self.failed = self.done | done, self.failed | failed
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError("it does not happen")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.loading.sink.close()
+    made.sending.source.close()
+
+
+def load(ticket: Ticket, prompt: Prompt = PROMPT, cached: int = 0, tokens: int = LAST, pages: Any = PAGES) -> Load:
+    return Load("a", ticket, prompt, (pages,), cached, tokens)
+
+
+def last(name: str = "a") -> Computed:
+    return Computed(name, len(PROMPT), (TABLE,), True)
+
+
+def test_blocks_are_held_until_the_sink_has_them(pair: Pair) -> None:
+    ticket = new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[last()], held=["a"]))
+    for _ in range(5):
+        pair.turn()
+    assert pair.freed == set()
+    pair.turn(load=Orders(loads=[load(ticket)]))
+    pair.until(lambda: pair.freed and pair.done)
+    assert (pair.freed, pair.done, pair.failed) == ({"a"}, {"a"}, set())
+    assert pair.sending.taken() == {"a": (0,)}
+    sent, got = rows(pair.pools[0], TABLE, 0, LAST), rows(pair.pools[1], PAGES, 0, LAST)
+    assert (sent == got).all()
+
+
+def test_chunks_and_a_prefix_that_is_there(pair: Pair) -> None:
+    ticket, before = new_ticket("p"), rows(pair.pools[1], PAGES, 0, PAGE)
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket, cached=PAGE)]))
+    pair.turn(Orders(computed=[Computed("a", 2 * PAGE, (TABLE,), False)]))
+    pair.turn(Orders(computed=[last()], held=["a"]))
+    pair.until(lambda: pair.freed and pair.done)
+    assert (rows(pair.pools[0], TABLE, PAGE, LAST) == rows(pair.pools[1], PAGES, PAGE, LAST)).all()
+    assert (before == rows(pair.pools[1], PAGES, 0, PAGE)).all()
+
+
+def test_what_the_sink_does_not_need_goes_free(pair: Pair) -> None:
+    ticket = new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[last()], held=["a"]))
+    spared = Load("a", ticket, PROMPT, (), len(PROMPT), len(PROMPT))
+    pair.turn(load=Orders(spared=[spared]))
+    pair.until(lambda: pair.freed)
+    assert pair.done == set()
+
+
+def test_a_prefill_that_fails_fails_the_fetch(pair: Pair) -> None:
+    ticket = new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket)]))
+    pair.turn(Orders(failed={"a": "it was aborted"}, held=["a"]))
+    pair.until(lambda: pair.freed and pair.failed)
+    assert pair.done == pair.failed == {"a"}
+
+
+def test_blocks_of_a_preempted_request_are_given_up_before_they_are_reused(pair: Pair) -> None:
+    ticket, again = new_ticket("p"), new_ticket("p")
+    first = Orders(requests={"a": (ticket, PROMPT)}, computed=[Computed("a", PAGE, (TABLE,), False)])
+    pair.turn(first, Orders(loads=[load(ticket)]))
+    for _ in range(20):
+        pair.turn()
+    pair.sending.preempt(Orders(preempted=["a"]))
+    pair.until(lambda: pair.failed)
+    other = [9, 8, 7]
+    pair.turn(
+        Orders(requests={"a": (again, PROMPT)}, computed=[Computed("a", len(PROMPT), (other,), True)], held=["a"])
+    )
+    pair.turn(load=Orders(loads=[load(again, pages=[1, 2, 3])]))
+    pair.until(lambda: pair.freed)
+    assert (rows(pair.pools[0], other, 0, LAST) == rows(pair.pools[1], [1, 2, 3], 0, LAST)).all()
+
+
+def test_an_aborted_fetch_is_over_and_its_blocks_may_be_used_again(pair: Pair) -> None:
+    ticket = new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket)]))
+    pair.turn(load=Orders(aborted=["a"]))
+    pair.until(lambda: pair.done)
+    assert pair.failed == {"a"}
+    pair.turn(load=Orders(loads=[load(new_ticket("p"))]))  # else ITEM_ALIAS
+    assert pair.failed == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("ticket", "pages"), [(new_ticket("nobody"), PAGES), (new_ticket("p"), [0, 1]), (new_ticket("p"), [0, 1, 99])]
+)
+def test_a_fetch_that_cannot_be_fails_alone(pair: Pair, ticket: Ticket, pages: list[int]) -> None:
+    good = new_ticket("p")
+    pair.turn(load=Orders(loads=[load(ticket, pages=pages)]))
+    assert pair.failed == {"a"}
+    pair.turn(Orders(requests={"b": (good, PROMPT)}, computed=[last("b")], held=["b"]))
+    pair.turn(load=Orders(loads=[load(good)]))
+    pair.until(lambda: pair.freed == {"b"})
+
+
+def test_a_fetch_that_the_scheduler_refuses_fails(pair: Pair) -> None:
+    pair.turn(load=Orders(refused={"a": "no ticket"}))
+    assert pair.done == pair.failed == {"a"}
+
+
+def test_a_ticket_that_was_used_holds_no_blocks(pair: Pair) -> None:
+    ticket = new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}))
+    pair.turn(Orders(requests={"b": (ticket, PROMPT)}, computed=[last("b")], held=["b"]))
+    assert pair.freed == {"b"}
+
+
+def test_what_nobody_fetches_goes_free(pair: Pair) -> None:
+    ticket = new_ticket("p", deadline=0.05)
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[last()], held=["a"]))
+    pair.until(lambda: pair.freed)
+    assert pair.sending.taken() == {}
+
+
+def test_a_rank_without_part_in_a_transfer_frees_its_blocks(pair: Pair) -> None:
+    pair.turn(Orders(requests={"a": (new_ticket("p"), PROMPT)}, computed=[last()], held=["a"]))
+    pair.turn(Orders(taken={"a": (0, 1)}))
+    assert pair.freed == set()  # it is one of them
+    pair.turn(Orders(taken={"a": (1,)}))
+    pair.until(lambda: pair.freed)
+
+
+def test_only_the_front_door_is_used() -> None:
+    allowed = {"kvproto", "kvproto.events", "kvproto.errors"}
+    for path in Path(kvproto_vllm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            inner = {name for name in names if name.split(".")[0] == "kvproto"} - allowed
+            assert not inner, (path.name, inner)

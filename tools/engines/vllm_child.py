@@ -1,0 +1,69 @@
+"""One vLLM in a process of its own, on the CPU, that takes orders over a pipe: for the tests of the connector."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["serve"]
+
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8,
+    "block_size": 32, "seed": 0, "kv_cache_memory_bytes": 8 << 20,
+}  # fmt: skip
+
+
+def serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    """Open an engine, then step it and answer orders until the pipe is closed."""
+    try:
+        _serve(pipe, settings)
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send(("died", traceback.format_exc()))
+    os._exit(0)
+
+
+def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    transfer = settings.pop("kv", None)
+    if transfer is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+    began = time.monotonic()
+    engine = LLM(**SETTINGS | settings).llm_engine
+    core = engine.engine_core.engine_core
+    pipe.send(("ready", time.monotonic() - began))
+    while True:
+        busy = core.scheduler.has_requests()
+        while pipe.poll(0 if busy else 0.05):
+            name, *given = pipe.recv()
+            if name == "add":
+                request, tokens, most, params = given
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=most, ignore_eos=True, detokenize=False,
+                    extra_args={"kv_transfer_params": params} if params else None,
+                )  # fmt: skip
+                engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
+            elif name == "abort":
+                engine.abort_request(given)
+            elif name == "free":
+                pool = core.scheduler.kv_cache_manager.block_pool
+                pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
+            elif name == "stop":
+                core.shutdown()
+                return
+            busy = True
+        if engine.has_unfinished_requests():
+            for out in engine.step():
+                if out.finished:
+                    found = out.outputs[0]
+                    answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens
+                    pipe.send(("done", out.request_id, *answer))
+        elif core.scheduler.has_requests():
+            core.step_fn()
+            time.sleep(0.001)

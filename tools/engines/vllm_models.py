@@ -1,0 +1,35 @@
+"""Tiny models of random weights for vLLM: a Llama and one with multi-head latent attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["make"]
+
+
+def make(folder: Path, name: str) -> Path:
+    """The folder of a model, made where it is not there yet; weights are spread so that greedy tokens vary."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    path = folder / name
+    if (path / "config.json").exists():
+        return path
+    torch.manual_seed(0)
+    shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "llama":
+        llama = LlamaConfig(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared,
+        )  # fmt: skip
+        LlamaForCausalLM(llama).save_pretrained(path)
+        return path
+    latent = DeepseekV3Config(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+        first_k_dense_replace=2, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+        v_head_dim=128, initializer_range=0.1, **shared,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(latent).save_pretrained(path)
+    return path
