@@ -20,7 +20,7 @@ from kvproto.events import Event
 from kvproto.withdrawal import Withdrawal
 
 from . import limits
-from .book import Name, Shelf
+from .book import Finding, Name, Shelf
 from .clock import Clock
 from .labels import GEOMETRY, LAYERS
 from .slow import SlowShm
@@ -218,9 +218,9 @@ class Engine:
         for old in [each for each in self._old if each.steps >= 0]:
             old.steps -= 1
             if old.steps == 18:
-                if names := self.in_use(old.shelf):
-                    text = f"{old.withdrawal} is done while {names} are under way in it"
-                    self.say("violation", "freed too early", text)
+                for name in self.in_use(old.shelf):
+                    text = f"{old.withdrawal} is done while request {name[0]}.{name[1]} is under way in it"
+                    self.say("finding", Finding("freed too early", text, name, name))
                 old.shelf.wipe()
             if old.steps < 0:
                 self._old.remove(old)
