@@ -252,7 +252,7 @@ class SourceLink:
             self.fail(self.endpoint.refused or _gone(self.seed))
         if self._former:
             self._let_go()
-        told += self._told
+        told = self._told + told  # pages are asked for before the fetch is lost
         self._told = []
         return told
 

@@ -21,7 +21,7 @@ from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode, Feature
 
 from .claims import NOBODY, PAGE, TOKENS, Claims, Run, claims
-from .doors import GEOMETRY, PROMPT, rows, two
+from .doors import GEOMETRY, PROMPT, STEPPED, rows, two
 
 WAYS = {
     "push": Options(thread=False, part_bytes=1, first_part_ratio=0),
@@ -394,3 +394,23 @@ def end(both: Claims) -> None:
         return all(run.given_back for run in both.runs)
 
     both.until(over)
+
+
+def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -> None:
+    """The source says that prefill is over, and Goodbye, before the sink has a turn."""
+    with two(tmp_path, STEPPED) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        fetch = both.sink.fetch(both.ticket, PROMPT)
+        both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0]._numbers)
+        for _ in range(5):
+            both.turn()
+        request.finish({"kv": [3, 1, 2]})
+        both.source.step()
+        both.source.close()
+        told: list[object] = []
+        while not fetch.done:
+            told += both.sink.step(0.01)
+        assert [type(each).__name__ for each in told if getattr(each, "fetch", None) is fetch] == [
+            "PagesWanted",
+            "Lost",
+        ]
