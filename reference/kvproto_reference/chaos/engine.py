@@ -125,7 +125,8 @@ class Engine:
             now = self.clock.real()
             due, self._later = [x for x in self._later if x[0] <= now], [x for x in self._later if x[0] > now]
             for _, call in due:
-                call()
+                if not self.ending:
+                    call()
             self.look()
             self._close_old()
 
