@@ -7,6 +7,7 @@ import selectors
 import time
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -30,6 +31,8 @@ class _State:
     before: tuple[float, _Series] = (0.0, {})
     now: tuple[float, _Series] = (0.0, {})
     ended: bool = False
+    feed: str = ""
+    """Shown until it has said who it is."""
 
     def hear(self, line: Line) -> None:
         """Take metrics."""
@@ -72,14 +75,19 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_NARROW = 120
+"""Columns of text below which the next are left out."""
+_WIDE = ("peers", "per s", "p50", "refused", "resends")
+
+
 def _row(state: _State) -> list[str]:
     engine, replica, rank, role = state.who
     outcome, phase = _GOOD.get(role, ("", ""))
     note = " (ended)" if state.ended else " (drains)" if state.total("kvproto_draining") else ""
     numbers = {name: state.total(f"kvproto_{name}") for name in ("peers", "suspects", "in_flight", "quarantined_pages")}
     return [
-        f"{engine}/{replica}{note}", rank, role, f"{numbers['peers']:.0f}",
-        f"{numbers['suspects']:.0f}", f"{numbers['in_flight']:.0f}",
+        (f"{engine}/{replica}" if role != "?" else f"{state.feed} (silent)") + note, rank, role,
+        f"{numbers['peers']:.0f}", f"{numbers['suspects']:.0f}", f"{numbers['in_flight']:.0f}",
         f"{state.total('kvproto_transfers_total', outcome):.0f}",
         f"{state.rate('kvproto_transfers_total', outcome):.1f}", f"{state.rate('kvproto_bytes_total') / 1e6:.1f}",
         state.quantile(phase, 0.5), state.quantile(phase, 0.99),
@@ -98,15 +106,17 @@ def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> 
     from rich.table import Table
     from rich.text import Text
 
-    states, latest = {id(feed): _State() for feed in feeds}, list[str]()
+    states, latest = {id(feed): _State(feed=Path(feed.path).name) for feed in feeds}, list[str]()
 
     def drawn() -> Group:
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in ("engine", "role") else "right")
+        shown = [at for at, name in enumerate(_COLUMNS) if console.width >= _NARROW or name not in _WIDE]
+        for name in (_COLUMNS[at] for at in shown):
+            table.add_column(name, justify="left" if name in ("engine", "role") else "right", no_wrap=name == "engine")
         for state in states.values():
             troubled = state.total("kvproto_suspects") or state.total("kvproto_quarantined_pages")
-            table.add_row(*map(Text, map(plain, _row(state))), style="yellow" if troubled else "")
+            row = _row(state)
+            table.add_row(*(Text(plain(row[at])) for at in shown), style="yellow" if troubled else "")
         return Group(table, Text(), *map(Text, latest[-_LATEST:]))
 
     def look(until: float | None) -> None:
@@ -120,6 +130,8 @@ def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> 
             states[id(feed)].ended = feed.live and feed.ended
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=2 * _NARROW)
     if once or not console.is_terminal:
         look(time.monotonic() + 2.2 * _EVERY)
         console.print(drawn(), soft_wrap=True)
