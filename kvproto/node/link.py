@@ -137,7 +137,7 @@ class SourceLink:
         """Tell the sources what is granted by now."""
         try:
             terms, grants = self._under[self._numbers[inner]], claim.grants
-            unpackers = terms.unpackers(self.endpoint.streamed(), grants) if claim.whole else {}
+            unpackers = terms.unpackers(self.endpoint.streamed(inner), grants) if claim.whole else {}
             self.endpoint.grant(inner, grants, time.monotonic(), unpackers)
         except KvprotoError as error:
             self.endpoint.abort(inner, error, time.monotonic())

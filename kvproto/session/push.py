@@ -61,6 +61,11 @@ class Delivery(Part):
     prover: int | None = None
     """The session whose writer's death is proof; None: our own copies write, and nobody's death proves those."""
 
+    @property
+    def streamed_by(self) -> int | None:
+        """The transport by which the source packs, where it does not write the pages itself."""
+        return None
+
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         """A Transfer is about to be sent."""
 

@@ -23,7 +23,7 @@ from kvproto.session.push import Deliveries, Delivery, SinkPush
 from kvproto.session.refusals import refused
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.staged import SinkStaged
-from kvproto.session.stream import Pieces, Registration, SinkStream
+from kvproto.session.stream import Pieces, Registration
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
@@ -68,8 +68,8 @@ class SinkSession(Session):
 
     @property
     def streamed_by(self) -> int | None:
-        """The transport by which the source packs, where it does not write the pages itself."""
-        return self.delivery.transport if isinstance(self.delivery, SinkStream) else None
+        """Of the memory that was registered last: the transport by which the source packs."""
+        return self.delivery.streamed_by if self.delivery is not None else None
 
     @property
     def ready(self) -> bool:

@@ -131,9 +131,14 @@ class SinkEndpoint(Exposing):
         """Features that every session has."""
         return tuple(f for f in Feature if all(f in s.features for s in self.sessions.values()))
 
-    def streamed(self) -> dict[int, int]:
-        """Source ranks whose bytes come as a stream, and the transport of each."""
-        return {rank: s.streamed_by for rank, s in self._ranks.items() if s.streamed_by is not None}
+    def streamed(self, number: int | None = None) -> dict[int, int]:
+        """Source ranks whose bytes come as a stream, and the transport of each; of a transfer, as it was asked for."""
+        if number is None:
+            found = {rank: session.streamed_by for rank, session in self._ranks.items()}
+        else:
+            want = self._wants.get(number)
+            found = {rank: part.delivery.streamed_by for rank, part in (want.parts if want is not None else {}).items()}
+        return {rank: transport for rank, transport in found.items() if transport is not None}
 
     def transfer(
         self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
@@ -178,7 +183,8 @@ class SinkEndpoint(Exposing):
             session = self._ranks[rank]
             if session.has(SinkIntent) and session.open:
                 begin = partial(attempt.delivery.begin, attempt, (unpackers or {}).get(rank))
-                session.part(SinkIntent).grant(attempt, grants, now, begin, packed=session.streamed_by is not None)
+                packed = attempt.delivery.streamed_by is not None
+                session.part(SinkIntent).grant(attempt, grants, now, begin, packed)
         self._after(now)
 
     def accepted(self, number: int) -> bool:

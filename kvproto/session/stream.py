@@ -132,6 +132,11 @@ class SinkStream(SinkPush):
 
     polled = True
 
+    @property
+    def streamed_by(self) -> int:
+        """The transport that the source took."""
+        return self.transport
+
     def __init__(self, session: Session, epoch: int, reader: StreamReader) -> None:
         super().__init__(session)
         self._epoch, self._reader = epoch, reader

@@ -414,3 +414,19 @@ def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -
             "PagesWanted",
             "Lost",
         ]
+
+
+def test_pages_are_named_while_a_pool_moves(tmp_path: Path) -> None:
+    """The stream goes into the pool that the request was asked for in, whatever the source holds of the next one."""
+    with two(tmp_path, WAYS["inline"]) as both:
+        both.until(lambda: both.sink.ready)
+        made = new_ticket("prefill")
+        request, fetch = both.source.request(made, PROMPT), both.sink.fetch(made, PROMPT)
+        request.finish({"kv": [3, 4, 5]})
+        both.until(lambda: [event for event in both.told if isinstance(event, PagesWanted)])
+        old, moved = both.sink.pool, both.sink.move(Pool.allocate(GEOMETRY, 16))
+        both.told += both.sink.step(0)  # the source has not heard of it yet
+        fetch.grant({"kv": [6, 7, 8]})
+        both.until(lambda: fetch.done and moved.done)
+        fetch.wait(0)
+        assert (rows(old, [6, 7, 8]) == rows(both.source.pool, [3, 4, 5])).all()
