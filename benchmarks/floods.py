@@ -80,6 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server, client = (make_keys(Path(folder) / name) for name in ("server", "client"))
         path = Path(folder) / "allow.toml"
+        path.touch(0o600)  # whatever the umask
         path.write_text(f'[[client]]\nkey = "{client.public.decode()}"\nengine = "e"\n')
         with contextlib.closing(Listener("tcp://127.0.0.1:*", keys=server, allow=AllowList(path))) as listener:
             port = int(listener.address.rpartition(":")[2])

@@ -53,6 +53,7 @@ class Place:
         make_keys(here / _SOURCE)
         key = make_keys(here / _SINK).public.decode()
         entries = [f'[[client]]\nkey = "{key}"\nengine = "{_SINK}-{n}"\n' for n in range(MOST)]
+        (here / _SOURCE / "allow.toml").touch(0o600)  # whatever the umask
         (here / _SOURCE / "allow.toml").write_text("".join(entries))
         return cls("tcp://127.0.0.1:*", folder, True)
 

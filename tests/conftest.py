@@ -1,6 +1,7 @@
 """What the inner loop leaves out, and which tests run on one worker."""
 
 import gc
+import os
 from functools import cache
 from importlib import import_module
 from multiprocessing.util import get_temp_dir
@@ -9,6 +10,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+os.umask(0o022)  # an allow-list that its group may write to is refused
 
 SLOW = {
     "calibration/test_probe.py",

@@ -122,6 +122,8 @@ def _check_path(path: str) -> None:
 
 def _check_host(address: str, rest: str) -> None:
     host, _, port = rest.rpartition(":")
+    if _HOST.fullmatch(rest):
+        raise _bad("a host and a port", f"{address}, without a port", f"add it, such as {address}:7100")
     if not _HOST.fullmatch(host):
         raise _bad("a host name, an IPv4 address, or an IPv6 address in brackets", address, "correct it")
     if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.net.keys import at_once, check_public
+from kvproto.net.keys import check_public, read_guarded
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
@@ -90,6 +90,7 @@ class AllowList:
         self._seen, before = state, self._clients
         try:
             self._clients = self._read()
+            _log.info("the allow-list %s is read again, and holds: keys of %d clients", self.path, len(self._clients))
         except LocalError as error:
             _log.error("the allow-list is not read again, and what it said before holds: %s", error)
         return self._clients != before
@@ -99,15 +100,12 @@ class AllowList:
             found = os.stat(self.path)
         except OSError as error:
             return error.errno
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return found.st_ino, found.st_ctime_ns, found.st_size  # of its mode and owner too
 
     def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
+        text = read_guarded(self.path, "an allow-list", "list the clients that may connect, each as [[client]]")
         try:
-            with open(self.path, "rb", opener=at_once) as file:
-                table = tomllib.load(file)
-        except OSError as error:
-            advice = "list the clients that may connect, each as [[client]]"
-            raise _bad(str(self.path), "an allow-list", str(error.strerror), advice) from error
+            table = tomllib.loads(text.decode())
         except ValueError as error:
             raise _bad(str(self.path), "TOML", str(error), "correct it") from error
         if unknown := table.keys() - {"client"}:

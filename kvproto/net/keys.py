@@ -17,11 +17,11 @@ from zmq.utils import z85
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PUBLIC", "SECRET", "KeyPair", "at_once", "check_public", "make_keys", "read_keys"]
+__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "make_keys", "read_guarded", "read_keys"]
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
-_ALPHABET = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+_ALPHABET = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
 @attrs.frozen
@@ -35,16 +35,20 @@ class KeyPair:
 def make_keys(folder: Path) -> KeyPair:
     """Write a new pair into a folder, made with mode 0700 if missing; raises LocalError where there is one already."""
     public, secret = zmq.curve_keypair()
+    made: list[Path] = []
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, key, mode in ((SECRET, secret, 0o600), (PUBLIC, public, 0o644)):
-            made = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with open(made, "wb") as file:
+        for path, key, mode in ((folder / SECRET, secret, 0o600), (folder / PUBLIC, public, 0o644)):
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            made.append(path)
+            with open(opened, "wb") as file:
                 file.write(key + b"\n")
-    except FileExistsError as error:
-        advice = "engines may be using it: choose another folder, or remove it first"
-        raise _bad(str(error.filename), "a folder without keys", "there is one already", advice) from error
     except OSError as error:
+        for path in made:  # half a pair is of no use
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            advice = "engines may be using it: choose another folder, or remove it first"
+            raise _bad(str(error.filename), "a folder without keys", "there is one already", advice) from error
         raise _bad(str(folder), "a folder to write to", str(error), "choose another folder") from error
     return KeyPair(public, secret)
 
@@ -55,64 +59,86 @@ def read_keys(folder: str | Path) -> KeyPair:
     Nobody else may write to the folder, and public.key, where there is one, is that of the secret (KVP-NET-SECRET).
     """
     path = Path(folder) / SECRET
-    advice = f"`kvproto keygen {folder}` makes a pair"
-    try:
-        with open(path, "rb", opener=at_once) as file:
-            mode, text = os.fstat(file.fileno()), file.read(_CHARACTERS + 2)
-    except OSError as error:
-        raise _bad(str(path), "a file with a secret key", str(error.strerror), advice) from error
-    if stat.S_IMODE(mode.st_mode) & 0o077:
-        found = f"mode {stat.S_IMODE(mode.st_mode):04o}"
-        raise _bad(str(path), "a file that only its owner may read, mode 0600", found, f"chmod 600 {path}")
-    if not _is_key(text.strip()):
-        found = f"{len(text.strip())} characters" if len(text.strip()) < _CHARACTERS else "something else"
-        raise _bad(str(path), f"a key of {_CHARACTERS} characters of Z85", found, advice)
-    pair = KeyPair(zmq.curve_public(text.strip()), text.strip())
-    _check_folder(path.parent, pair.public)
+    empty = not any(os.path.lexists(path.with_name(name)) for name in (SECRET, PUBLIC))
+    advice = f"`kvproto keygen {folder if empty else 'NEW_FOLDER'}` makes a pair"
+    key = read_guarded(path, "a file with a secret key", advice, secret=True).strip()
+    if flaw := _flaw(key.decode("latin-1")):
+        raise _bad(str(path), f"a key of {_CHARACTERS} characters of Z85", flaw, advice)
+    pair = KeyPair(zmq.curve_public(key), key)
+    _check_public_of(pair, path.with_name(PUBLIC))
     return pair
 
 
-def _check_folder(folder: Path, public: bytes) -> None:
-    mode, path = stat.S_IMODE(folder.stat().st_mode), folder / PUBLIC
-    if mode & stat.S_IWOTH:
-        advice = f"chmod o-w {folder}" if not mode & stat.S_ISVTX else "keep the keys in a directory of their own"
-        raise _bad(str(folder), "a directory that no other user may write to", f"mode {mode:04o}", advice)
+def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> bytes:
+    """What a file holds that nobody but this user and root may write to, or read either where it is `secret`.
+
+    Raises LocalError naming it, and `what` it should be. A secret's folder is held to the same (KVP-NET-SECRET).
+    """
     try:
-        with open(path, "rb", opener=at_once) as file:
+        with open(path, "rb", opener=_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise _bad(str(path), what, "no regular file", advice)
+            _check_writers(path, "file", found)
+            if secret and found.st_mode & 0o077:
+                mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+                raise _bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
+            if secret:
+                _check_writers(path.parent, "directory", path.parent.stat())
+            return file.read()
+    except OSError as error:
+        raise _bad(str(path), what, str(error.strerror), advice) from error
+
+
+def _check_writers(path: Path, kind: str, found: os.stat_result) -> None:
+    """Raise where somebody else owns it, or may write to it as one of its group or as anybody."""
+    if found.st_uid not in (0, os.geteuid()):
+        advice = f"chown {os.geteuid()} {path}, once nothing in it is from its owner"
+        raise _bad(str(path), f"a {kind} of this user or of root", f"one of user {found.st_uid}", advice)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        advice = "keep the keys in a directory of their own" if found.st_mode & stat.S_ISVTX else f"chmod go-w {path}"
+        mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+        raise _bad(str(path), f"a {kind} that no other user may write to", mode, advice)
+
+
+def _check_public_of(pair: KeyPair, path: Path) -> None:
+    """Raise where there is a public.key, and it is of another pair."""
+    try:
+        with open(path, "rb", opener=_at_once) as file:
             stated = file.read(_CHARACTERS + 2).strip()
     except FileNotFoundError:
         return
     except OSError as error:
         raise _bad(str(path), "a file with a public key", str(error.strerror), "make it readable") from error
-    if stated != public:
+    if stated != pair.public:
         advice = f"one of {SECRET} and {PUBLIC} is from elsewhere: restore it, or remove {PUBLIC}"
-        raise _bad(str(path), f"the public key of {SECRET}, {public.decode()}", "another", advice)
+        raise _bad(str(path), f"the public key of {SECRET}, {pair.public.decode()}", "another", advice)
 
 
-def at_once(path: str, flags: int) -> int:
+def _at_once(path: str, flags: int) -> int:
     """An opener that does not wait, as opening a FIFO would."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def check_public(path: str, given: object) -> bytes:
     """A public key as bytes; raises LocalError(OUT_OF_RANGE) at this path."""
-    key = given.encode() if isinstance(given, str) else b""
-    if not _is_key(key):
-        raise _bad(path, f"a public key, {_CHARACTERS} characters of Z85", _short(given), f"copy it from {PUBLIC}")
-    return key
+    flaw = _flaw(given) if isinstance(given, str) else type(given).__name__
+    if flaw or not isinstance(given, str):
+        raise _bad(path, f"a public key, {_CHARACTERS} characters of Z85", flaw, f"copy it from {PUBLIC}")
+    return given.encode()
 
 
-def _is_key(text: bytes) -> bool:
-    if len(text) != _CHARACTERS or not _ALPHABET.issuperset(text):
-        return False
+def _flaw(text: str) -> str:
+    """Why it is no key, without what it is; empty for one."""
+    if len(text) != _CHARACTERS:
+        return f"{len(text)} characters"
+    if strange := sum(each not in _ALPHABET for each in text):
+        return f"{_CHARACTERS} characters, {strange} of them not of Z85"
     try:
-        return bool(z85.decode(text))
-    except struct.error:  # five characters that stand for more than 32 bits
-        return False
-
-
-def _short(given: object) -> str:
-    return f"{len(given)} characters" if isinstance(given, str) else type(given).__name__
+        z85.decode(text.encode())
+    except struct.error:
+        return f"{_CHARACTERS} characters of which five in a row stand for more than 32 bits, so one is mistaken"
+    return ""
 
 
 def _bad(path: str, mine: str, yours: str, advice: str) -> LocalError:

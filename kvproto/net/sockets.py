@@ -149,6 +149,11 @@ class Listener:
         if self._allow is not None:
             self._allow.check(conn[1], party, role)
 
+    def name_of(self, conn: Hashable) -> str:
+        """Whose connection it is, for people: as CURVE has proven, where there are keys."""
+        assert isinstance(conn, tuple)
+        return self._allow.name(conn[1]) if self._allow is not None else "(unknown peer)"
+
     def send(self, conn: Hashable, frame: bytes) -> bool:
         """Send; False where the peer is gone or takes nothing."""
         assert isinstance(conn, tuple)
@@ -236,9 +241,8 @@ class Dialer:
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)
-                        found.append(
-                            (key, _refusal(event, str(key[-1]), self._keys.public.decode() if self._keys else "no key"))
-                        )
+                        ours = self._keys.public.decode() if self._keys else None
+                        found.append((key, _refusal(event, str(key[-1]), ours)))
         return found
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
@@ -315,13 +319,16 @@ _HANDSHAKES = (
 )
 
 
-def _refusal(event: int, address: str, ours: str) -> KvprotoError:
+def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         advice = "the operator of the source adds our public key to its allow-list"
-        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without this key", ours, advice)
+        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without this key", ours or "no key", advice)
         return ReportedError.of(address, found)
     mine, yours = f"the source's key at {address}", "another key, or none"
-    advice = "ask its operator for its public.key; a source without keys needs Options(insecure=True), --insecure"
+    advice = "compare it with the source's public.key; a source that has none needs keys too"
+    if ours is None:
+        mine, yours = "a source without keys, as we have none", f"one with keys at {address}"
+        advice = "give this sink keys, Options(keys=...), and the source's public.key in its Seed"
     return LocalError(ErrorCode.WRONG_PEER, "key", mine, yours, advice)
 
 

@@ -67,7 +67,7 @@ class SourceNode:
         self._offers: dict[tuple[int, int, int], tuple[Attempt, float]] = {}
         """What sinks may read, and since when."""
         self._backstage = Backstage()
-        self.endpoint.plans.defer = self._backstage.defer
+        self.endpoint.plans.defer, self.endpoint.name_of = self._backstage.defer, listener.name_of
         self._peers = Peers(self.endpoint, pool, self.transports, self._backstage.defer)
         self._computing: set[bytes] = set()
         """Requests of which some rows are there."""

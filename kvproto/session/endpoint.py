@@ -5,7 +5,7 @@ Addresses and connections are opaque keys. Time comes in as `now` (seconds, any 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvproto.errors import RemoteError
@@ -36,6 +36,8 @@ class Endpoint:
         self.plans = Plans()
         self.runs: dict[tuple[str, int, int], int] = {}
         """The greatest incarnation that this side has greeted of each engine, replica and rank."""
+        self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
+        """Whose connection it is, for people, where no session says so."""
         self.resends = 0
         """Requests that were sent again."""
 
@@ -105,5 +107,5 @@ class Endpoint:
             answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
             self.send(conn, encode(answer))
         error.__traceback__ = None  # its frames use the pool's memory
-        self._events.append(ProtocolError(session.name if session else "(unknown peer)", error))
+        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error))
         return head

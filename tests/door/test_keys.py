@@ -7,7 +7,10 @@ import pytest
 from kvproto import Cache, DType, KvprotoError, Options, Parallel, Pool, Seed, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.errors import LocalError
+from kvproto.net import Dialer, read_keys
+from kvproto.wire import encode
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Ping
 
 from .doors import GEOMETRY, PAGES, PROMPT, Two, filled, rows
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
@@ -56,7 +59,8 @@ def test_a_server_with_another_key(tmp_path: Path) -> None:
         other = host(tmp_path, "other")
         with dialling(decode, both.source, other.public) as sink:
             error = refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
-            assert "public.key" in error.advice
+            assert "compare it with the source's public.key" in error.advice
+            assert "insecure" not in str(error)
         served(both)
 
 
@@ -91,7 +95,8 @@ def test_a_client_without_keys(tmp_path: Path) -> None:
         address = both.source._node._listener.address
         insecure = Options(insecure=True, thread=False)
         with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, insecure) as sink:
-            refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
+            error = refused(Two(both.source, sink), ErrorCode.WRONG_PEER)
+            assert "give this sink keys" in error.advice
         served(both)
 
 
@@ -102,7 +107,21 @@ def test_a_source_without_keys(tmp_path: Path) -> None:
         Source("prefill", filled(), "tcp://127.0.0.1:*", Options(insecure=True, thread=False)) as source,
         dialling(decode, source, prefill.public) as sink,
     ):
-        refused(Two(source, sink), ErrorCode.WRONG_PEER)
+        error = refused(Two(source, sink), ErrorCode.WRONG_PEER)
+        assert "a source that has none needs keys too" in error.advice
+
+
+def test_a_client_that_sends_frames_without_a_session_is_named(tmp_path: Path) -> None:
+    """By what CURVE has proven: the engine of its entry, and its key."""
+    with keyed(tmp_path) as (both, prefill, decode):
+        dialer = Dialer(keys=read_keys(decode.folder))
+        frame = encode(Ping(session=77, request=1))
+        dialer.send((0, both.source._node._listener.address), frame, prefill.public.encode())
+        error = both.until(lambda: [e for e in both.told if isinstance(e, told.ProtocolError)])[0]
+        dialer.close()
+        assert error.error.code == ErrorCode.UNKNOWN_SESSION
+        assert error.peer == f"decode (key {decode.public})"
+        served(both)
 
 
 @pytest.mark.parametrize("more", ["ranks = [1]", "replicas = [3]", 'roles = ["source"]'])

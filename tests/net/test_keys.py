@@ -1,5 +1,6 @@
 """Files with keys, allow-lists and sources: what is taken, and how what is not is refused."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kvproto import Seed, read_sources
 from kvproto.cli.main import main
 from kvproto.errors import LocalError, RemoteError
 from kvproto.net import AllowList, make_keys, read_keys
+from kvproto.net.keys import check_public
 from kvproto.net.load import Load
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
@@ -39,16 +41,33 @@ def test_keygen_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_keys(tmp_path) == made
 
 
+def test_keygen_that_fails_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "public.key").write_text(f"{KEY}\n")
+    assert main(["keygen", str(tmp_path)]) == 1
+    assert "public.key" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["public.key"]
+    assert (tmp_path / "public.key").read_text() == f"{KEY}\n"
+
+
+def test_the_advice_for_a_key_that_is_lost_can_be_followed(tmp_path: Path) -> None:
+    """keygen writes over nothing, so beside what is left of a pair it names another folder."""
+    with pytest.raises(LocalError, match=f"keygen {tmp_path}` makes a pair"):
+        read_keys(tmp_path)
+    (tmp_path / "public.key").write_text(f"{KEY}\n")
+    with pytest.raises(LocalError, match="keygen NEW_FOLDER` makes a pair"):
+        read_keys(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "right"),
     [
         (b"", 0o600, "40 characters"),
         (b"\n", 0o600, "40 characters"),
         (b"short\n", 0o600, "5 characters"),
-        (b'"' * 40, 0o600, "Z85"),
-        (b"#" * 40, 0o600, "Z85"),
-        (b"0" * 41, 0o600, "Z85"),
-        (b"\xff" * 40, 0o600, "Z85"),
+        (b'"' * 40, 0o600, "40 of them not of Z85"),
+        (b"#" * 40, 0o600, "more than 32 bits"),
+        (b"0" * 41, 0o600, "41 characters"),
+        (b"\xff" * 40, 0o600, "40 of them not of Z85"),
         (KEY.encode(), 0o644, "0600"),
         (KEY.encode(), 0o640, "0600"),
         (None, 0o600, "keygen"),
@@ -71,9 +90,12 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     made = make_keys(folder)
     folder.chmod(0o707)
-    with pytest.raises(LocalError, match="chmod o-w") as caught:
+    with pytest.raises(LocalError, match="chmod go-w") as caught:
         read_keys(folder)
     assert caught.value.path == str(folder)
+    folder.chmod(0o770)
+    with pytest.raises(LocalError, match=r"no other user may write to, got mode 0770"):
+        read_keys(folder)
     folder.chmod(0o1777)
     with pytest.raises(LocalError, match="a directory of their own"):
         read_keys(folder)
@@ -95,8 +117,20 @@ def test_the_public_key_is_that_of_the_secret(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "secret.key", 0o600)
-    with pytest.raises(LocalError, match="40 characters"):
+    with pytest.raises(LocalError, match="no regular file"):
         read_keys(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("whose", ["", "secret.key", "allow.toml"])
+def test_what_another_user_owns_is_not_trusted(tmp_path: Path, whose: str) -> None:
+    """KVP-NET-SECRET: also where root could read it."""
+    make_keys(tmp_path)
+    (tmp_path / "allow.toml").write_text(LIST)
+    os.chown(tmp_path / whose, 65534, -1)
+    with pytest.raises(LocalError, match="one of user 65534") as caught:
+        AllowList(tmp_path / whose) if whose == "allow.toml" else read_keys(tmp_path)
+    assert caught.value.path == str(tmp_path / whose)
 
 
 LIST = f"""
@@ -171,6 +205,45 @@ def test_an_allow_list_that_cannot_be(tmp_path: Path, text: str, at: str) -> Non
     with pytest.raises(LocalError) as caught:
         allowed(path, text)
     assert caught.value.path == (f"{path}: {at}" if at else str(path))
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
+def test_a_list_that_others_may_write_to(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    """KVP-NET-ALLOW: neither at the start nor when it changes; what is put right is taken, and the log says so."""
+    caplog.set_level(logging.INFO, "kvproto")
+    path = tmp_path / "allow.toml"
+    found = allowed(path)
+    path.write_text("")
+    path.chmod(mode)
+    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+        AllowList(path)
+    assert caught.value.path == str(path)
+    assert not found.renew(10)
+    assert "what it said before holds" in caplog.text
+    assert found.knows(KEY.encode())
+    path.chmod(0o644)
+    assert found.renew(20)
+    assert f"the allow-list {path} is read again, and holds: keys of 0 clients" in caplog.text
+
+
+def test_a_pipe_is_no_list(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "allow.toml", 0o600)
+    with pytest.raises(LocalError, match="expected an allow-list, got no regular file"):
+        AllowList(tmp_path / "allow.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "flaw"),
+    [
+        (KEY[:-1], "39 characters"),
+        (f"{KEY[:-2]}~é", "2 of them not of Z85"),
+        ("#" * 40, "more than 32 bits, so one is mistaken"),
+        (7, "int"),
+    ],
+)
+def test_what_is_wrong_with_a_public_key_is_said(key: object, flaw: str) -> None:
+    with pytest.raises(LocalError, match=flaw):
+        check_public("key", key)
 
 
 def test_a_list_that_changes_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def test_insecure_makes_no_address_of_what_is_none(address: str) -> None:
         ("ipc://@kv-0-0", "every user of this host may connect to an abstract socket: name a file"),
         (f"ipc:///{'x' * 200}", "at most 107 bytes"),
         ("tcp://no-such-host.invalid:7100", "an address of this machine"),
+        ("tcp://10.77.0.1", r"tcp://10\.77\.0\.1, without a port"),
+        ("tcp://[::1]", r"without a port"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused_with_its_reason(address: str, says: str) -> None:

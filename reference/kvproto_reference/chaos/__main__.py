@@ -50,6 +50,7 @@ def keys_in(folder: Path) -> Keys:
     backs = {name: make_keys(folder / f"back-{name}") for name in DECODES}
     rows = [f'[[client]]\nkey = "{keys.public.decode()}"\nengine = "{name}"\n' for name, keys in backs.items()]
     for name in PREFILLS:
+        (folder / name / "allow.toml").touch(0o600)  # whatever the umask
         (folder / name / "allow.toml").write_text("\n".join(rows))
     return Keys(folder, made, front, backs)
 

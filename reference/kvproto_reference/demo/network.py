@@ -26,6 +26,7 @@ def key_folders(folder: Path) -> tuple[Path, Path]:
     prefill, decode = folder / "prefill-keys", folder / "decode-keys"
     make_keys(prefill)
     public = make_keys(decode).public.decode()
+    (prefill / "allow.toml").touch(0o600)  # whatever the umask
     (prefill / "allow.toml").write_text(f'[[client]]\nkey = "{public}"\nengine = "decode"\n')
     return prefill, decode
 
