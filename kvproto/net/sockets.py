@@ -24,6 +24,7 @@ from kvproto.net.direct import Inbox
 from kvproto.net.gate import Connections, Handshakes, Socket, event_of, events_of
 from kvproto.net.keys import KeyPair
 from kvproto.net.load import Load
+from kvproto.net.names import Names
 from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
@@ -190,6 +191,7 @@ class Dialer:
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
+        self.names = Names()
         self._end = weakref.finalize(self, _close, self._context, self._opened)
 
     @property
@@ -268,6 +270,7 @@ class Dialer:
                     made.setsockopt(zmq.CURVE_SERVERKEY, server)
                     made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
                     made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+                self.names.look_up(address)
                 events = events_of(self._context, made, _HANDSHAKES)
                 opened.append(events.socket)
             made.connect(address)

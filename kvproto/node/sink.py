@@ -96,6 +96,7 @@ class SinkNode:
             if self._lent is not None:
                 key = next(self._keys)
                 self._links[replica] = SourceLink(self._here, self._lent, key, address, replica, server)
+                self._links[replica].endpoint.advice = self._dialer.names.advice
 
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Goodbye to a source replica."""

@@ -38,6 +38,8 @@ class Endpoint:
         """The greatest incarnation that this side has greeted of each engine, replica and rank."""
         self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
         """Whose connection it is, for people, where no session says so."""
+        self.advice: Callable[[str], str] = lambda address: "see whether it runs, and its address"
+        """What to do about the silence of an address."""
         self.resends = 0
         """Requests that were sent again."""
 

@@ -324,9 +324,8 @@ class SinkEndpoint(Exposing):
         if isinstance(event, e.SessionRefused):
             self.refused = event.error
         elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
-            lost = RemoteError(
-                ErrorCode.PEER_LOST, "", event.reason, session.name, "see whether it runs, and its address"
-            )
+            advice = self.advice(str(session.conn))
+            lost = RemoteError(ErrorCode.PEER_LOST, "", event.reason, session.name, advice)
             self.refused = self.refused or lost
         elif isinstance(event, e.Planned):
             self._planned(session, now)

@@ -226,3 +226,14 @@ def test_keys_and_insecure_are_one_too_many(tmp_path: Path) -> None:
         Options(keys=tmp_path, insecure=True)
     with pytest.raises(LocalError, match="keys too"):
         Options(allow=tmp_path / "allow.toml")
+
+
+def test_a_source_whose_name_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch that is given up says so: the operator need not look for a firewall."""
+    monkeypatch.setattr("kvproto.session.limits.PATIENCE", 0.5)
+    seeds = {"prefill": f"tcp://{'x' * 64}:7100"}  # no name server is asked for that
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), seeds, Options(insecure=True)) as sink:
+        found = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 4]})
+        with pytest.raises(KvprotoError, match="its host name is not known here") as caught:
+            found.wait(30)
+        assert caught.value.code == ErrorCode.PEER_LOST

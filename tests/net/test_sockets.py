@@ -2,6 +2,7 @@
 
 import gc
 import select
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -278,3 +279,29 @@ def _all(end: Any, count: int) -> list[Any]:
         select.select(end.filenos(), [], [], 0.01)
         found += end.receive()
     return found
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70])
+def test_a_name_that_is_not_known_is_told(host: str) -> None:
+    dialer = Dialer(insecure=True)
+    address = f"tcp://{host}:7100"
+    assert dialer.names.advice(address) == "see whether it runs, and its address"
+    dialer.send((0, address), b"hello")
+    _looked_up()
+    assert "its host name is not known here" in dialer.names.advice(address)
+    dialer.close()
+
+
+def test_a_name_that_is_known_and_an_address_need_no_word() -> None:
+    dialer = Dialer(insecure=True)
+    for address in ("tcp://localhost:7100", "tcp://127.0.0.1:7100", "tcp://[::1]:7100"):
+        dialer.send((0, address), b"hello")
+        _looked_up()
+        assert dialer.names.advice(address) == "see whether it runs, and its address"
+    dialer.close()
+
+
+def _looked_up() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvproto names":
+            thread.join(60)
