@@ -28,6 +28,8 @@ __all__ = ["Connections", "Handshakes", "event_of", "events_of"]
 _log = logging.getLogger("kvproto")
 _ASK = "inproc://zeromq.zap.01"
 _names = itertools.count()
+_COUNTED = 10.0
+"""Seconds between two words on connections that nothing was heard of."""
 
 Socket = zmq.Socket[bytes]
 
@@ -79,6 +81,8 @@ class Connections:
         self.count, self.full, self._allow, self._next_word = 0, False, allow, 0.0
         self._silent: dict[int, None] = {}
         """Descriptors of connections that nothing was heard of, the oldest first."""
+        self._unheard, self._next_count = 0, 0.0
+        """How many have ended like that, and when the log says so next."""
         self._clients: dict[int, bytes] = {}
         """Keys of the others."""
         self._of = Counter[bytes]()
@@ -95,18 +99,22 @@ class Connections:
             if event == zmq.EVENT_LISTENING:
                 self._fd = value
             elif event == zmq.EVENT_DISCONNECTED:
+                self._unheard += value in self._silent
                 self._gone(value)
             elif event == zmq.EVENT_ACCEPTED and self._allow is not None and value not in self._clients:
                 self._silent[value] = None
                 if len(self._silent) > self.most_of_one:
                     oldest = next(iter(self._silent))
                     del self._silent[oldest]
+                    self._unheard += 1
                     self.cut(oldest)
         full = self.count >= (self.most * 3 // 4 if self.full else self.most)
         if full != self.full:
             self._drop(full)
             self.full = full
             self._tell_full()
+        if self._unheard:
+            self._tell_unheard(time.monotonic())
 
     def heard(self, key: bytes, digits: bytes) -> bool:
         """A frame has come by a connection; False where it is one too many of its client, and cut for that."""
@@ -129,6 +137,13 @@ class Connections:
         of = [(self._allow.name(key), count) for key, count in self._of.most_common(1) if self._allow is not None]
         most = "".join(f"; most of them, {count}, are of client {name}" for name, count in of)
         _log.warning("full: %d connections, and new ones wait until some end%s", self.count, most)
+
+    def _tell_unheard(self, now: float) -> None:
+        """Strangers have no name; how many there are shows a scan, or somebody who wears the source out."""
+        if now >= self._next_count:
+            self._next_count = now + _COUNTED
+            _log.info("connections that have ended before a frame was heard of them: %d", self._unheard)
+            self._unheard = 0
 
     def _tell_of(self, name: str) -> None:
         """Name a client that has too many, without a flood of words."""

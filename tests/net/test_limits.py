@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import resource
 import select
 import socket
@@ -194,6 +195,28 @@ def test_too_many_connections_of_one_client(
     assert f"client e (key {one.public.decode()}) has 2 connections" in caplog.text
     for each in (*dialers, other):
         each.close()
+
+
+def test_the_log_counts_connections_of_strangers(
+    keyed: tuple[Listener, KeyPair, list[KeyPair]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that speak are none of them, and the log is not flooded."""
+    caplog.set_level(logging.INFO, "kvproto")
+    listener, server, (one, _) = keyed
+    speaks = Dialer(keys=one)
+    speaks.send((0, listener.address), b"first", server.public)
+    until(lambda: [*listener.receive()], listener)
+    speaks.close()
+    until(lambda: [*listener.receive()] or listener._connections.count == 0, listener)
+    assert not caplog.records
+    for _ in range(3):
+        with dial(listener):
+            until(lambda: [*listener.receive()] or listener._connections.count == 1, listener)
+        until(lambda: [*listener.receive()] or listener._connections.count == 0, listener)
+    assert [record.getMessage() for record in caplog.records] == [
+        "connections that have ended before a frame was heard of them: 1"
+    ]
+    assert listener._connections._unheard == 2, "for the next line"
 
 
 def test_connections_that_say_nothing(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:
