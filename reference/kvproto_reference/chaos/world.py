@@ -166,6 +166,7 @@ class World:
         if not self._ends(lambda: not any(e.alive for e in everybody), _END):
             late = [name for name, e in self.engines.items() if e.alive]
             self.judge.violation("hang", f"{late} did not end")
+        self._ends(lambda: not any(engine.left() for engine in everybody), _END)  # a forked child lingers, and goes
         for name, engine in self.engines.items():
             if left := engine.left():
                 self.judge.violation("leak", f"{name} has left processes: {left}")

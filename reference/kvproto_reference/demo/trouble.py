@@ -10,6 +10,8 @@ from .engines import Engines
 from .router import Router
 
 VICTIM = "prefill-0"
+_HEARD = 0.3
+"""Seconds in which decode has heard what was on its way."""
 
 
 @attrs.frozen
@@ -53,6 +55,8 @@ class Trouble:
     """Requests that had begun and not arrived when it struck."""
     status: int | None = None
     """With which the engine ended."""
+    _held_at: float | None = None
+    """When it was stopped, so that what is under way stays so until it is killed."""
     _struck: bool = False
     _back_at: float | None = None
     _back: bool = False
@@ -60,8 +64,8 @@ class Trouble:
     def turn(self) -> bool:
         """Go on with it; whether it is over, and the engine takes requests again."""
         if not self._struck:
-            if any(VICTIM in r.engines and r.sent for r in self.router.requests):
-                self._strike()
+            if self._held_at is not None or any(VICTIM in r.engines and r.sent for r in self.router.requests):
+                self._hold() if self.kind.number == signal.SIGKILL else self._strike()
         elif self._back_at is None:
             self.status = self.engines.exit_status(VICTIM)
             if self.status is not None:
@@ -71,9 +75,24 @@ class Trouble:
             self._bring_back()
         return self._back and self.router.takes(VICTIM)
 
+    def _hold(self) -> None:
+        """Strike where requests are under way once all that it has said is heard, and else a little later."""
+        if self._held_at is None:
+            self._held_at = time.monotonic()
+            self.engines.signal(VICTIM, signal.SIGSTOP)
+        elif time.monotonic() - self._held_at >= _HEARD:
+            if self._under_way():
+                self._strike()
+            else:
+                self.engines.signal(VICTIM, signal.SIGCONT)
+            self._held_at = None
+
+    def _under_way(self) -> int:
+        return sum(VICTIM in r.engines and r.under_way for r in self.router.requests)
+
     def _strike(self) -> None:
         self._struck = True
-        self.under_way = sum(VICTIM in r.engines and r.under_way for r in self.router.requests)
+        self.under_way = self._under_way()
         self.engines.signal(VICTIM, self.kind.number)
         self.note(f"{VICTIM} is {self.kind.says} with {self.under_way} requests under way")
         if not self.kind.ends:
