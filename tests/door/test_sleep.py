@@ -468,11 +468,13 @@ def later(pair: Two) -> None:
 
 def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     """KVP-DSC-AGAIN: what is under way ends by the old plan, in the old pool."""
+    hand_over(pair)
     made = new_ticket("prefill")
     whole = with_draft(fill=True)
     end = pair.source.sleep()
     pair.until(lambda: end.done)
     pair.source.wake(whole)
+    pair.until(lambda: planned(pair))
     hand_over_target(pair)
     request = pair.source.request(made, PROMPT)
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
@@ -484,6 +486,13 @@ def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     fetch.wait(0)
     assert np.array_equal(moved.pool.array("kv", 0, "k")[THERE[0]], whole.array("kv", 0, "k")[HERE[0]])
     assert old is not moved.pool
+
+
+def planned(pair: Two) -> bool:
+    """Whether the sink is ready under the source's Description of now: a fetch that crosses its change is lost."""
+    endpoint, stated = pair.sink._node._links["prefill", 0].endpoint, pair.source._node.endpoint.stated
+    found = [s for s in list(endpoint.sessions.values()) if s.open and s._described is not None]
+    return endpoint.ready and [s.described.of_source.version for s in found] == [stated.version]
 
 
 def hand_over_target(pair: Two) -> None:
