@@ -2,8 +2,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Without --no-compile pip would compile all of torch, of which a demo needs a part.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+CORES := $(shell nproc)
 # One more than there are cores: tests of processes wait for each other.
-JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n + 1)))
+JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
 .PHONY: demo demo-gpu test chaos quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
@@ -34,7 +35,7 @@ test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 quick: $(VENV)/.test
-	@$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	@$(PY) -m pytest -n $(CORES) -m "not slow" $(ARGS)
 
 check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .
