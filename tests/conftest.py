@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from functools import cache
 from importlib import import_module
 from multiprocessing.util import get_temp_dir
@@ -10,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import zmq
 
 os.umask(0o022)  # an allow-list that its group may write to is refused
 
@@ -122,6 +124,15 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")  # how long an example takes is no finding
+
+
+def _left_open(context: Any) -> None:
+    """In place of pyzmq's own, which waits for ever for sockets that are collected as garbage with their context."""
+    if not context.closed:
+        warnings.warn(f"{context} was left open", ResourceWarning, stacklevel=1)
+
+
+zmq.Context.__del__ = _left_open  # type: ignore[method-assign]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
