@@ -157,9 +157,9 @@ class Connections:
         if (key := self._clients.pop(fd, None)) is not None:
             self._of[key] -= 1
 
-    def cut_unknown(self, allow: AllowList) -> None:
+    def cut_unknown(self) -> None:
         """End the connections of clients that may not connect any more."""
-        for fd in [fd for fd, key in self._clients.items() if not allow.knows(key)]:
+        for fd in [fd for fd, key in self._clients.items() if self._allow is None or not self._allow.knows(key)]:
             self.cut(fd)
 
     def cut(self, fd: int) -> None:

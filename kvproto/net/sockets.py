@@ -138,7 +138,7 @@ class Listener:
             return False
         if now >= self._cut_at:
             self._cut_at = math.inf
-            self._connections.cut_unknown(self._allow)
+            self._connections.cut_unknown()
         changed = self._allow.renew(now)
         if changed:
             self._cut_at = now + limits.LIST_CHECK

@@ -124,7 +124,7 @@ class SourceLink:
         if claim is None or claim.whole:
             return
         claim.grants, claim.whole = grants, whole
-        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        inner = self._inner(number)
         if inner is None:
             self._ask()
             return
@@ -132,6 +132,10 @@ class SourceLink:
         for offer in claim.offers if whole else ():
             self._read(offer)
         self._name(inner, claim)
+
+    def _inner(self, number: int) -> int | None:
+        """The endpoint's number of a transfer."""
+        return next((n for n, ours in self._numbers.items() if ours == number), None)
 
     def _name(self, inner: int, claim: Claimed) -> None:
         """Tell the sources what is granted by now."""
@@ -149,7 +153,7 @@ class SourceLink:
             self._claims.pop(number, None)
             self._told.append(TransferLost(number, error, True))
             return
-        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        inner = self._inner(number)
         if inner is not None:
             self.endpoint.abort(inner, error, time.monotonic())
 
@@ -263,7 +267,7 @@ class SourceLink:
 
     def _check_accepted(self, number: int, now: float) -> None:
         """Give up what the source has not accepted in time; once it has, it counts the deadline."""
-        inner = next((n for n, ours in self._numbers.items() if ours == number), None)
+        inner = self._inner(number)
         if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
             self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
 

@@ -1,13 +1,15 @@
 """Engines that are killed, stopped, drained and started again in the middle of their work."""
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from kvproto import new_ticket, write_ticket
 from kvproto.session.limits import PING_SILENCE
@@ -102,14 +104,19 @@ class Desk:
             line.close()
 
 
-def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, prompts: Path) -> None:
+@pytest.fixture
+def desk(folder: Path) -> Iterator[Desk]:
+    with contextlib.closing(Desk(folder)) as made:
+        yield made
+
+
+def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, prompts: Path, desk: Desk) -> None:
     """KVP-SES-SUSPECT: suspect within two heartbeats; after its death and restart requests flow, decode runs on.
 
     The words about requests of a router that went away puzzle the next one no more.
     """
     source = start("prefill", "--dir", folder)
     sink = start("decode", "--dir", folder)
-    desk = Desk(folder)
     desk.connected()
     os.kill(source.pid, signal.SIGSTOP)
     stopped = time.monotonic()
@@ -120,13 +127,12 @@ def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, promp
     start("prefill", "--dir", folder)
     desk.connected()
     desk.ask("of a router that went away", LONG)
-    desk.close()
     result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
     assert report(result)["identical"], result.said
     assert sink.process.exitcode is None
 
 
-def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path: Path, desk: Desk) -> None:
     """KVP-NET-REVOKE: decode runs on, and fetches again once it is on the list; a file says where its source is."""
     ours, theirs = key_folders(tmp_path)
     address, allow, seeds = f"tcp://127.0.0.1:{free_port()}", ours / "allow.toml", tmp_path / "sources.toml"
@@ -134,7 +140,6 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     seeds.write_text(f'[[source]]\nengine = "prefill"\naddress = "{address}"\nkey = "{key}"\n')
     start("prefill", "--dir", folder, "--prefill", address, "--keys", ours)
     sink = start("decode", "--dir", folder, "--seeds", seeds, "--keys", theirs)
-    desk = Desk(folder)
     desk.connected()
     listed = allow.read_text()
     allow.write_text("")
@@ -145,15 +150,13 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     desk.connected()
     desk.ask("again", "Alice")
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "again")
-    desk.close()
     assert sink.process.exitcode is None
 
 
-def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: Path) -> None:
+def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: Path, desk: Desk) -> None:
     """KVP-EPO-FREE: decode ends what it decodes first; both wake with other memory, and requests flow."""
     for role in ("prefill", "decode"):
         start(role, "--dir", folder)
-    desk = Desk(folder)
     desk.connected()
     desk.ask("before", "Alice")
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "before")
@@ -162,14 +165,12 @@ def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: P
         desk.until(lambda said_by, word, role=role: (said_by, word["op"]) == (role, "woke"))
     desk.ask("after", "Alice")
     desk.until(lambda role, word: word["op"] == "finished" and word["id"] == "after")
-    desk.close()
 
 
-def test_a_drain_has_an_end(start: Start, folder: Path) -> None:
+def test_a_drain_has_an_end(start: Start, folder: Path, desk: Desk) -> None:
     """What takes longer is lost and said; decode drains too, and what it decodes is finished first."""
     source = start("prefill", "--dir", folder, "--chunk", "1", "--drain-for", "0.01")
     sink = start("decode", "--dir", folder)
-    desk = Desk(folder)
     desk.connected()
     desk.ask("short", "Alice")
     desk.ask("long", LONG)
@@ -181,13 +182,11 @@ def test_a_drain_has_an_end(start: Start, folder: Path) -> None:
     os.kill(sink.pid, signal.SIGTERM)
     desk.until(lambda role, word: role == "decode" and word["op"] == "lost")
     assert sink.wait(20).status == 0
-    desk.close()
 
 
-def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path) -> None:
+def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path, desk: Desk) -> None:
     source = start("prefill", "--dir", folder, "--chunk", "1")
     sink = start("decode", "--dir", folder)
-    desk = Desk(folder)
     desk.connected()
     desk.ask("short", "Alice")
     desk.ask("long", LONG)
@@ -198,4 +197,3 @@ def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path) -> 
     assert source.wait(20).status == 143
     desk.until(lambda role, word: word["op"] == "failed" and word["id"] == "long")
     assert psutil.Process(sink.pid).is_running()
-    desk.close()
