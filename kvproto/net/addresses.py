@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from kvproto.errors import LocalError, check_type, check_whole
-from kvproto.net.keys import check_public
+from kvproto.net.keys import check_public, read_guarded
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
@@ -38,13 +38,11 @@ def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, in
     """Seeds by engine and replica, from a TOML file with a [[source]] for each: engine, replica, address, key.
 
     Raises LocalError naming the file and the entry that is wrong, such as a TCP address without a key (KVP-NET-KEY)
-    unless `insecure`, as in Options, says that there are none.
+    unless `insecure`, as in Options, says that there are none, or a file that another user may write to.
     """
+    text = read_guarded(Path(path), "a file of sources", "list them, each as [[source]]")
     try:
-        with Path(path).open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise _file(str(path), "a file of sources", str(error.strerror), "list them, each as [[source]]") from error
+        table = tomllib.loads(text.decode())
     except ValueError as error:
         raise _file(str(path), "TOML", str(error), "correct it") from error
     sources, found = table.get("source", []), dict[tuple[str, int], Seed]()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,14 +123,16 @@ def test_a_pipe_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-@pytest.mark.parametrize("whose", ["", "secret.key", "allow.toml"])
+@pytest.mark.parametrize("whose", ["", "secret.key", "allow.toml", "sources.toml"])
 def test_what_another_user_owns_is_not_trusted(tmp_path: Path, whose: str) -> None:
     """KVP-NET-SECRET: also where root could read it."""
     make_keys(tmp_path)
-    (tmp_path / "allow.toml").write_text(LIST)
+    for name in ("allow.toml", "sources.toml"):
+        (tmp_path / name).write_text(LIST)
     os.chown(tmp_path / whose, 65534, -1)
+    reads: dict[str, Callable[[Path], object]] = {"allow.toml": AllowList, "sources.toml": read_sources}
     with pytest.raises(LocalError, match="one of user 65534") as caught:
-        AllowList(tmp_path / whose) if whose == "allow.toml" else read_keys(tmp_path)
+        reads.get(whose, lambda path: read_keys(tmp_path))(tmp_path / whose)
     assert caught.value.path == str(tmp_path / whose)
 
 
@@ -230,6 +233,21 @@ def test_a_pipe_is_no_list(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "allow.toml", 0o600)
     with pytest.raises(LocalError, match="expected an allow-list, got no regular file"):
         AllowList(tmp_path / "allow.toml")
+    with pytest.raises(LocalError, match="expected a file of sources, got no regular file"):
+        read_sources(tmp_path / "allow.toml")
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
+def test_sources_that_others_may_write(tmp_path: Path, mode: int) -> None:
+    """KVP-NET-KEY: whoever writes the file says which key a source must have."""
+    path = tmp_path / "sources.toml"
+    path.write_text(f'[[source]]\nengine = "p"\naddress = "tcp://a:1"\nkey = "{KEY}"')
+    path.chmod(mode)
+    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+        read_sources(path)
+    assert caught.value.path == str(path)
+    path.chmod(0o644)
+    assert read_sources(path) == {("p", 0): Seed("tcp://a:1", KEY)}
 
 
 @pytest.mark.parametrize(
