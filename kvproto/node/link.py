@@ -14,6 +14,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.arrivals import Arrivals, Taken
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
+from kvproto.node.lending import Lending
 from kvproto.node.lent import Filled
 from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
@@ -73,14 +74,9 @@ class SourceLink:
             proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip
-        self.endpoint.plans.defer, self.endpoint.runs = prepared(here.backstage, lambda: self._terms), here.runs
+        self.endpoint.plans.defer, self.endpoint.runs = prepared(here.backstage, lambda: self._pools.terms), here.runs
         self._puller = Puller(self.endpoint, here.readers)
-        self._pool = lent.pool
-        """The last one."""
-        self._terms: Terms | None = None
-        """Of new transfers; None: the sink is asleep."""
-        self._former: list[Terms] = []
-        """Those whose pool a source may still touch."""
+        self._arrivals = Arrivals()
         self._waiting: dict[int, _Wanted] = {}
         self._numbers: dict[int, int] = {}
         """The endpoint's number of a transfer to ours."""
@@ -93,9 +89,8 @@ class SourceLink:
         """Of transfers that name their items late, by our number."""
         self._told: list[TransferLost | PagesNeeded] = []
         """What is told in the next turn."""
-        self._arrivals = Arrivals()
         self._agreed: Planned | None = None
-        self.expose(lent)
+        self._pools = Lending(self.endpoint, here.transports, self._arrivals, lent)
         self.endpoint.dial(time.monotonic())
 
     # what the engine says
@@ -109,7 +104,7 @@ class SourceLink:
         `axes` are those whose lengths the prompt states: the request is lost where neither side has one of them.
         `claimed`: `grants` names no items. PagesNeeded says when they are of use, with `spans` piece by piece.
         """
-        assert self._terms is not None  # who is asleep fetches nothing
+        assert self._pools.terms is not None  # who is asleep fetches nothing
         if seconds is not None:
             deadline = time.monotonic() + seconds
             self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
@@ -166,25 +161,13 @@ class SourceLink:
     def expose(self, lent: Filled) -> None:
         """Register another pool, for transfers from now on; those that wait with pages of another are lost."""
         self.drop_waiting()
-        self._agree(lent)
-
-    def _agree(self, lent: Filled) -> None:
-        """Register a pool by the plan that holds now; what is under way ends by the one of before."""
-        self._withdraw(at_once=False)
-        self._pool, self._terms = lent.pool, Terms(self.endpoint, lent, self._here.transports)
-        self.endpoint.expose(self._terms.exposed, time.monotonic(), lent.pool.layout.geometry)
+        self._pools.expose(lent)
 
     def sleep(self, error: KvprotoError) -> None:
         """End all transfers, and ask the pool back from who can give it back."""
         for number in [*self._waiting, *self._grants]:
             self.abort(number, error)
-        self._withdraw(at_once=True)
-
-    def _withdraw(self, at_once: bool) -> None:
-        terms, self._terms = self._terms, None
-        if terms is not None:
-            self._former.append(terms)
-            self.endpoint.give_back(terms.exposed, at_once, time.monotonic())
+        self._pools.withdraw(at_once=True)
 
     def drop_waiting(self) -> None:
         """The pool has moved: nothing more is asked for into its pages."""
@@ -192,21 +175,10 @@ class SourceLink:
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still touch a pool, for people."""
-        found: list[str] = []
-        for terms in [each for each in (*self._former, self._terms) if each is not None and each.lent is lent]:
-            found += self.endpoint.holders(terms.exposed)
-            found += ["checksums of its own"] * self._arrivals.reads(terms)
-        if self._terms is not None and self._terms.lent is lent and not self.over:  # it may still be registered
+        found, terms = self._pools.holders(lent), self._pools.terms
+        if terms is not None and terms.lent is lent and not self.over:  # it may still be registered
             found.append(f"the link to {self.seed}")
         return found
-
-    def _let_go(self) -> None:
-        """Let go of former terms that no source holds any more."""
-        gone = [t for t in self._former if not self.endpoint.holders(t.exposed) and not self._arrivals.reads(t)]
-        for terms in gone:
-            if self.endpoint.given_back(terms.exposed):
-                terms.close()
-            self._former.remove(terms)
 
     def refuse(self, error: KvprotoError) -> None:
         """The link cannot be used."""
@@ -235,7 +207,7 @@ class SourceLink:
         found = [self._puller.poll_interval]
         if self._told or self._arrivals.busy:
             found.append(0.0)
-        if any(each.unpacking for each in (*self._former, self._terms) if each is not None):
+        if self._pools.unpacking:
             found += [t.capabilities.poll_interval for t in self._here.transports]
         if (deadline := self.endpoint.next_deadline()) is not None:
             found.append(max(deadline - time.monotonic(), 0.0))
@@ -254,8 +226,7 @@ class SourceLink:
             self._ask()
         if self.over:
             self.fail(self.endpoint.refused or _gone(self.seed))
-        if self._former:
-            self._let_go()
+        self._pools.let_go()
         told = self._told + told  # pages are asked for before the fetch is lost
         self._told = []
         return told
@@ -277,7 +248,7 @@ class SourceLink:
 
     def _ask(self) -> None:
         """Send what waits, once the link is ready and no source rank is suspect."""
-        terms = self._terms
+        terms = self._pools.terms
         if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or terms is None:
             return
         waiting, self._waiting = self._waiting, {}
@@ -321,7 +292,7 @@ class SourceLink:
     def _hear(self, event: Any) -> list[Any]:
         match event:
             case RegisterAsked():
-                self._puller.map(event, self._pool, asleep=self._terms is None)
+                self._puller.map(event, self._pools.pool, asleep=self._pools.terms is None)
             case UnmapAsked():
                 self._puller.unmap(event)
             case Offered():
@@ -356,8 +327,7 @@ class SourceLink:
                 return [TransferProven(number)]
             case Planned():
                 self._agreed = event
-                if self._terms is not None and self._terms.digests not in (None, self.endpoint.digests):
-                    self._agree(self._terms.lent)
+                self._pools.planned()
             case Ready():
                 return [self._agreed]  # an engine hears of a plan when it can be used
             case _:

@@ -22,11 +22,11 @@ from kvproto.net import KeyPair
 from .book import Name
 from .breaks import BREAKS
 from .engine import Setup
-from .forgery import Forgery
+from .faults import Faults
 from .judge import Ask, Judge
-from .plan import DECODES, ENGINES, PREFILLS, Fault, Order, Plan, Weather
+from .plan import DECODES, ENGINES, PREFILLS, Order, Plan, Weather
 from .processes import Runner
-from .proxy import Pair, Passing, Proxy
+from .proxy import Pair, Proxy
 from .report import Result
 
 __all__ = ["Keys", "World"]
@@ -57,14 +57,12 @@ class World:
         self._numbers = itertools.count()
         self._idle: dict[str, tuple[Any, ...]] = {}
         self._ended: set[str] = set()
-        self._calm = self._closing = False
-        self._waiting = [fault for fault in plan.faults if fault.kind == "kill at"]
-        self._seen: dict[str, int] = {}
-        self._forgeries: dict[Pair, Forgery] = {}
+        self.calm = self._closing = False
         ports = dict(zip(PREFILLS, _ports(len(PREFILLS)), strict=True))
         listens = {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
+        self.faults = Faults(self)
         self.proxy = Proxy(
-            plan.seed, keys.front, keys.backs, {p: (listens[p], keys.engines[p].public) for p in PREFILLS}, self
+            plan.seed, keys.front, keys.backs, {p: (listens[p], keys.engines[p].public) for p in PREFILLS}, self.faults
         )
         self._break = BREAKS.get(broken)
         self.proxy.weather = (self._break and self._break.weather) or plan.weather
@@ -81,7 +79,7 @@ class World:
 
     # time
 
-    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it so many seconds from now."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), call))
 
@@ -117,10 +115,10 @@ class World:
             if not self._ends(lambda: all(e.up for e in self.engines.values()), _SETTLE):
                 raise RuntimeError("the engines do not start")
             for order in self.plan.orders:
-                self._at(order.at, lambda order=order: self._ask(order, 0))  # type: ignore[misc]
+                self.at(order.at, lambda order=order: self._ask(order, 0))  # type: ignore[misc]
             for fault in self.plan.faults:
                 if fault.kind != "kill at":
-                    self._at(fault.at, lambda fault=fault: self._happen(fault))  # type: ignore[misc]
+                    self.at(fault.at, lambda fault=fault: self.faults.happen(fault))  # type: ignore[misc]
             if not self._until(self._is_found, self.plan.seconds):
                 self._end_of_faults()
                 self._finish()
@@ -129,8 +127,7 @@ class World:
                 engine.signal(signal.SIGKILL)
                 engine.gone()
             self.proxy.close()
-            for forgery in self._forgeries.values():
-                forgery.close()
+            self.faults.close()
         return self.judge.result(time.monotonic() - began, self._broken, self.proxy, self.engines)
 
     def _is_found(self) -> bool:
@@ -139,7 +136,7 @@ class World:
 
     def _end_of_faults(self) -> None:
         self.proxy.weather = Weather()
-        self._waiting, self._calm = [], True
+        self.calm = True
         for name, engine in self.engines.items():
             engine.signal(signal.SIGCONT)
             engine.tell("calm")
@@ -175,7 +172,7 @@ class World:
         for engine in self.engines.values():
             engine.tell("status")
         if not self._closing:
-            self._at(0.04, self._ask_status)
+            self.at(0.04, self._ask_status)
 
     def _fresh(self) -> None:
         """Every pair completes a new request."""
@@ -217,7 +214,7 @@ class World:
         if engine.alive:
             engine.signal(signal.SIGKILL)
             self._gone(name)
-            self._at(seconds, lambda: self._start(name, **changes))
+            self.at(seconds, lambda: self._start(name, **changes))
 
     def _hear(self, name: str, engine: Runner) -> None:
         if not engine.alive:
@@ -234,7 +231,7 @@ class World:
                 Path(engine.setup.log).unlink(missing_ok=True)
             else:
                 self.judge.violation("crash", f"{name} has ended by itself with {code}")
-            self._at(0.0, lambda: self._start(name))
+            self.at(0.0, lambda: self._start(name))
             return
         for op, *arguments in said:
             self._said(name, engine, op, arguments)
@@ -250,11 +247,11 @@ class World:
                 if engine.runs > _TRIES:
                     self.judge.violation("hang", f"{name} cannot start: {a[1]}")
                 else:
-                    self._at(0.05, lambda: self._start(name))
+                    self.at(0.05, lambda: self._start(name))
             case "drained":
                 self.judge.count(op)
                 self._gone(name)
-                self._at(0.02, lambda: self._start(name))
+                self.at(0.02, lambda: self._start(name))
             case "status":
                 self._idle[name] = tuple(a)
             case "ended":
@@ -292,7 +289,7 @@ class World:
             ("decode", order.decode, "fetch", max(order.first, 0.0)),
         ):
             if order.unheard != side:
-                self._at(late, lambda e=engine, w=word: self._tell(e, name, w, order, form))  # type: ignore[misc]
+                self.at(late, lambda e=engine, w=word: self._tell(e, name, w, order, form))  # type: ignore[misc]
 
     def _tell(self, engine: str, name: Name, word: str, order: Order, form: Any) -> None:
         runner = self.engines[engine]
@@ -301,96 +298,16 @@ class World:
             runner.tell(word, name, order, form)
         elif word == "fetch":
             self.judge.count("decode was down")
-            self._at(0.1, lambda: self._tell(engine, name, word, order, form))
+            self.at(0.1, lambda: self._tell(engine, name, word, order, form))
 
     def _lost(self, engine: str, name: Name, code: str) -> None:
         self.judge.loses(name, code)
         order, attempt = self.judge.asks[name].order, name[1]
         fresh = order.number >= 1000
-        if not self._closing and (fresh or (attempt < 2 and not self._calm)):
+        if not self._closing and (fresh or (attempt < 2 and not self.calm)):
             again = attrs.evolve(order, abort=None, fail=None, unheard="", other_prompt=False)
             if attempt < 200:
-                self._at(0.05, lambda: self._ask(again, attempt + 1))
-
-    # faults
-
-    def _happen(self, fault: Fault) -> None:
-        """A fault whose time has come."""
-        if self._calm:
-            return
-        self.judge.count(f"fault {fault.kind}")
-        names = fault.whom.split()
-        engine = self.engines[names[0]]
-        match fault.kind:
-            case "kill":
-                self.kill(names[0], fault.seconds)
-            case "old clock":
-                self.kill(names[0], fault.seconds, behind=fault.amount)
-            case "full shm":
-                self.kill(names[0], fault.seconds, full_shm=True)
-            case "stop":
-                engine.signal(signal.SIGSTOP)
-                self._at(fault.seconds, lambda: engine.signal(signal.SIGCONT))
-            case "cut":
-                self.proxy.lanes[Pair(names[0], names[1])].cut()
-            case "reconnect":
-                engine.tell("reconnect", PREFILLS[self.plan.seed % 2])
-            case "unsealed":
-                pair = Pair(names[0], names[1])
-                self._forgeries.setdefault(pair, Forgery())
-                self.engines[names[1]].tell("reconnect", names[0])
-            case "jump":
-                engine.tell("jump", fault.amount)
-            case "descriptors" | "memory":
-                engine.tell(fault.kind, fault.amount, fault.seconds)
-                engine.short = engine.short or fault.kind == "memory"
-            case "fork":
-                engine.tell("fork", fault.seconds)
-            case "abort all":
-                if names[0] in DECODES:
-                    engine.tell("abort_all")
-            case "sleep":
-                engine.tell("sleep", fault.seconds)
-            case "shorten" | "drain" | "move":
-                engine.tell(fault.kind)
-
-    # frames
-
-    def lied(self, one: Passing, said: Any, made: Any) -> None:
-        """The proxy has changed a frame that can be read."""
-        self.judge.lied(one, said, made)
-
-    def forged(self, one: Passing) -> bytes:
-        """A frame as the proxy passes it on, where somebody puts other memory into a Register."""
-        forgery = self._forgeries.get(one.pair)
-        return one.frame if forgery is None else forgery.frame(one)
-
-    def before(self, one: Passing) -> None:
-        """A frame is about to pass."""
-        self.judge.passing(one)
-        self._seen[one.name] = self._seen.get(one.name, 0) + 1
-        self._at_boundary(one, "before")
-
-    def after(self, one: Passing) -> None:
-        """A frame has passed."""
-        self._at_boundary(one, "after")
-
-    def _at_boundary(self, one: Passing, moment: str) -> None:
-        """Whoever is to be killed here is."""
-        for fault in [f for f in self._waiting if f.message == one.name and f.nth == self._seen[one.name]]:
-            if fault.moment == moment or (fault.moment, moment) == ("later", "after"):
-                self._waiting.remove(fault)
-                victim = one.pair.prefill if fault.whom == "prefill" else one.pair.decode
-                self.judge.count("fault kill at")
-                self.judge.boundary(f"{fault.message} {fault.moment} {fault.whom}")
-                if fault.moment == "later":
-                    self._at(0.001 * (1 + fault.nth), lambda v=victim, f=fault: self._kill_later(v, f))  # type: ignore[misc]
-                else:
-                    self.kill(victim, fault.seconds)
-
-    def _kill_later(self, victim: str, fault: Fault) -> None:
-        if not self._calm:
-            self.kill(victim, fault.seconds)
+                self.at(0.05, lambda: self._ask(again, attempt + 1))
 
 
 def _ports(count: int) -> list[int]:
