@@ -89,9 +89,16 @@ class Desk:
                 self.said += [(role, word) for word in line.receive()]
         raise AssertionError("it was never said")
 
-    def connected(self) -> None:
-        """Until both engines run and decode can fetch."""
-        self.until(lambda role, word: word["op"] == "ready" and word.get("sources") == [0])
+    def connected(self, *roles: str) -> None:
+        """Until these engines, both by default, say that they are ready, decode for requests of this prefill."""
+        left = set(roles or self.lines)
+
+        def ready(role: str, word: dict[str, Any]) -> bool:
+            if word["op"] == "ready" and (role == "prefill" or word["sources"] == [0]):
+                left.discard(role)
+            return not left
+
+        self.until(ready)
 
     def ask(self, id: str, text: str) -> None:
         body = {"id": id, "ticket": write_ticket(new_ticket("prefill")), "prompt": list(text.encode()), "max_new": 4,
@@ -147,7 +154,7 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     ours_now = f"{address} has an allow-list without this key, decode has {(theirs / 'public.key').read_text().strip()}"
     desk.until(lambda role, word: word["op"] == "peer" and ours_now in word.get("error", ""))
     allow.write_text(listed)
-    desk.connected()
+    desk.connected("decode")
     desk.ask("again", "Alice")
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "again")
     assert sink.process.exitcode is None
