@@ -86,9 +86,12 @@ class Engines:
 
 
 def _engine(main: Main, options: list[str], parent: int, namespace: str | None) -> None:
-    if namespace is not None:
-        enter(namespace)
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        signal.signal(number, handler)
-    end_with(parent)
-    sys.exit(main(options))
+    try:
+        if namespace is not None:
+            enter(namespace)
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+            signal.signal(number, handler)
+        end_with(parent)
+        sys.exit(main(options))
+    except KeyboardInterrupt:  # before it serves, when it would end by itself
+        sys.exit(130)
