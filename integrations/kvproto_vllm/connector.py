@@ -69,7 +69,7 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._roles = transfer.is_kv_producer, transfer.is_kv_consumer
         self._settings = Settings.read(transfer.kv_connector_extra_config, transfer.engine_id, *self._roles)
-        self._replica = vllm_config.parallel_config.data_parallel_rank
+        self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles)

@@ -24,8 +24,7 @@ logger = logging.getLogger("vllm.kvproto")
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 UNSUPPORTED = (
-    "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
-    "prefill_context_parallel_size",
+    "data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
 )  # fmt: skip
 """Sizes of vLLM's parallel configuration that have to be 1 until engines with them were tried."""
 _SAMPLE = 1 << 16
@@ -101,7 +100,7 @@ def _open(
             tables[title] = index
     geometry = lay_out(
         [each.cache for each in stated.values()], Parallel(tp=config.parallel_config.tensor_parallel_size),
-        replica=config.parallel_config.data_parallel_rank,
+        replica=config.parallel_config.data_parallel_index,
         facts=_facts(config, settings), depth=config.model_config.hf_text_config.num_hidden_layers,
     )  # fmt: skip
     given = {title: each.tensors for title, each in stated.items()}

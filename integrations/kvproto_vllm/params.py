@@ -53,9 +53,17 @@ def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
     return Asked(prefill, ticket)
 
 
+_PROMPTLY = 5000
+"""Milliseconds in which an engine that has computed a prompt answers whoever brings its ticket, unless it is gone."""
+
+
 def answer(ticket: Ticket) -> dict[str, Any]:
-    """What a prefill engine returns: the parameters of the request to the decode engine."""
-    return {"do_remote_prefill": True, "do_remote_decode": False, "ticket": write_ticket(ticket)}
+    """What a prefill engine returns: the parameters of the request to the decode engine.
+
+    The ticket's deadline is for whoever brings it: it tells a prefill engine that is slow from one that died since.
+    """
+    promptly = attrs.evolve(ticket, deadline=min(ticket.deadline, _PROMPTLY))
+    return {"do_remote_prefill": True, "do_remote_decode": False, "ticket": write_ticket(promptly)}
 
 
 def prompt_of(request: Any) -> Prompt:

@@ -93,7 +93,7 @@ class Sending:
             logger.warning("nobody fetched request %s in time: its blocks are free", name)
         elif isinstance(result, Undelivered):
             logger.warning("request %s was not handed over: %s", name, "; ".join(map(str, result.lost.values())))
-        if result is not None and not isinstance(result, Expired):
+        if result is not None and not isinstance(result, Expired) and result.routed:
             self._taken[name] = result.routed
 
     def taken(self) -> dict[str, tuple[int, ...]]:

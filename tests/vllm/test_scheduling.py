@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto import new_ticket, read_ticket, write_ticket
@@ -69,7 +70,10 @@ def test_a_request_is_known_before_it_is_computed_and_its_chunks_are_told() -> N
     assert held
     assert params is not None
     ticket, _ = first.requests["a"]
-    assert read_ticket(params["ticket"]) == ticket
+    back = read_ticket(params["ticket"])
+    assert back == attrs.evolve(
+        ticket, deadline=5000
+    )  # it is known already: who brings it is answered, or nobody lives
     assert (ticket.engine, ticket.replica, params["do_remote_prefill"]) == ("me", 2, True)
     assert step(made).held == ["a"]
 
@@ -91,7 +95,7 @@ def test_after_preemption_a_ticket_that_nobody_has_is_replaced() -> None:
     assert step(made, cached=[("a", 0)], computes=100).computed[0].last
     params = made.finished(asked)[1]
     assert params is not None
-    assert read_ticket(params["ticket"]) == after
+    assert read_ticket(params["ticket"]).key == after.key
 
 
 def test_after_preemption_a_ticket_that_somebody_has_is_lost() -> None:

@@ -105,6 +105,7 @@ def test_a_prefill_that_fails_fails_the_fetch(pair: Pair) -> None:
     pair.turn(Orders(failed={"a": "it was aborted"}, held=["a"]))
     pair.until(lambda: pair.freed and pair.failed)
     assert pair.done == pair.failed == {"a"}
+    assert pair.sending.taken() == {}  # else the other ranks would end what they are still sending
 
 
 def test_blocks_of_a_preempted_request_are_given_up_before_they_are_reused(pair: Pair) -> None:

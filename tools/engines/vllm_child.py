@@ -38,6 +38,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     engine = LLM(**SETTINGS | settings).llm_engine
     core = engine.engine_core.engine_core
     pipe.send(("ready", time.monotonic() - began))
+    preempted: dict[str, int] = {}
+    steps: list[float] = []
     while True:
         busy = core.scheduler.has_requests()
         while pipe.poll(0 if busy else 0.05):
@@ -54,12 +56,23 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             elif name == "free":
                 pool = core.scheduler.kv_cache_manager.block_pool
                 pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
+            elif name == "preempted":
+                pipe.send(("preempted", sum(preempted.values())))
+            elif name == "steps":
+                pipe.send(("steps", steps))
+                steps = []
             elif name == "stop":
                 core.shutdown()
                 return
             busy = True
+        for request in core.scheduler.requests.values():
+            if request.num_preemptions:
+                preempted[request.request_id] = request.num_preemptions
         if engine.has_unfinished_requests():
-            for out in engine.step():
+            began = time.perf_counter()
+            outs = engine.step()
+            steps.append(time.perf_counter() - began)
+            for out in outs:
                 if out.finished:
                     found = out.outputs[0]
                     answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens

@@ -7,6 +7,9 @@ from typing import Any
 
 __all__ = ["make"]
 
+_HEADS = {"llama": (4, 2), "llama6": (6, 6)}
+"""Of models like Llama: heads, and heads of K and V."""
+
 
 def make(folder: Path, name: str) -> Path:
     """The folder of a model, made where it is not there yet; weights are spread so that greedy tokens vary."""
@@ -14,14 +17,23 @@ def make(folder: Path, name: str) -> Path:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     path = folder / name
+    if not (path / "tokenizer.json").exists():
+        _tokenizer().save_pretrained(path)
     if (path / "config.json").exists():
         return path
     torch.manual_seed(0)
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-    if name == "llama":
+    if name == "small":  # as SmolLM2-135M; weights are dummies
+        LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            architectures=["LlamaForCausalLM"], **shared | {"vocab_size": 49152},
+        ).save_pretrained(path)  # fmt: skip
+        return path
+    if name in _HEADS:
+        heads, kv_heads = _HEADS[name]
         llama = LlamaConfig(
-            hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared,
+            hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared,
         )  # fmt: skip
         LlamaForCausalLM(llama).save_pretrained(path)
         return path
@@ -33,3 +45,17 @@ def make(folder: Path, name: str) -> Path:
     )  # fmt: skip
     DeepseekV3ForCausalLM(latent).save_pretrained(path)
     return path
+
+
+def _tokenizer() -> Any:
+    """A token for each byte, and names for the rest of the ids."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    named = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    named += [f"({i})" for i in range(len(named), 512)]
+    made = Tokenizer(BPE({token: i for i, token in enumerate(named)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -1,0 +1,154 @@
+"""What is tried with two engines that hand prompts over to each other: each case yields what differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from kvproto import new_ticket, write_ticket
+from tools.engines.vllm_engine import ASK, DEADLINE, Engine, new_name, over, prompts
+
+__all__ = ["Case"]
+
+Case = Callable[[Engine, Engine], Iterator[str]]
+_SOON = 8.0
+"""Seconds in which a request whose prefill engine died is over."""
+
+
+def same_tokens(one: Engine, two: Engine) -> Iterator[str]:
+    """Several prompts at once, each way: the tokens are those of the decode engine alone."""
+    texts = prompts(4, 40, 200)
+    for prefill, decode in ((one, two), (two, one)):
+        alone = [decode.run(new_name(), prompt, 16)[0] for prompt in texts]
+        first = [new_name() for _ in texts]
+        for request, prompt in zip(first, texts, strict=True):
+            prefill.add(request, prompt, 1, ASK)
+        params = [prefill.result(request)[2] for request in first]
+        if prefill.free()[1] != len(texts):
+            yield f"{prefill.name} does not hold its requests' blocks"
+        second = [new_name() for _ in texts]
+        for request, prompt, ticket in zip(second, texts, params, strict=True):
+            decode.add(request, prompt, 16, ticket)
+        for i, request in enumerate(second):
+            tokens, reason, _, _ = decode.result(request)
+            if (tokens, reason) != (alone[i], "length"):
+                yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, {reason}, not {alone[i]}"
+
+
+def one_bit(one: Engine, two: Engine) -> Iterator[str]:
+    """A bit of a page that arrived is flipped: other tokens."""
+    (prompt,) = prompts(1, 100, 101, 1)
+    good, bad = over(one, two, prompt)[0], over(one, two, prompt, name=f"corrupt-{new_name()}")[0]
+    if good == bad:
+        yield "the same tokens: the pages were not used"
+
+
+def ticket_beforehand(one: Engine, two: Engine) -> Iterator[str]:
+    """Both engines are asked at once, with a ticket that a router made; and decode before prefill."""
+    (prompt,) = prompts(1, 300, 301, 2)
+    alone = two.run(new_name(), prompt, 16)[0]
+    for order in ((one, two), (two, one)):
+        ticket, names = write_ticket(new_ticket(one.name, deadline=30)), {}
+        for engine in order:
+            names[engine.name] = new_name()
+            params = {"do_remote_decode": True} if engine is one else {"do_remote_prefill": True}
+            engine.add(names[engine.name], prompt, 1 if engine is one else 16, params | {"ticket": ticket})
+        tokens = two.result(names[two.name])[0]
+        one.result(names[one.name])
+        if tokens != alone:
+            yield f"{[engine.name for engine in order]}: {tokens}, not {alone}"
+
+
+def aborts(one: Engine, two: Engine) -> Iterator[str]:
+    """Requests are aborted at each engine, before and after the other was asked; the next is served."""
+    (prompt,) = prompts(1, 200, 201, 3)
+    prefill = new_name()
+    one.add(prefill, prompt, 1, ASK)
+    one.abort(prefill)  # before it is scheduled, or while it is computed
+    params = one.run(new_name(), prompt, 1, ASK)[2]
+    for _ in range(2):  # the second time the ticket was used
+        decode = new_name()
+        two.add(decode, prompt, 16, params)
+        two.abort(decode)
+    ticket = {"ticket": write_ticket(new_ticket(one.name, deadline=30))}
+    waiting = new_name()
+    two.add(waiting, prompt, 16, {"do_remote_prefill": True} | ticket)  # its prefill never comes
+    two.free()
+    two.abort(waiting)
+    if not one.idle():
+        yield f"{one.name} has {one.free()}, not {one.blocks} free blocks"
+    if not two.idle():
+        yield f"{two.name} has {two.free()}, not {two.blocks} free blocks"
+    if over(one, two, prompt)[0] != two.run(new_name(), prompt, 16)[0]:
+        yield "other tokens afterwards"
+
+
+def bad_input(one: Engine, two: Engine) -> Iterator[str]:
+    """What cannot be fetched fails that request (`fail`), or is computed here (`recompute`)."""
+    (prompt,) = prompts(1, 80, 81, 4)
+    good = write_ticket(new_ticket(one.name, deadline=2))
+    for ticket in (None, "nonsense", {"key": "00"}, good | {"engine": "nobody"}, good):
+        params = {"do_remote_prefill": True, "ticket": ticket}
+        if (reason := one.run(new_name(), prompt, 16, params)[1]) != "error":
+            yield f"{one.name}, ticket {ticket}: {reason}"
+        if two.run(new_name(), prompt, 16, params)[0] != two.run(new_name(), prompt, 16)[0]:
+            yield f"{two.name}, ticket {ticket}: other tokens"
+    other = list(reversed(prompt))
+    params = one.run(new_name(), prompt, 1, ASK)[2]
+    if two.run(new_name(), other, 16, params)[0] != two.run(new_name(), other, 16)[0]:
+        yield "pages of another prompt were used"
+    if one.run(new_name(), prompt, 16, {"do_remote_prefill": True, "do_remote_decode": True})[1] != "length":
+        yield "parameters that contradict each other failed a request that this engine can compute"
+
+
+def prefix_hits(one: Engine, two: Engine) -> Iterator[str]:
+    """What the decode engine has is not fetched again; a prompt that it has whole is not fetched at all."""
+    (prompt,) = prompts(1, 193, 194, 5)
+    alone = one.run(new_name(), prompt, 16)[0]
+    for case in (prompt, prompt, prompt[:129], [*prompt[:64], *prompts(1, 60, 61, 6)[0]]):
+        tokens, _, _, cached = over(one, two, case)
+        if tokens != one.run(new_name(), case, 16)[0]:
+            yield f"prompt of {len(case)}, {cached} cached: {tokens}"
+    if over(one, two, prompt)[0] != alone or not one.idle(DEADLINE / 2):
+        yield "other tokens after a full hit, or its source was not told"
+
+
+def left_idle(one: Engine, two: Engine) -> Iterator[str]:
+    """All blocks are free at the end."""
+    for engine in (one, two):
+        if not engine.idle():
+            yield f"{engine.name} has {engine.free()}, not {engine.blocks} free blocks"
+
+
+def killed(one: Engine, two: Engine) -> Iterator[str]:
+    """A prefill engine dies: with a fetch under way, and before one begins; each ends soon, and as `policy` says."""
+    (prompt,) = prompts(1, 150, 151, 7)
+    alone = two.run(new_name(), prompt, 16)[0]
+    computed = one.run(new_name(), prompt, 1, ASK)[2]
+    awaited = {"do_remote_prefill": True, "ticket": write_ticket(new_ticket(one.name, deadline=60))}
+    waiting = new_name()
+    two.add(waiting, prompt, 16, awaited)  # its prefill never comes
+    while not two.free()[1]:
+        pass
+    one.kill()
+    died = time.monotonic()
+    for when, request in (("under way", waiting), ("after that", "")):
+        result = two.result(request) if request else two.run(new_name(), prompt, 16, computed)
+        seconds, right = time.monotonic() - died, ("error", []) if two.policy == "fail" else ("length", alone)
+        if result[1] != right[0] or result[0] not in (right[1], alone) or seconds > _SOON:
+            yield f"{when}: {result[:2]} after {seconds:.1f} s, not {right}"
+    if not two.idle():
+        yield f"{two.name} has {two.free()}, not {two.blocks} free blocks"
+    one.start()
+    one.ready()
+    asked = time.monotonic()
+    result = two.run(new_name(), prompt, 16, computed)  # it waits a while for the ticket to become known
+    if time.monotonic() - asked > 2 * _SOON or result[1] != right[0]:
+        yield f"a ticket of before it started again: {result[:2]} after {time.monotonic() - asked:.1f} s"
+    if over(one, two, prompt)[0] != alone:
+        yield "other tokens after it started again"
+
+
+def killed_other(one: Engine, two: Engine) -> Iterator[str]:
+    """The same the other way round."""
+    yield from killed(two, one)
