@@ -212,10 +212,14 @@ def events_of(context: zmq.Context[Socket], watched: Socket, events: int) -> Inb
     name = f"inproc://kvproto.events.{next(_names)}"
     watched.monitor(name, events)
     inbox = context.socket(zmq.PAIR)
-    inbox.setsockopt(zmq.RCVHWM, 0)
-    inbox.setsockopt(zmq.LINGER, 0)
-    inbox.connect(name)
-    return Inbox(inbox)
+    try:
+        inbox.setsockopt(zmq.RCVHWM, 0)
+        inbox.setsockopt(zmq.LINGER, 0)
+        inbox.connect(name)
+        return Inbox(inbox)
+    except zmq.ZMQError:
+        inbox.close()
+        raise
 
 
 def event_of(frames: list[bytes]) -> tuple[int, int]:

@@ -24,7 +24,10 @@ class Names:
         if host[:1] == "[" or host.replace(".", "").isdigit() or host in self._asking or len(self._asking) >= _MOST:
             return
         self._asking.add(host)
-        threading.Thread(target=self._ask, args=(host,), name="kvproto names", daemon=True).start()
+        try:
+            threading.Thread(target=self._ask, args=(host,), name="kvproto names", daemon=True).start()
+        except RuntimeError:  # no memory for a thread: ZeroMQ looks it up all the same
+            self._asking.discard(host)
 
     def _ask(self, host: str) -> None:
         try:

@@ -5,12 +5,13 @@ What an address needs, CURVE or a private directory, is in `kvproto.net.addresse
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import socket
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -167,7 +168,7 @@ class Listener:
 
 @attrs.define(eq=False)
 class _Line:
-    """One DEALER, and what ZeroMQ tells of its handshakes until one succeeds."""
+    """One DEALER, and what ZeroMQ tells of its handshakes, where it has any."""
 
     inbox: Inbox
     events: Inbox | None
@@ -187,7 +188,11 @@ class Dialer:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
         self._greeting: dict[tuple[Any, ...], _Line] = {}
-        """Lines whose handshake has not ended."""
+        """Lines whose first handshake has not ended."""
+        self._greeted: dict[int, tuple[Any, ...]] = {}
+        """Lines whose first handshake succeeded, by the descriptor that tells of others."""
+        self._left: list[int] = []
+        """Of these, such of which more may have come by then."""
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
@@ -238,14 +243,31 @@ class Dialer:
             while line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._unwatch(key, line)
-                elif event and value != errno.EAGAIN:  # which stands for a server that is silent, or stopped
+                    del self._greeting[key]
+                    self._greeted[line.events.fd] = key
+                    self._left.append(line.events.fd)
+                    break
+                if event and value != errno.EAGAIN:  # which stands for a server that is silent, or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)
                         ours = self._keys.public.decode() if self._keys else None
                         found.append((key, _refusal(event, str(key[-1]), ours)))
         return found
+
+    def returned(self, ready: Collection[int]) -> list[tuple[Any, ...]]:
+        """Connections that have broken and come back; `ready`: descriptors of `filenos` that were readable.
+
+        To be asked after `refusals`.
+        """
+        look, self._left = {*ready, *self._left}, []
+        found = set[tuple[Any, ...]]()
+        for fd in self._greeted.keys() & look:
+            key = self._greeted[fd]
+            while (events := self._lines[key].events) is not None and (frames := events.take()) is not None:
+                if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    found.add(key)
+        return list(found)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         """Send, connecting at first use to a server with this public key; raises LocalError for an address that may not
@@ -288,7 +310,8 @@ class Dialer:
 
     def _unwatch(self, key: tuple[Any, ...], line: _Line) -> None:
         if line.events is not None:
-            del self._greeting[key]
+            self._greeting.pop(key, None)
+            self._greeted.pop(line.events.fd, None)
             line.inbox.socket.disable_monitor()
             self._shut(line.events)
             line.events = None
@@ -354,7 +377,8 @@ def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
 def _shut(sockets: Iterable[Socket]) -> None:
     """Events first: ZeroMQ's own thread stands still where the socket that it would tell of one is closed."""
     for each in sockets:
-        each.disable_monitor()
+        with contextlib.suppress(zmq.ZMQError):  # whatever is the matter with one, all are closed
+            each.disable_monitor()
     for each in sockets:
         each.close()
 

@@ -220,6 +220,9 @@ class SinkNode:
         for conn, error in self._dialer.refusals():
             if conn[0] in by_key:
                 self._refuse(by_key[conn[0]], conn[1], error, by_us=error.code != ErrorCode.NOT_ALLOWED)
+        for conn in self._dialer.returned(ready):
+            if conn[0] in by_key:
+                by_key[conn[0]].endpoint.returned(conn[1], now)
         dying, self._dying = self._dying, []
         for link, session in dying:
             if self._dialer.holds(link.key):

@@ -33,12 +33,17 @@ class PingPart(Part):
         session = self._session
         quiet = now - session.heard >= limits.PING_SILENCE
         self._timer = session.host.timers.at((now if quiet else session.heard) + limits.PING_SILENCE, self._silent)
-        if quiet and not session.asks(self._asked):
-            session.step("Ping")
-            self._asked = session.request(m.Ping, now)
-        elif quiet and not session.suspect:
+        if quiet and session.asks(self._asked) and not session.suspect:
             session.suspect = True
             session.tell(Suspected(session.session, session.name))
+        elif quiet:
+            self.ask(now)
+
+    def ask(self, now: float) -> None:
+        """Send Ping, unless one is under way."""
+        if not self._session.asks(self._asked):
+            self._session.step("Ping")
+            self._asked = self._session.request(m.Ping, now)
 
     def _ping(self, message: m.Ping, now: float) -> None:
         self._session.step("Ping")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -17,6 +18,7 @@ import attrs
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.columns import check_columns
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.describing import Describing
 from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
@@ -87,12 +89,17 @@ class Owner(Part):
         self._session.step("Unregister")
         owned.asking = self._session.request(
             m.Unregister, now, epoch=owned.number, at_once=owned.back or None,
-            on_error=lambda error, now: self._unproven(owned, error),
+            on_error=partial(self._ask_again, owned),
         )  # fmt: skip
 
-    def _unproven(self, owned: Owned, error: RemoteError) -> None:
-        """The peer refuses to give an epoch back: it is kept (KVP-EPO-FREE)."""
-        owned.unprovable = True
+    def _ask_again(self, owned: Owned, error: RemoteError, now: float) -> None:
+        """What the peer could not read, say, has changed nothing, and another request for the epoch follows."""
+        self._kept(error)
+        again = now + limits.RESEND
+        self._session.host.timers.at(again, lambda at: self._ask_back(owned, at) if self._session.open else None)
+
+    def _kept(self, error: RemoteError) -> None:
+        """The peer has not given an epoch back: it is held until the session is over (KVP-EPO-FREE)."""
         self._session.tell(ProtocolError(self._session.name, error))
 
     def reconnected(self) -> None:
@@ -132,7 +139,7 @@ class Owner(Part):
         asked_back = self._of(message.request, lambda each: each.asking)
         if asked_back is not None:
             self._session.step("Refused")
-            self._unproven(asked_back, refused(message, self._session.name))
+            self._kept(refused(message, self._session.name))
             return
         owned = next((each for each in self.epochs.values() if each.request == message.request), None)
         if owned is not None:

@@ -9,11 +9,11 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
 from kvproto.session import limits
-from kvproto.session.exposing import Exposing
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
-from kvproto.session.pull import SinkPull
+from kvproto.session.ping import PingPart
 from kvproto.session.push import SinkPush, Unpacker
+from kvproto.session.reading import Reading
 from kvproto.session.records import SinkAttempt, Want
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
@@ -30,7 +30,7 @@ _OURS = 0
 """Stands for our own copies, which no death of a peer proves; no session has that number."""
 
 
-class SinkEndpoint(Exposing):
+class SinkEndpoint(Reading):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
@@ -78,6 +78,12 @@ class SinkEndpoint(Exposing):
         """A session is over: what is awaited of it is lost."""
         self.ready, self.over = False, True
         self._changed.update(self._wants)
+
+    def returned(self, conn: Hashable, now: float) -> None:
+        """The connection to this address has broken and come back, perhaps to another run (KVP-SES-BACK)."""
+        session = self.sessions.get(str(conn))
+        if session is not None and session.open and session.has(PingPart):
+            session.part(PingPart).ask(now)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame from the source rank at this address."""
@@ -229,59 +235,6 @@ class SinkEndpoint(Exposing):
     def rank_of(self, number: int) -> int | None:
         """The source rank of a session; None: it is not there, or over."""
         return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
-
-    def _part(self, offered: e.Offered) -> tuple[Want, SinkAttempt] | None:
-        """The part of a transfer that an offer is about; None: the transfer is over."""
-        want = self._wants.get(offered.transfer)
-        return (want, want.parts[offered.offer.writer]) if want is not None else None
-
-    def wanted(self, offered: e.Offered) -> bool:
-        """Whether an offer is still of use; if not, a copy of it should stop."""
-        part = self._part(offered)
-        return part is not None and part[0].error is None and part[1].lease is not None
-
-    def may_read(self, offered: e.Offered, now: float) -> bool:
-        """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
-        part = self._part(offered)
-        lease = part[1].lease if part is not None and part[0].error is None else None
-        if part is None or lease is None or not lease.fresh(now):
-            return False
-        lease.reading = True
-        self._watch(*part, now)
-        return True
-
-    def _watch(self, want: Want, attempt: SinkAttempt, now: float) -> None:
-        """Fail a copy that outlives its lease."""
-        if want.error is not None or attempt.lease is None or not attempt.reading:
-            return
-        if attempt.lease.over(now):
-            error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
-            self._fail(want, error, now)
-        else:
-            self.timers.at(attempt.lease.end, lambda at: self._watch(want, attempt, at))
-
-    def postpone(self, offered: e.Offered) -> None:
-        """The copy could not begin yet."""
-        if (part := self._part(offered)) is not None:
-            part[1].stop_reading(Proof.PROVEN)
-
-    def read(self, offered: e.Offered, count: int, now: float) -> None:
-        """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
-        session, part = self._ranks[offered.offer.writer], self._part(offered)
-        if part is not None and (lease := part[1].lease) is not None and lease.over(now):
-            self._watch(*part, now)
-        if part is None or part[0].error is not None or not session.open:
-            self.unread(offered, None, now)
-            return
-        session.part(SinkPull).pulled(part[1], count)
-        self._after(now)
-
-    def unread(self, offered: e.Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
-        """Nothing reads an offer any more, and not all of it was; `error`: why, where it is still wanted."""
-        if (part := self._part(offered)) is not None:
-            part[1].stop_reading(proof)
-            self._fail(part[0], error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
-        self._after(now)
 
     def writers(self) -> dict[int, m.Process]:
         """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""

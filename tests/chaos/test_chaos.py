@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import attrs
 import pytest
 
-from kvproto_reference.chaos.__main__ import BREAKS
-from kvproto_reference.chaos.plan import boundaries, make
+from kvproto_reference.chaos.__main__ import BREAKS, keys_in
+from kvproto_reference.chaos.plan import Fault, Weather, boundaries, make
+from kvproto_reference.chaos.world import World
+from tests.processes import Command
 
 
 def chaos(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -40,6 +44,22 @@ def test_seeds_without_violations(tmp_path: Path) -> None:
     assert (summary["seeds"], summary["violations"]) == (6, [])
     assert summary["arrived"] >= 6 * 4
     assert summary["kills at boundaries"]
+
+
+def old_clock() -> int:
+    """A seed in which an engine is down when the faults end, and was to start again with an old clock."""
+    fault = Fault("old clock", "decode1", at=0.2, seconds=0.3, amount=-3600.0)
+    plan = attrs.evolve(make(0, 0.3), weather=Weather(), orders=(), faults=(fault,))
+    with tempfile.TemporaryDirectory() as folder:
+        violations = World(plan, keys_in(Path(folder))).run().violations
+    print(violations, file=sys.stderr)
+    return len(violations)
+
+
+def test_an_engine_that_starts_when_the_faults_are_over_has_a_right_clock() -> None:
+    """Nobody would set it right any more, and no source would serve it."""
+    status, _, said = Command(old_clock, []).wait()
+    assert status == 0, said
 
 
 @pytest.mark.parametrize("broken", BREAKS)

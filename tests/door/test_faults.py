@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ import pytest
 import kvproto.session.limits
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
+from kvproto.transport.process import Watch
 from kvproto.wire.enums import ErrorCode
 from tests.processes import FORKED, imported
 
@@ -106,9 +108,9 @@ def test_a_source_that_never_comes_can_be_given_up(tmp_path: Path) -> None:
         assert found.pages_free
 
 
-def prefill(conn: Connection, address: str) -> None:
+def prefill(conn: Connection, address: str, options: Options | None = None) -> None:
     """A source that takes one request, and serves it when it is told to."""
-    with Source("prefill", filled(), address) as source:
+    with Source("prefill", filled(), address, options) as source:
         request = source.request(read_ticket(conn.recv()), PROMPT)
         conn.send("taken")
         conn.recv()
@@ -152,6 +154,36 @@ def test_a_source_that_is_killed_and_comes_back(tmp_path: Path) -> None:
         second.join(10)
         assert sink.quarantined == {}
         assert np.array_equal(rows(sink.pool, [9, 0, 5]), rows(filled(), [3, 1, 2]))
+
+
+def test_a_killed_source_is_noticed_when_its_port_is_open_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-BACK: where nothing proves its end, and before any silence is long enough."""
+    monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", 1000.0)
+    monkeypatch.setattr(Watch, "of", lambda process: None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    remote = Options(insecure=True, transports=["inline"])
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, remote) as sink:
+
+        def hears(kind: type) -> None:
+            until = time.monotonic() + 60
+            while not any(isinstance(e, kind) for e in sink.events()):
+                assert time.monotonic() < until, "it never came"
+
+        first, _ = spawned(prefill, address, remote)
+        hears(told.Connected)
+        first.kill()
+        first.join()
+        second, conn = spawned(prefill, address, remote)
+        hears(told.Disconnected)
+        ticket = new_ticket("prefill")
+        conn.send(write_ticket(ticket))
+        assert conn.recv() == "taken"
+        found = sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+        conn.send("go on")
+        assert found.wait(30).bytes == {0: 320}
+        second.join()
 
 
 def test_a_source_that_is_restarted(tmp_path: Path) -> None:

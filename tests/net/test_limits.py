@@ -320,6 +320,32 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path
     dialer.close()
 
 
+def test_a_connection_that_comes_back() -> None:
+    """KVP-SES-BACK: each time that it does, and not when it is first there; the descriptors tell of it."""
+    dialer, listener = Dialer(insecure=True), Listener("tcp://127.0.0.1:*", insecure=True)
+    key, found = (0, listener.address), []
+
+    def back() -> list[Any]:
+        assert not dialer.refusals()
+        ready = select.select(dialer.filenos(), [], [], 0.005)[0]
+        found.extend(dialer.returned(ready))
+        return found
+
+    dialer.send(key, b"hello")
+    until(lambda: [*listener.receive()], listener)
+    for times in range(1, 3):
+        assert len(back()) == times - 1
+        listener.close()
+        listener = Listener(key[1], insecure=True)
+        until(lambda times=times: len(back()) == times, listener)
+    assert found == [key] * 2
+    dialer.drop(lambda each: False)
+    assert not dialer.filenos()
+    assert not dialer.returned([])
+    for end in (dialer, listener):
+        end.close()
+
+
 def test_a_peer_that_never_reads(listener: Listener) -> None:
     """Frames beyond `send_queue` are refused, and this process keeps no more of them."""
     with dial(listener) as stranger:

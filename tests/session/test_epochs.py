@@ -1,5 +1,6 @@
 """Memory that is registered again and asked back while transfers are under way (registration.md, Epochs)."""
 
+from itertools import count
 from typing import Any
 
 import attrs
@@ -8,8 +9,8 @@ import pytest
 from kvproto.errors import RemoteError
 from kvproto.session import Exposed
 from kvproto.session.events import UnmapAsked
-from kvproto.session.limits import MAX_EPOCHS, PATIENCE
-from kvproto.session.registering import Owner
+from kvproto.session.limits import MAX_EPOCHS, PATIENCE, RESEND
+from kvproto.session.registering import Holder, Owner
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import (
@@ -311,6 +312,41 @@ def test_unregister_of_what_is_not_held() -> None:
     (refused,) = world.say(attrs.evolve(unregister, request=93))
     assert refused.code == ErrorCode.OUT_OF_RANGE
     world.serves()
+
+
+def test_an_unregister_that_cannot_be_read_is_followed_by_another() -> None:
+    """KVP-EPO-FREE: an Error has changed nothing at the holder, and the memory is free once it says so."""
+    world = Epochs()
+    world.expose()
+    damaged = count()
+    world.keep = lambda to, frame: (
+        world.pass_on(to, frame) and (type(decode(frame)) is not Unregister or next(damaged) > 0)
+    )
+    (source,) = world.sources.values()
+    world.give_back(world.first)
+    source.receive("d0", encode(world.of(Unregister)[0])[:-1], world.now)
+    world.run()
+    assert world.sink_.holders(world.first) == ["p rank 0"]
+    world.pass_time(RESEND)
+    assert world.sink_.holders(world.first) == []
+    assert len({m.request for m in world.of(Unregister)}) == 2
+    assert world.sink_.sessions["s0"].open
+
+
+def test_what_a_peer_refuses_to_give_back_is_held_while_there_is_a_session() -> None:
+    """KVP-EPO-FREE: once it is over, its transfers alone count, and all of them are proven."""
+    world = Epochs()
+    world.expose()
+    (source,) = world.sources.values()
+    (session,) = source.sessions.values()
+    session.part(Holder).epochs.pop(1)
+    world.give_back(world.first)
+    for _ in range(3):
+        world.pass_time(RESEND)
+    assert world.sink_.holders(world.first) == ["p rank 0"]
+    assert len(world.of(Unregister)) == 1
+    world.sink_.goodbye("over")
+    assert world.sink_.holders(world.first) == []
 
 
 def test_without_the_feature() -> None:

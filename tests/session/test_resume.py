@@ -13,7 +13,20 @@ from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, MAX_TRANSF
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Outcome, Proof, Role
-from kvproto.wire.messages import Abort, Done, DoneAck, Drained, Error, Goodbye, Hello, Ping, Refused, Transfer, Welcome
+from kvproto.wire.messages import (
+    Abort,
+    Done,
+    DoneAck,
+    Drained,
+    Error,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Transfer,
+    Welcome,
+)
 from tests.session.driver import geometry, ticket
 from tests.session.test_delivery import CONTENT, Heard
 from tests.steps import least_steps
@@ -83,6 +96,25 @@ def test_a_source_that_has_forgotten_a_session_ends_it() -> None:
     (_, other) = world.of(Welcome)
     assert [g.session for g in world.of(Goodbye, "s0")] == [other.session]
     assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+
+
+def test_a_connection_that_comes_back_is_asked_about_at_once() -> None:
+    """KVP-SES-BACK: a source that was started again is noticed without a silence, and one that was not costs nothing."""
+    world = Heard()
+    (sink,) = world.sinks.values()
+    sink.returned("s0", world.now)
+    world.run()
+    assert (len(world.of(Ping)), len(world.of(Pong))) == (1, 1)
+    world.serves()
+    world.sources["s0"].sessions.clear()
+    for _ in range(2):
+        sink.returned("s0", world.now)
+    world.run()
+    assert len(world.of(Ping)) == 2
+    assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+    sink.returned("s0", world.now)
+    world.run()
+    assert len(world.of(Ping)) == 2
 
 
 def test_a_frame_of_another_session_changes_nothing() -> None:

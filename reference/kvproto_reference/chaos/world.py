@@ -209,12 +209,12 @@ class World:
         return code
 
     def kill(self, name: str, seconds: float, **changes: Any) -> None:
-        """kill -9, and another run after a while."""
+        """kill -9, and another run after a while; one that begins when the faults are over has none (`changes`)."""
         engine = self.engines[name]
         if engine.alive:
             engine.signal(signal.SIGKILL)
             self._gone(name)
-            self.at(seconds, lambda: self._start(name, **changes))
+            self.at(seconds, lambda: self._start(name, **({} if self.calm else changes)))
 
     def _hear(self, name: str, engine: Runner) -> None:
         if not engine.alive:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ class Control:
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:  # ZeroMQ would take the path over
                 raise EngineError(f"{path} is in use: stop the {name} engine that listens there, or choose another DIR")
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket, self._end = _open(self, zmq.ROUTER)
         self._socket.bind(f"ipc://{path}")
         self._router: bytes | None = None
 
@@ -53,7 +53,7 @@ class Control:
 
     def close(self) -> None:
         """Stop listening."""
-        self._context.destroy(_LINGER)
+        self._end()
 
 
 class Line:
@@ -61,8 +61,7 @@ class Line:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / name
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
+        self.socket, self._end = _open(self, zmq.DEALER)
         """Readable when the engine has said something."""
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for an engine that is not there
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -90,5 +89,17 @@ class Line:
 
     def close(self) -> None:
         """Close it."""
-        self.socket.disable_monitor()
-        self._context.destroy(_LINGER)
+        self._end()
+
+
+def _open(owner: object, kind: int) -> tuple[zmq.Socket[bytes], "weakref.finalize[Any, Any]"]:
+    """A socket with a context of its own, and what closes both; an owner that nobody closes is closed all the same."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(kind)
+    return made, weakref.finalize(owner, _close, context, made)
+
+
+def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    """The monitor first: ZeroMQ's own thread stands still where the socket that it would tell of an event is closed."""
+    socket.disable_monitor()
+    context.destroy(_LINGER)
