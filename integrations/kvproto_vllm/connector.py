@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -25,10 +23,11 @@ from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspecte
 from kvproto_vllm.engine import open_pool
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.memory import ShareableMemory
-from kvproto_vllm.orders import Heard, Orders
+from kvproto_vllm.orders import Heard, Orders, Tables
+from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
-from kvproto_vllm.settings import Settings, check_release
+from kvproto_vllm.settings import Settings
 
 __all__ = ["KvprotoConnector"]
 
@@ -73,6 +72,9 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
         self._sending: Sending | None = None
         self._loading: Loading | None = None
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles)
+        self._tables, self._lost = BlockTables(), LostBlocks()
+        self._targets: dict[str, Tables] = {}
+        self._gpu: torch.device | None = None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -88,11 +90,15 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._targets[request.request_id] = blocks.get_block_ids()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self._kv_cache_manager is not None
-        tables: Callable[[str], tuple[list[int], ...]] = self._kv_cache_manager.get_block_ids
-        return _Metadata(self._scheduling.orders(scheduler_output, tables))
+        if self._roles[0]:
+            self._tables.scheduled(scheduler_output)
+        orders = self._scheduling.orders(scheduler_output, self._tables)
+        orders.targets, self._targets = self._targets, {}
+        return _Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
@@ -114,6 +120,8 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the pool, and begin to listen or to connect. Raises LocalError for caches that cannot be stated."""
         settings, rank = self._settings, get_tensor_model_parallel_rank()
+        device = next(iter(kv_caches.values())).device
+        self._gpu = device if device.type == "cuda" else None
         opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, settings)
         if self._roles[0]:
             assert settings.listen is not None
@@ -122,6 +130,9 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
         if self._roles[1]:
             sources = dict(settings.sources)
             self._loading = Loading(Sink(settings.name, opened.pool, sources, settings.options), opened.tables)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._sending is not None and isinstance(kv_connector_metadata, _Metadata):
@@ -132,6 +143,7 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
             self._sending.take(self._bound)
         if self._loading is not None:
             self._loading.take(self._bound)
+            self._lost.begun(self._bound.targets)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are between steps, so a layer waits for none."""
@@ -142,17 +154,26 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The forward is over: say what it computed. Its copies go on during the next one."""
         if self._sending is not None:
-            self._sending.computed(self._bound)
+            stream = torch.cuda.current_stream(self._gpu) if self._gpu is not None else None
+            self._sending.computed(self._bound, stream)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = KVConnectorTransferResults()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        results = TransferResults()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
             self._log(self._sending.source.events())
         if self._loading is not None:
             results.finished_recving, results.failed_recving = self._loading.results()
+            self._lost.over(results.finished_recving, results.failed_recving)
             self._log(self._loading.sink.events())
         return results
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._lost.take()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         taken = self._sending.taken() if self._sending is not None else {}

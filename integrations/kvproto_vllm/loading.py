@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from kvproto import Fetch, KvprotoError, Sink
-from kvproto_vllm.orders import Load, Orders
+from kvproto_vllm.orders import Load, Orders, Table
 
 __all__ = ["Loading"]
 
@@ -16,8 +16,8 @@ logger = logging.getLogger("vllm.kvproto")
 class Loading:
     """Fetches of one rank. Nothing here waits."""
 
-    def __init__(self, sink: Sink, tables: Mapping[str, int]) -> None:
-        """`tables` says by group name which block table of a request is its page table."""
+    def __init__(self, sink: Sink, tables: Mapping[str, Table]) -> None:
+        """`tables` says by group name what its page table is."""
         self.sink, self._tables = sink, tables
         self._fetches: dict[str, Fetch] = {}
         self._failed: set[str] = set()
@@ -41,8 +41,8 @@ class Loading:
                 self._fetches[name].abort("the request was aborted")
 
     def _fetch(self, load: Load) -> Fetch:
-        nothing = [0] * load.tokens  # what no token is fetched into may be any block
-        pages = {group: load.tables[index] if load.tables else nothing for group, index in self._tables.items()}
+        nothing = [0] * load.tokens  # what no token is fetched into may be any page
+        pages = {group: table.of(load.tables) if load.tables else nothing for group, table in self._tables.items()}
         return self.sink.fetch(load.ticket, load.prompt, pages, cached=load.cached, tokens=load.tokens)
 
     def _fail(self, name: str, reason: object) -> None:

@@ -6,10 +6,23 @@ from dataclasses import dataclass, field
 
 from kvproto import Prompt, Ticket
 
-__all__ = ["Computed", "Heard", "Load", "Orders", "Tables"]
+__all__ = ["Computed", "Heard", "Load", "Orders", "Table", "Tables"]
 
 Tables = tuple[list[int], ...]
 """A request's block ids from token 0 on, by block table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The page table of a group: which block table of a request it is, and of how many pages a block is."""
+
+    index: int
+    pages: int = 1
+
+    def of(self, tables: Tables) -> list[int]:
+        """The pages of a request."""
+        blocks, n = tables[self.index], self.pages
+        return blocks if n == 1 else [block * n + i for block in blocks for i in range(n)]
 
 
 @dataclass
@@ -49,6 +62,7 @@ class Orders:
         spared: What this engine does not need of a source, so that it may free it.
         refused: Why a request cannot be fetched, by its id.
         aborted: Requests whose fetches are to stop.
+        targets: Blocks of requests that are to be fetched, also of those that cannot be.
     """
 
     requests: dict[str, tuple[Ticket, Prompt]] = field(default_factory=dict)
@@ -61,6 +75,7 @@ class Orders:
     spared: list[Load] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+    targets: dict[str, Tables] = field(default_factory=dict)
 
 
 @dataclass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from kvproto import KvprotoError, Request, Source
 from kvproto.events import Expired, Undelivered
-from kvproto_vllm.orders import Orders, Tables
+from kvproto_vllm.orders import Orders, Table, Tables
 
 __all__ = ["Sending"]
 
@@ -20,13 +21,15 @@ _PATIENCE = 10.0
 class Sending:
     """Requests of one rank. Nothing here waits for a peer, but before the blocks of a preempted request are reused."""
 
-    def __init__(self, source: Source, tables: Mapping[str, int]) -> None:
-        """`tables` says by group name which block table of a request is its page table."""
+    def __init__(self, source: Source, tables: Mapping[str, Table]) -> None:
+        """`tables` says by group name what its page table is."""
         self.source, self._tables = source, tables
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._over: set[str] = set()
         self._taken: dict[str, tuple[int, ...]] = {}
+        self._events: dict[str, list[Any]] = {}
+        """Kept while copies may wait for them."""
 
     def preempt(self, orders: Orders) -> None:
         """Stop reading blocks that are about to be reused."""
@@ -50,23 +53,26 @@ class Sending:
             if name in self._requests and self.source.pool.rank not in routed:
                 self._requests[name].release()
 
-    def computed(self, orders: Orders) -> None:
-        """After a forward: what is in the blocks now."""
+    def computed(self, orders: Orders, stream: Any = None) -> None:
+        """After a forward: what is in the blocks once the work queued in this stream of the GPU is done."""
+        event = stream.record_event() if stream is not None and orders.computed else None
+        after = event.cuda_event if event is not None else None
         for each in orders.computed:
             request = self._requests.get(each.request)
             if request is None or request.done:
                 continue
+            self._events.setdefault(each.request, []).append(event)
             try:
                 if each.last:
-                    request.finish(self._pages(each.tables), tokens=each.tokens)
+                    request.finish(self._pages(each.tables), tokens=each.tokens, after=after)
                 else:
-                    request.computed(self._pages(each.tables), each.tokens)
+                    request.computed(self._pages(each.tables), each.tokens, after=after)
             except KvprotoError as error:
                 logger.error("request %s is not handed over: %s", each.request, error)
                 request.fail(error)
 
     def _pages(self, tables: Tables) -> dict[str, list[int]]:
-        return {group: tables[index] for group, index in self._tables.items()}
+        return {group: table.of(tables) for group, table in self._tables.items()}
 
     def freed(self, orders: Orders) -> set[str]:
         """Finished requests whose blocks nobody reads any more."""
@@ -74,6 +80,7 @@ class Sending:
         for name, request in self._requests.items():
             if request.done and name not in self._over:
                 self._over.add(name)
+                self._events.pop(name, None)
                 self._log(name, request)
         free = {name for name in self._held if name not in self._requests or name in self._over}
         for name in free:

@@ -10,10 +10,7 @@ import attrs
 from kvproto import LocalError, Options, Seed, read_sources
 from kvproto.errors import ErrorCode
 
-__all__ = ["RELEASES", "Settings", "check_release", "refuse"]
-
-RELEASES = ("0.32", "0.33")
-"""Releases of vLLM whose hooks this connector was tested with."""
+__all__ = ["Settings", "refuse"]
 
 
 @attrs.frozen(kw_only=True)
@@ -84,12 +81,6 @@ def _sources(given: Any) -> dict[tuple[str, int], Seed]:
             mine = 'an address, or {"address": ..., "key": ...}, by "name" or "name/replica"'
             raise refuse(f"sources[{name!r}]", mine, str(error), "correct it") from None
     return found
-
-
-def check_release(version: str) -> None:
-    """Raise LocalError for a release of vLLM whose hooks are not known."""
-    if not any(version.startswith(f"{known}.") for known in RELEASES):
-        raise refuse("", f"vLLM {' or '.join(RELEASES)}", version, "install one of them, or a newer kvproto")
 
 
 def refuse(path: str, mine: str, yours: str, advice: str) -> LocalError:

@@ -4,9 +4,9 @@ Engines let columns share memory: a joint page interleaves layers and parts, and
 in the same bytes. What a transfer names must still be disjoint. The work is split so that a transfer costs nothing
 where the layout alone rules an overlap out:
 
-* Once, at registration, the columns are cut into clusters whose ranges of bytes overlap. A cluster is apart if its
-  columns lie at different places modulo one of its strides, as the layers of a joint page do modulo the page, or K and
-  V modulo a row. Clusters of the same shape (the same columns of another layer) are judged once.
+* Once, at registration, the columns are cut into clusters whose ranges of bytes overlap. A cluster is apart if any
+  two columns lie at different places modulo one of its strides, as the layers of a joint page do modulo the page, and K
+  and V modulo a row. Clusters of the same shape (the same columns of another layer) are judged once.
 * For each transfer, the bytes of the named items are compared in the shapes that are not apart, by sorting.
 """
 
@@ -134,21 +134,30 @@ def _clusters(region: IntArray, extents: _Extents) -> Iterator[_Extents]:
 
 
 def _apart(cluster: _Extents) -> bool:
-    """Whether no two items of the columns can overlap, whichever they are: the columns differ modulo a stride."""
+    """Whether no two items of the columns can overlap, whichever they are: any two columns differ modulo a stride."""
     strides = np.unique(np.concatenate([cluster[stride] for _, stride in _AXES]))
     strides = strides[strides > 0]
-    return strides.size <= _MOST_STRIDES and any(_apart_modulo(cluster, int(m)) for m in strides[::-1])
+    pieces = np.zeros(len(cluster), np.int64)
+    for modulus in strides[::-1].tolist() if strides.size <= _MOST_STRIDES else []:
+        pieces = np.unique(pieces * len(cluster) + _pieces(cluster, modulus), return_inverse=True)[1].reshape(-1)
+        if pieces.max() + 1 == len(cluster):
+            return True
+    return False
 
 
-def _apart_modulo(cluster: _Extents, modulus: int) -> bool:
+def _pieces(cluster: _Extents, modulus: int) -> IntArray:
+    """A number for each column: two of different numbers lie apart modulo the modulus, of whichever items."""
     width = cluster["lane_bytes"].copy()
     for extent, stride in _AXES:
         # an axis keeps the place modulo the modulus, or else widens what is there
         width += np.where(cluster[stride] % modulus == 0, 0, (cluster[extent] - 1) * cluster[stride])
     order = np.argsort(cluster["offset"] % modulus, kind="stable")
     begin = (cluster["offset"] % modulus)[order]
-    end = begin + width[order]
-    return bool((begin[1:] >= end[:-1]).all() and end[-1] - modulus <= begin[0])
+    end = np.maximum.accumulate(begin + width[order])
+    pieces = np.empty_like(begin)
+    pieces[order] = np.cumsum(np.r_[0, begin[1:] >= end[:-1]])
+    round_ = pieces[cluster["offset"] % modulus < end[-1] - modulus]  # what the last piece goes round to
+    return np.where(pieces <= round_.max(initial=-1), pieces.max(), pieces)
 
 
 def overlapping(geometry: Geometry, rank: int, columns: Columns) -> tuple[int, int] | None:

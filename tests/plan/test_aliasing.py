@@ -141,6 +141,15 @@ def test_keys_and_values_in_turn_by_row_and_by_head_are_no_alias() -> None:
         assert refused(engine((group, 1)), (own,), (granted(group, [0, 1, 2]),)) is None
 
 
+def test_keys_and_values_in_turn_by_head_in_pages_of_all_layers_are_no_alias() -> None:
+    """Layers differ modulo a page, K and V modulo a head: no stride tells all of them apart."""
+    group = gqa(0, "target", 0, 2, 8, 4)
+    offsets = [128 * layer + 8 * part for layer in range(3) for part in range(2)]
+    own = column(0, ITEMS, offset=offsets, item_stride=[384], row_stride=[32], lane_stride=[16])
+    assert refused(engine((group, 3)), (own,), (granted(group, [0, 1, 2]),)) is None
+    assert Overlaps.of(engine((group, 3)), 0, {0: own}).clusters == ()
+
+
 def test_a_stride_one_item_too_long_lays_a_layer_over_the_next_one() -> None:
     """One layer of a joint page states the stride of another pool: its items run into the pages of the others."""
     geometry, (own,) = joint(6 * 64)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvproto import LocalError, Seed
-from kvproto_vllm.settings import Settings, check_release
+from kvproto_vllm.releases import check_release
+from kvproto_vllm.settings import Settings
 
 LISTEN, SOURCES = {"listen": "ipc:///run/kv/p-{rank}"}, {"sources": {"p": "ipc:///run/kv/p-0"}}
 
@@ -55,6 +56,7 @@ def test_a_mistake_is_named(given: Any, roles: tuple[bool, bool], says: str) -> 
 def test_a_release_that_is_not_known_is_refused() -> None:
     check_release("0.32.0+cpu")
     check_release("0.33.1")
-    for version in ("0.31.0", "0.3.2", "1.0"):
+    check_release("0.26.0")
+    for version in ("0.31.0", "0.3.2", "1.0", "0.27.0"):
         with pytest.raises(LocalError, match=version):
             check_release(version)

@@ -10,7 +10,7 @@ import pytest
 import kvproto_vllm
 from kvproto import Prompt, Sink, Source, Ticket, new_ticket
 from kvproto_vllm.loading import Loading
-from kvproto_vllm.orders import Computed, Load, Orders
+from kvproto_vllm.orders import Computed, Load, Orders, Table
 from kvproto_vllm.sending import Sending
 from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
 
@@ -25,8 +25,8 @@ class Pair:
         folder.chmod(0o700)
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": 0})
-        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": 0})
+        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": Table(0)})
+        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": Table(0)})
         self.freed: set[str] = set()
         self.done: set[str] = set()
         self.failed: set[str] = set()

@@ -1,0 +1,223 @@
+"""How the tensors of vLLM's attention back ends are stated.
+
+On a GPU a block is [head, token, K then V], or [token, latent] for MLA, in any order and with any gaps that the strides
+say, one allocation a layer or one for all. Shapes come from the engine's own specification of the cache. That the bytes
+lie there is tried, not assumed: the engine's own function writes a block, and what it wrote is compared.
+On the CPU the order within a block is measured (`kvproto_vllm.pages`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from kvproto import Cache, DType, LocalError
+from kvproto.errors import ErrorCode
+from kvproto_vllm.pages import cache_of, measured, views_of
+
+__all__ = ["Layers", "Stated", "refuse_cache", "state"]
+
+_FLOATS = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+_QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
+    ("FP8_PER_TENSOR", "fp8"): (DType.F8E4M3, torch.float8_e4m3fn),
+    ("FP8_PER_TENSOR", "fp8_e4m3"): (DType.F8E4M3, torch.float8_e4m3fn),
+    ("FP8_PER_TENSOR", "fp8_e5m2"): (DType.F8E5M2, torch.float8_e5m2),
+    ("FP8_PER_TOKEN_HEAD", "fp8_per_token_head"): (DType.F8E4M3, torch.float8_e4m3fn),
+    ("INT8_PER_TOKEN_HEAD", "int8_per_token_head"): (DType.I8, torch.int8),
+}
+"""By vLLM's mode of quantization and name of the cache's type: what its bytes are. A mode per token and head has an F32
+scale behind each head's K, and one behind its V."""
+_SCALE = 4
+"""Bytes of a scale."""
+
+
+@attrs.frozen
+class Layers:
+    """Layers of one block table and one specification, and what is stated of them.
+
+    Fields:
+        title: Of the group.
+        layer: The first of them, as the engine runs it.
+        backend: Name of its attention back end.
+        ids: Numbers of the layers.
+        heads: KV heads of all ranks.
+        blocks: Of the engine.
+        computed: Element type of what is computed.
+        stored: vLLM's name of the cache's element type.
+        scales: Of K and of V of each layer, where a cache is quantized by them.
+    """
+
+    title: str
+    layer: Any
+    backend: str
+    spec: Any
+    names: list[str]
+    ids: list[int]
+    tensors: list[torch.Tensor]
+    heads: int
+    blocks: int
+    computed: torch.dtype
+    stored: str
+    scales: list[tuple[float, float]]
+
+
+@attrs.frozen
+class Stated:
+    """Layers as kvproto sees them.
+
+    Fields:
+        tensors: Of each layer, in the order of the layers, or such by part.
+        axes: Of the tensors.
+        pages: Of one block of the engine: more than 1 where the back end's kernels take smaller ones.
+    """
+
+    cache: Cache
+    tensors: Any
+    axes: str
+    pages: int = 1
+
+
+def state(layers: Layers, strides: bool) -> Stated:
+    """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
+    kind = type(layers.spec).__name__
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise refuse_cache(layers.names[0], "caches FullAttentionSpec and MLAAttentionSpec", kind)
+    pages = _pages(layers)
+    if layers.backend == "CPU_ATTN":
+        return _packed(layers, strides)
+    return _latent(layers, pages) if kind == "MLAAttentionSpec" else _attention(layers, pages)
+
+
+def _pages(layers: Layers) -> int:
+    """Blocks of the back end's kernels in one of the engine's."""
+    spec, shape = layers.spec, tuple(layers.tensors[0].shape)
+    pages = shape[0] // layers.blocks
+    wanted = layers.blocks * pages, spec.block_size // max(pages, 1)
+    if len({tensor.shape for tensor in layers.tensors}) > 1 or wanted != (shape[0], shape[-2]):
+        expected = f"{layers.blocks} blocks of {spec.block_size} tokens in each layer"
+        raise refuse_cache(layers.names[0], expected, f"a tensor of shape {shape}")
+    return pages
+
+
+def _element(layers: Layers) -> tuple[DType, torch.dtype]:
+    """What an element of the cache is; raises LocalError for a quantization that is not stated."""
+    found, mode = layers.tensors[0].dtype, getattr(layers.spec.kv_quant_mode, "name", "NONE")
+    if mode == "NONE" and found in _FLOATS:
+        return _FLOATS[found], found
+    if (element := _QUANTIZED.get((mode, layers.stored))) is None or found.itemsize != 1:
+        mine = ", ".join(sorted([str(each) for each in _FLOATS] + [name for _, name in _QUANTIZED]))
+        raise refuse_cache(layers.names[0], mine, f"{found}, {mode}, {layers.stored}")
+    if getattr(layers.layer, "calculate_kv_scales", False):
+        raise refuse_cache(layers.names[0], "scales of the checkpoint", "scales that the first forward decides")
+    return element
+
+
+def _attention(layers: Layers, pages: int) -> Stated:
+    """K and V of each head side by side, with their scales where these are in the cache."""
+    spec, tensor = layers.spec, layers.tensors[0]
+    kind, dtype = _element(layers)
+    apart = kind is DType.I8 or layers.stored.endswith("per_token_head")
+    dims = {"k": spec.head_size, "v": spec.head_size_v}
+    parts: dict[str, tuple[DType, int, int]] = {}
+    for part, dim in dims.items():
+        parts[part] = kind, layers.heads, dim * dtype.itemsize
+        if apart:
+            parts[f"{part}_scale"] = DType.F32, layers.heads, _SCALE
+    size, shape = sum(size for _, _, size in parts.values()), tuple(tensor.shape)
+    if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensor.itemsize != size:
+        expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {size} bytes of {', '.join(parts)}]"
+        raise refuse_cache(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensor.dtype}")
+    rows = [_numbers((shape[2], shape[1], dim), tensor.device) for dim in dims.values()]
+    page = _written(layers, rows).view(torch.uint8)
+    at = 0
+    for row, (part, dim) in zip(rows, dims.items(), strict=True):
+        got = page[..., at : at + dim * dtype.itemsize].contiguous().view(dtype).float()
+        at += parts[part][2]
+        if apart:
+            got = (got * page[..., at : at + _SCALE].contiguous().view(torch.float32)).round()
+            at += _SCALE
+        _compare(layers, part, got, row.transpose(0, 1))
+    cache = Cache.paged(layers.title, layers.ids, parts=parts, page=shape[2])
+    return Stated(cache, layers.tensors, "page head token dim", pages)
+
+
+def _latent(layers: Layers, pages: int) -> Stated:
+    """Latent and rotary key of MLA, a row for each token."""
+    spec, tensor = layers.spec, layers.tensors[0]
+    kind, dtype = _element(layers)
+    one_head = tensor.dim() == 4 and tensor.shape[1] == 1
+    rows = [each[:, 0] for each in layers.tensors] if one_head else layers.tensors
+    if rows[0].dim() != 3 or rows[0].shape[2] * tensor.itemsize != spec.head_size * dtype.itemsize:
+        expected = f"[blocks, tokens, {spec.head_size} elements of {dtype}]"
+        raise refuse_cache(layers.names[0], expected, f"{layers.backend}, shape {tuple(tensor.shape)}")
+    wanted = _numbers((rows[0].shape[1], spec.head_size), tensor.device)
+    got = _written(attrs.evolve(layers, tensors=rows), [wanted]).view(torch.uint8).view(dtype).float()
+    _compare(layers, "latent", got, wanted)
+    parts = {"latent": (kind, 1, spec.head_size * dtype.itemsize)}
+    return Stated(
+        Cache.paged(layers.title, layers.ids, parts=parts, page=rows[0].shape[1]), rows, "page token dim", pages
+    )
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Numbers that each element type holds exactly, in an order that differs along each axis."""
+    return torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(1)).float().to(device)
+
+
+def _written(layers: Layers, rows: list[torch.Tensor]) -> torch.Tensor:
+    """What the engine's own function makes of block 0, which holds no request's tokens, when it stores these rows."""
+    layer, tensor = layers.layer, layers.tensors[0]
+    slots = torch.arange(len(rows[0]), device=tensor.device)
+    given = [(row * scale).to(layers.computed) for row, scale in zip(rows, layers.scales[0], strict=False)]
+    with torch.inference_mode():
+        before = tensor[0].clone()
+        try:
+            if len(rows) == 2:
+                layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
+            else:
+                latent, rope = given[0][:, : layer.kv_lora_rank], given[0][:, None, layer.kv_lora_rank :]
+                rest = slots, layer.kv_cache_dtype, layer._k_scale
+                layer.impl.do_kv_cache_update(latent.contiguous(), rope.contiguous(), tensor, *rest)
+        except (AttributeError, NotImplementedError, TypeError) as error:
+            mine = "a back end with a function that stores K and V"
+            raise refuse_cache(layers.names[0], mine, f"{layers.backend}: {error}") from error
+        page = tensor[0].clone(memory_format=torch.contiguous_format)
+        tensor[0].copy_(before)
+    return page
+
+
+def _compare(layers: Layers, part: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    if not torch.equal(got, wanted):
+        expected = f"{part} where the shape of its tensor says"
+        advice = "this connector cannot state the pages of this back end: choose another"
+        raise LocalError(
+            ErrorCode.LAYOUT_OPAQUE, layers.names[0], expected, f"{layers.backend} stores it elsewhere", advice
+        )
+
+
+def _packed(layers: Layers, strides: bool) -> Stated:
+    """K and V of CPU attention: sections of a head by strides, or whole pages."""
+    spec, first = layers.spec, layers.tensors[0]
+    (kind, dtype), tokens, dim = _element(layers), spec.block_size, spec.head_size
+
+    def pack(numbers: Any) -> Any:
+        page = torch.zeros(1, 1, tokens, 2 * dim, dtype=dtype)
+        rows = torch.from_numpy(numbers).to(dtype).reshape(tokens, 1, dim)
+        layers.layer.impl.do_kv_cache_update(layers.layer, rows, rows, page, torch.arange(tokens))
+        return page.flatten().to(torch.int64).numpy()
+
+    halves = measured(pack, tokens, dim, f"vllm.cpu_attn.{str(dtype).removeprefix('torch.')}")
+    if strides and not all(half.sections for half in halves.values()):
+        advice = 'no strides describe it; "pages": "whole" moves it between equal engines'
+        raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], "pages of strides", halves["k"].encoding, advice)
+    if not strides:
+        halves = {part: half.whole(dim) for part, half in halves.items()}
+    cache = cache_of(layers.title, layers.ids, layers.heads, tokens, kind, first.itemsize, halves, not strides)
+    return Stated(cache, views_of(layers.tensors, halves), "page head token dim")
+
+
+def refuse_cache(path: str, mine: str, yours: str) -> LocalError:
+    """An error of what this connector cannot state."""
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm.md lists what this connector states")

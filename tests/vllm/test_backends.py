@@ -1,0 +1,111 @@
+"""What vLLM's GPU back ends allocate, stated from its tensors: pages meet between any two, or are refused by name."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+from kvproto import LocalError, RemoteError
+from kvproto_vllm.caches import state
+from kvproto_vllm.releases import layers_of
+from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over
+
+NHD, HND = Backend(), Backend("BHNC", name="FLASHINFER")
+TOGETHER = Backend("BLNHC", name="TRITON_ATTN")
+FP8 = Backend(stored="fp8_e4m3", scales=(0.5, 0.25))
+INT8 = Backend(stored="int8_per_token_head", name="TRITON_ATTN")
+MLA = Backend(order="BNHC", mla=True, axes=3, name="FLASH_ATTN_MLA")
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [
+        (NHD, HND),
+        (HND, NHD),
+        (NHD, TOGETHER),
+        (Backend("BHLNC"), Backend("LBHNC", gap=64)),
+        (Backend("LHBNC"), NHD),
+        (attrs.evolve(HND, block=64, kernel=16), NHD),
+        (attrs.evolve(NHD, block=32, kernel=32), attrs.evolve(HND, block=48, kernel=16)),
+        (attrs.evolve(NHD, dtype=torch.float32), attrs.evolve(HND, dtype=torch.float32, block=32, kernel=32)),
+        (FP8, attrs.evolve(FP8, order="BHNC")),
+        (Backend(stored="fp8_e5m2"), Backend("BLHNC", stored="fp8_e5m2")),
+        (INT8, attrs.evolve(INT8, order="LBHNC", block=32, kernel=32)),
+        (Backend(stored="fp8_per_token_head"), Backend("BHNC", stored="fp8_per_token_head")),
+        (MLA, attrs.evolve(MLA, order="LBNHC", axes=4, block=64, kernel=64, name="FLASHMLA")),
+        (attrs.evolve(MLA, block=128, kernel=128, name="CUTLASS_MLA"), MLA),
+        (attrs.evolve(MLA, stored="fp8_e4m3"), attrs.evolve(MLA, stored="fp8_e4m3", order="BLNHC", gap=32)),
+    ],
+    ids=str,
+)
+def test_pages_meet_by_token_and_head(source: Backend, sink: Backend, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    hand_over(source, sink, f"ipc://{tmp_path}/p")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (attrs.evolve(NHD, planes=True, name="ROCM_ATTN"), "ROCM_ATTN stores it elsewhere"),
+        (attrs.evolve(NHD, stored="nvfp4"), "NVFP4"),
+    ],
+    ids=["elsewhere", "NVFP4"],
+)
+def test_what_does_not_add_up_is_refused_by_name(wrong: Backend, says: str) -> None:
+    with pytest.raises(LocalError, match=says):
+        state(wrong.layers(wrong.tensors("cpu")), True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("block_size", 24, "blocks of 24 tokens"),
+        ("num_kv_heads", HEADS + 1, f"{HEADS + 1} heads"),
+        ("head_size", 8, "bytes of k, v"),
+    ],
+)
+def test_a_tensor_is_what_the_engine_specifies(field: str, value: int, says: str) -> None:
+    layers = NHD.layers(NHD.tensors("cpu"))
+    setattr(layers.spec, field, value)
+    with pytest.raises(LocalError, match=says):
+        state(layers, True)
+
+
+def test_a_function_that_cannot_be_asked_is_refused() -> None:
+    layers = NHD.layers(NHD.tensors("cpu"))
+    layers.layer.impl = SimpleNamespace()
+    with pytest.raises(LocalError, match="do_kv_cache_update"):
+        state(layers, True)
+
+
+def test_scales_that_the_first_forward_decides_are_refused() -> None:
+    with pytest.raises(LocalError, match="first forward"):
+        state(FP8.layers(FP8.tensors("cpu"), calculate_kv_scales=True), True)
+
+
+def test_the_block_that_was_tried_is_left_as_it_was() -> None:
+    tensors = NHD.tensors("cpu")
+    NHD.fill(tensors)
+    before = [tensor.clone() for tensor in tensors]
+    state(NHD.layers(tensors), True)
+    assert all(torch.equal(*both) for both in zip(before, tensors, strict=True))
+
+
+def test_other_element_types_refuse_each_other(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with pytest.raises(RemoteError):
+        hand_over(NHD, FP8, f"ipc://{tmp_path}/p")
+
+
+@pytest.mark.parametrize(("order", "axes"), [((1, 0, 3, 2, 4), "BLNHC"), ((1, 2, 0, 3, 4), "BHLNC")])
+def test_layers_of_one_tensor_are_told_apart(order: tuple[int, ...], axes: str) -> None:
+    shape = dict(zip("LBHNC", (LAYERS, 4, HEADS, 16, 8), strict=True))
+    tensor = torch.arange(LAYERS * 4 * HEADS * 16 * 8).view([shape[x] for x in axes])
+    backend = SimpleNamespace(get_kv_cache_stride_order=lambda include_num_layers_dimension: order)
+    names = [SimpleNamespace(shared_by=[f"layer {i}"]) for i in range(LAYERS)]
+    found = layers_of(tensor, backend, SimpleNamespace(kv_cache_tensors=names))
+    assert [tuple(each.shape) for each in found.values()] == [(4, HEADS, 16, 8)] * LAYERS
+    place = dict(zip("LBHNC", (2, 3, 1, 9, 5), strict=True))
+    assert found["layer 2"][3, 1, 9, 5] == tensor[tuple(place[x] for x in axes)]
