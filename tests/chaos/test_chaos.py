@@ -9,8 +9,12 @@ from pathlib import Path
 import attrs
 import pytest
 
+from kvproto.wire import encode
+from kvproto.wire import messages as m
 from kvproto_reference.chaos.__main__ import BREAKS, keys_in
+from kvproto_reference.chaos.judge import Judge
 from kvproto_reference.chaos.plan import Fault, Weather, boundaries, make
+from kvproto_reference.chaos.proxy import Pair, Passing
 from kvproto_reference.chaos.world import World
 from tests.processes import Command
 
@@ -60,6 +64,18 @@ def test_an_engine_that_starts_when_the_faults_are_over_has_a_right_clock() -> N
     """Nobody would set it right any more, and no source would serve it."""
     status, _, said = Command(old_clock, []).wait()
     assert status == 0, said
+
+
+def test_a_sink_that_is_told_of_another_writer_is_started_again() -> None:
+    """It never sees the end of the real one, and rightly never uses the pages again: no run of it can be judged by that."""
+    process = m.Process(boot=bytes(16), namespace=1, pid=2, start=3)
+    ids = {"session": 1, "request": 1, "epoch": 1, "transport": 1, "routes": (), "plan": bytes(32)}
+    said, judge = m.Registered(**ids, process=process), Judge(make(0, 1.0))
+    passing = Passing(Pair("prefill0", "decode1"), False, encode(said), b"")
+    judge.lied(passing, said, attrs.evolve(said, epoch=2))
+    assert judge.misled == set()
+    judge.lied(passing, said, attrs.evolve(said, process=attrs.evolve(process, pid=4)))
+    assert judge.misled == {"decode1"}
 
 
 @pytest.mark.parametrize("broken", BREAKS)

@@ -51,8 +51,10 @@ class Judge:
         """Numbers of requests of which an attempt has arrived."""
         self.liars: set[Pair] = set()
         """Pairs of which a session was lied about as a whole."""
-        self.impostors: set[Pair] = set()
-        """Pairs of which one side was told of a later run of the other than there is, and so refuses the real one."""
+        self.misled: set[str] = set()
+        """Engines that were told what only another run of them forgets: of a later run of a peer than there is, so that
+        they refuse the real one, or of another process that writes their pages, whose end they wait for.
+        """
         self._keys: dict[bytes, Ask] = {}
         self._transfers: dict[tuple[Pair, int, int], Ask] = {}
         self._counts: Counter[str] = Counter()
@@ -128,7 +130,9 @@ class Judge:
         if isinstance(said, m.Data) and isinstance(made, m.Data):
             return  # VERIFY finds it
         if isinstance(made, m.Hello | m.Welcome) and made.incarnation > getattr(said, "incarnation", 0):
-            self.impostors.add(one.pair)
+            self.misled |= {one.pair.prefill, one.pair.decode}
+        if isinstance(made, m.Registered) and made.process != getattr(said, "process", None):
+            self.misled.add(one.pair.decode)
         about = [self._about(one, each) for each in (said, made) if each is not None]
         if any(each is None for each in about) or not about:
             self.liars.add(one.pair)

@@ -140,8 +140,7 @@ class World:
         for name, engine in self.engines.items():
             engine.signal(signal.SIGCONT)
             engine.tell("calm")
-            believes = any(name in (pair.prefill, pair.decode) for pair in self.judge.impostors)
-            if engine.behind or believes:  # until somebody sets the clock right, or has the two forget
+            if engine.behind or name in self.judge.misled:  # until somebody sets the clock right, or has it forget
                 self.kill(name, 0.0)
         for pair in self.judge.liars:
             self.engines[pair.decode].tell("reconnect", pair.prefill)
