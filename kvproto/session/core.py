@@ -282,8 +282,9 @@ class Session:
         self.answered(number)
         if request.on_error is not None:
             request.on_error(error, now)
-        else:
+        else:  # without what was asked for the session is of no use
             self.tell(SessionRefused(self.name, error, by_us=False))
+            self.goodbye(str(error))
 
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 

@@ -43,7 +43,7 @@ class PingPart(Part):
         """Send Ping, unless one is under way."""
         if not self._session.asks(self._asked):
             self._session.step("Ping")
-            self._asked = self._session.request(m.Ping, now)
+            self._asked = self._session.request(m.Ping, now, on_error=lambda error, now: None)  # it has been heard
 
     def _ping(self, message: m.Ping, now: float) -> None:
         self._session.step("Ping")

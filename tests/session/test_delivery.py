@@ -399,6 +399,26 @@ def test_silence_is_asked_about_and_proves_nothing() -> None:
     assert not world.of(Ping)  # the sink asks on for proof alone (KVP-END-LATE)
 
 
+def test_a_ping_that_cannot_be_read_is_heard_all_the_same() -> None:
+    """KVP-ERR-ANSWER: who answers by Error is alive, and the session goes on."""
+    world = Heard()
+
+    def damaged(to: str, frame: bytes) -> int:
+        world.hear(to, frame)
+        if isinstance(decode(frame), Ping):
+            ends: dict[str, Any] = {**world.sinks, **world.sources}
+            ends[to].receive("d0" if to == "s0" else "s0", frame[:-1], world.now)
+        return not isinstance(decode(frame), Ping)
+
+    world.keep = damaged
+    for _ in range(3):
+        world.pass_time(PING_SILENCE)
+    assert len(world.of(Ping)) == len(world.of(Error)) == 6
+    assert not world.of(Pong)
+    assert not world.events("d0", "SessionRefused")
+    world.serves()
+
+
 def test_a_suspect_source_is_asked_for_nothing_new_and_recovers() -> None:
     """KVP-SES-SUSPECT: nothing is released or lost, and its first frame ends the suspicion."""
     world = Heard()

@@ -91,6 +91,25 @@ def ready(source_tp: int = 2, sink_tp: int = 1) -> PullWorld:
     return PullWorld(geometry(source_tp)).ready(sink_tp)
 
 
+def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
+    """KVP-ERR-ANSWER: no other Register follows, and a sink that waited for one would wait for ever."""
+    world = PullWorld(geometry(1))
+
+    def damaged(to: str, frame: bytes) -> int:
+        message = decode(frame)
+        if isinstance(message, Register) and message.access == Access.READ:
+            world.sinks[to].receive("s0", frame[:-1], world.now)
+            return 0
+        return world.hear(to, frame)
+
+    world.keep = damaged
+    sink = world.sink("d0", geometry(1))
+    world.run()
+    assert not any(session.open for session in world.sources["s0"].sessions.values())
+    assert sink.over
+    assert len(world.events("d0", "SessionClosed")) == 1
+
+
 def asked(world: PullWorld, deadline: float = 60.0) -> int:
     """A request that is finished and asked for by every sink rank; the number of the last."""
     made = ticket(deadline)
