@@ -1,4 +1,4 @@
-"""Lets SGLang import on the CPU, without the packages of kernels: what it imports of them are names that nothing calls.
+"""Lets SGLang run on the CPU without the packages of kernels: what it imports of them are names that nothing calls, but one.
 
 Python runs this file at its start where its folder is on PYTHONPATH; it acts only with SGLANG_USE_CPU_ENGINE=1.
 """
@@ -12,6 +12,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 ABSENT = ("torchvision", "sgl_kernel")
+
+
+def assign_req_to_token_pool_cpu(rows: Any, table: Any, start: Any, end: Any, places: Any, width: int) -> None:
+    """The one kernel that an engine on the CPU does call: into which slots the new tokens of each request go."""
+    at = 0
+    for row, lo, hi in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        table[row, lo:hi] = places[at : at + hi - lo].to(table.dtype)
+        at += hi - lo
 
 
 def refused(name: str) -> Any:
@@ -31,7 +39,9 @@ class Absent(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return refused(name) if self.__name__ == "sgl_kernel" else MagicMock(name=name)
+        if self.__name__ != "sgl_kernel":
+            return MagicMock(name=name)
+        return assign_req_to_token_pool_cpu if name == "assign_req_to_token_pool_cpu" else refused(name)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,0 +1,17 @@
+"""kvproto for SGLang: a disaggregation back end for prefill and decode engines, installed beside an unmodified SGLang.
+
+    KVPROTO_SGLANG='{"name": ...}' python -m sglang.launch_server ... --disaggregation-transfer-backend kvproto
+
+docs/sglang.md says the rest.
+"""
+
+from kvproto_sglang.tickets import ticket_of
+
+__all__ = ["register", "ticket_of"]
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes: entry point of the group `sglang.srt.plugins`."""
+    from kvproto_sglang.plugin import install
+
+    install()

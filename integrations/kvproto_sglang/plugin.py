@@ -1,0 +1,78 @@
+"""How SGLang comes to know the back end: a name among its choices, and hooks of its own plug-in framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sglang
+from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg
+
+from kvproto_sglang.memory import ShareableMemory
+from kvproto_sglang.settings import check_release
+
+__all__ = ["NAME", "install"]
+
+NAME = "kvproto"
+"""What `--disaggregation-transfer-backend` says."""
+
+
+def install() -> None:
+    """Raises LocalError for a release of SGLang that is not known."""
+    check_release(sglang.__version__)
+    add_disagg_transfer_backend_choices([NAME])
+    member: Any = object.__new__(TransferBackend)  # SGLang looks the name up in this enum, which is closed
+    member._name_, member._value_ = NAME.upper(), NAME
+    TransferBackend._value2member_map_[NAME] = member
+    for target, hook, kind in _HOOKS:
+        HookRegistry.register(f"sglang.srt.{target}", hook, getattr(HookType, kind))
+
+
+def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != NAME or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from kvproto_sglang.conn import CLASSES
+
+    return CLASSES[class_type.value]
+
+
+def _manager_made(manager: Any, queue: Any, *args: Any, **named: Any) -> None:
+    if _ours(manager):
+        manager.open(queue)
+
+
+def _sender_made(made: Any, queue: Any, request: Any, *args: Any, **named: Any) -> None:
+    if made and _ours(request.disagg_kv_sender):
+        request.disagg_kv_sender.begin(request)
+
+
+def _receiver_made(made: Any, queue: Any, request: Any, *args: Any, **named: Any) -> None:
+    if _ours(made.kv_receiver):
+        made.kv_receiver.begin(request)
+
+
+def _allocated(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    chosen = get_disagg()
+    if chosen.disaggregation_mode == "null" or chosen.disaggregation_transfer_backend != NAME:
+        return original(*args, **named)
+    with ShareableMemory():
+        return original(*args, **named)
+
+
+def _ours(made: Any) -> bool:
+    return type(made).__module__ == "kvproto_sglang.conn"
+
+
+_HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    ("disaggregation.utils.get_kv_class", _class_of, "AROUND"),
+    ("disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _manager_made, "AFTER"),
+    ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", _manager_made, "AFTER"),
+    ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", _sender_made, "AFTER"),
+    ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", _receiver_made, "AFTER"),
+    ("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", _allocated, "AROUND"),
+    ("mem_cache.memory_pool.MLATokenToKVPool._create_buffers", _allocated, "AROUND"),
+)
+"""What of SGLang is hooked, below sglang.srt."""

@@ -1,0 +1,126 @@
+"""What a user says of the back end: the environment variable KVPROTO_SGLANG, a JSON object or the path of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto import LocalError, Options, Seed, read_sources
+from kvproto.errors import ErrorCode
+from kvproto_sglang.metadata import SETS
+from kvproto_sglang.tickets import DEADLINE
+
+__all__ = ["RELEASES", "VARIABLE", "Settings", "check_release"]
+
+VARIABLE = "KVPROTO_SGLANG"
+RELEASES = ("0.5.23",)
+"""Releases of SGLang whose interface this back end was tested with."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The settings of one engine.
+
+    Fields:
+        name: Of the engine, the same on all its ranks. Of a prefill engine what requests call it by: `bootstrap_host`
+            and `bootstrap_port` with a colon between, or `bootstrap_host` alone.
+        listen: Prefill: where each rank listens, with "{rank}" where ranks differ and "{replica}" where replicas do.
+        sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
+        options: What `kvproto.Options` takes.
+        deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
+        metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
+        weights: Names the weights, where both engines' folders do not: compared before any page moves.
+        facts: What is compared before any page moves, in place of what the engine says of itself.
+    """
+
+    name: str = "sglang"
+    listen: str | None = None
+    sources: Mapping[tuple[str, int], Seed] = {}
+    options: Options = attrs.field(factory=Options)
+    deadline: float = DEADLINE
+    metadata: str = "all"
+    weights: str | None = None
+    facts: Mapping[str, str] | None = None
+
+    @classmethod
+    def of_environment(cls, prefill: bool) -> Settings:
+        """Raises LocalError naming what is missing or wrong."""
+        text = os.environ.get(VARIABLE, "")
+        if not text:
+            raise _refuse("", "a JSON object, or the path of one", "nothing", 'such as {"name": "prefill"}')
+        try:
+            given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        except (OSError, ValueError) as error:
+            raise _refuse("", "a JSON object, or the path of one", str(error), "correct it") from None
+        return cls.read(given, prefill)
+
+    @classmethod
+    def read(cls, given: Any, prefill: bool) -> Settings:
+        """Raises LocalError naming the setting that is unknown, missing or wrong."""
+        known = [field.name for field in attrs.fields(cls)]
+        if not isinstance(given, Mapping) or (unknown := sorted(given.keys() - set(known))):
+            found = repr(unknown[0]) if isinstance(given, Mapping) else type(given).__name__
+            raise _refuse("", f"settings of {known}", found, "correct its name")
+        made = dict(given)
+        if prefill and not (isinstance(made.get("listen"), str) and isinstance(made.get("name"), str)):
+            advice = 'such as {"name": "10.0.0.1:8998", "listen": "ipc:///run/kv/prefill-{rank}"}'
+            raise _refuse("listen", "a name and an address, as this engine prefills", str(made.get("listen")), advice)
+        if not prefill and not made.get("sources"):
+            advice = 'such as {"10.0.0.1:8998": "ipc:///run/kv/prefill-0"}'
+            raise _refuse("sources", "where prefill engines listen, as this engine decodes", "none", advice)
+        if made.get("metadata", "all") not in SETS:
+            raise _refuse("metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"')
+        deadline = made.get("deadline", DEADLINE)
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or deadline <= 0:
+            raise _refuse("deadline", "seconds above 0", repr(deadline), f"leave it out for {DEADLINE:g}")
+        try:
+            made["options"] = Options(**made.get("options", {}))
+        except TypeError as error:
+            raise _refuse("options", "names of kvproto.Options", str(error), "correct it") from None
+        made["sources"] = _sources(made.get("sources", {}))
+        return cls(**made)
+
+    def source_of(self, address: str) -> str:
+        """The name of the prefill engine that a request calls by `host:port`; raises LocalError(WRONG_PEER)."""
+        names = {name for name, _ in self.sources}
+        for name in (address, address.rpartition(":")[0]):
+            if name in names:
+                return name
+        advice = "name it so in `sources`, or call it by the name that is there"
+        raise LocalError(ErrorCode.WRONG_PEER, "bootstrap_host", f"one of {sorted(names)}", address, advice)
+
+    def replicas(self, name: str) -> int:
+        """Of a prefill engine."""
+        return max((replica + 1 for known, replica in self.sources if known == name), default=1)
+
+
+def _sources(given: Any) -> dict[tuple[str, int], Seed]:
+    """By engine and replica; an address, or a mapping with its key."""
+    if isinstance(given, str):
+        return dict(read_sources(given))
+    if not isinstance(given, Mapping):
+        raise _refuse("sources", "a mapping of names to addresses, or a file", type(given).__name__, "correct it")
+    found = {}
+    for name, seed in given.items():
+        engine, _, replica = name.partition("/")
+        try:
+            found[engine, int(replica or 0)] = Seed(seed) if isinstance(seed, str) else Seed(**seed)
+        except (TypeError, ValueError) as error:
+            mine = 'an address, or {"address": ..., "key": ...}, by "name" or "name/replica"'
+            raise _refuse(f"sources[{name!r}]", mine, str(error), "correct it") from None
+    return found
+
+
+def check_release(version: str) -> None:
+    """Raise LocalError for a release of SGLang whose interface is not known."""
+    if version.partition("+")[0] not in RELEASES:
+        raise _refuse("", f"SGLang {' or '.join(RELEASES)}", version, "install one of them, or a newer kvproto")
+
+
+def _refuse(path: str, mine: str, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, f"{VARIABLE}.{path}" if path else VARIABLE, mine, yours, advice)

@@ -1,0 +1,64 @@
+"""The back end's settings: read from the environment, and each mistake named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproto import LocalError, Seed
+from kvproto_sglang.settings import VARIABLE, Settings, check_release
+
+PREFILL = {"name": "h:1", "listen": "ipc:///run/kv/p-{rank}"}
+DECODE = {"sources": {"h:1": "ipc:///run/kv/p-0"}}
+
+
+def test_they_are_json_or_a_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s.json").write_text(json.dumps(PREFILL))
+    for text in (json.dumps(PREFILL), str(tmp_path / "s.json")):
+        monkeypatch.setenv(VARIABLE, text)
+        assert Settings.of_environment(True).name == "h:1"
+
+
+@pytest.mark.parametrize("text", ["", "{", "/nowhere/s.json"])
+def test_no_settings_are_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(LocalError, match=VARIABLE):
+        Settings.of_environment(True)
+
+
+def test_a_source_is_called_by_host_and_port_or_by_host_alone() -> None:
+    made = Settings.read({"sources": {"h:1": "ipc:///a", "h:1/1": "ipc:///b", "vllm": "ipc:///c"}}, False)
+    assert made.sources["h:1", 1] == Seed("ipc:///b")
+    assert (made.source_of("h:1"), made.source_of("vllm:7")) == ("h:1", "vllm")
+    assert (made.replicas("h:1"), made.replicas("vllm")) == (2, 1)
+    with pytest.raises(LocalError, match="h:2"):
+        made.source_of("h:2")
+
+
+@pytest.mark.parametrize(
+    ("given", "prefill", "says"),
+    [
+        ([], True, "list"),
+        ({}, True, "listen"),
+        ({"listen": "ipc:///a"}, True, "name"),
+        ({}, False, "sources"),
+        (PREFILL | {"lisden": 1}, True, "lisden"),
+        (DECODE | {"metadata": "some"}, False, "metadata"),
+        (PREFILL | {"deadline": 0}, True, "deadline"),
+        (PREFILL | {"options": {"verfy": 1}}, True, "verfy"),
+        ({"sources": 7}, False, "sources"),
+        ({"sources": {"p/x": "ipc:///a"}}, False, "p/x"),
+        ({"sources": {"p": {"adress": "ipc:///a"}}}, False, "adress"),
+    ],
+)
+def test_a_mistake_is_named(given: Any, prefill: bool, says: str) -> None:
+    with pytest.raises(LocalError, match=says):
+        Settings.read(given, prefill)
+
+
+def test_a_release_that_is_not_known_is_refused() -> None:
+    check_release("0.5.23")
+    for version in ("0.5.22", "0.5.230", "0.6"):
+        with pytest.raises(LocalError, match=version):
+            check_release(version)

@@ -1,0 +1,69 @@
+"""What a request of SGLang says of its hand-over: a room is a ticket, and what a user made up is refused by name."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvproto import KvprotoError, LocalError, new_ticket, write_ticket
+from kvproto_sglang.tickets import asked_of, ticket_of
+
+TICKET = new_ticket("vllm", 1, 20)
+
+
+def request(kvproto: Any = None, **more: Any) -> Any:
+    """What SGLang calls a request, as far as the back end looks."""
+    params = SimpleNamespace(custom_params={"kvproto": kvproto} if kvproto is not None else None)
+    known = {
+        "origin_input_ids": [3, 4, 5], "sampling_params": params, "input_embeds": None, "lora_id": None,
+        "return_logprob": False,
+    }  # fmt: skip
+    return SimpleNamespace(**known | more)
+
+
+def test_both_engines_make_one_ticket_of_a_room() -> None:
+    one, two = (ticket_of(7, "p", 1, 30) for _ in range(2))
+    assert one == two
+    assert (one.engine, one.replica, one.deadline) == ("p", 1, 30_000)
+    assert one.key != ticket_of(8, "p", 1, 30).key
+
+
+@pytest.mark.parametrize("room", [-1, 1 << 64, True, None, "7"])
+def test_what_is_no_room_is_refused(room: Any) -> None:
+    with pytest.raises(LocalError, match="bootstrap_room"):
+        ticket_of(room, "p")
+
+
+def test_a_request_without_params_goes_by_its_room() -> None:
+    asked = asked_of(request())
+    assert (asked.ticket, asked.first_token, asked.prompt.tokens.tolist()) == (None, None, [3, 4, 5])
+
+
+def test_a_router_says_ticket_and_first_token() -> None:
+    asked = asked_of(request({"ticket": json.dumps(write_ticket(TICKET)), "first_token": 9}))
+    assert (asked.ticket, asked.first_token) == (TICKET, 9)
+
+
+def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
+    assert asked_of(request()).needs == ()
+    assert "logprob" in asked_of(request(return_logprob=True)).needs
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (request(7), "custom_params.kvproto"),
+        (request({"tikcet": "{}"}), "tikcet"),
+        (request({"ticket": 7}), "ticket"),
+        (request({"ticket": "nonsense"}), "ticket"),
+        (request({"first_token": -1}), "first_token"),
+        (request({"first_token": True}), "first_token"),
+        (request(input_embeds=[[0.5]]), "input_embeds"),
+        (request(lora_id="2f"), "lora_id"),
+        (request(origin_input_ids=[]), "tokens"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_named(made: Any, says: str) -> None:
+    with pytest.raises(KvprotoError, match=says):
+        asked_of(made)

@@ -1,0 +1,179 @@
+"""Requests at both engines over a Source and a Sink, in the states that SGLang polls."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvproto_sglang
+from kvproto import Prompt, Sink, Source, Ticket
+from kvproto_sglang.receiving import Receiving
+from kvproto_sglang.sending import Sending, stop_unwanted
+from kvproto_sglang.state import State
+from kvproto_sglang.tickets import ticket_of
+from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
+
+TABLE, PAGES = [3, 1, 2], [5, 6, 7]
+
+
+class Pair:
+    """A prefill and a decode rank, without threads."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        place = f"ipc://{folder}/p"
+        self.pools = filled(), filled()
+        self.source = Source("p", self.pools[0], place, STEPPED)
+        self.sink = Sink("d", self.pools[1], {"p": place}, STEPPED)
+        self._rooms = iter(range(1, 100))
+
+    def both(self, deadline: float = 30) -> tuple[Sending, Receiving, Ticket]:
+        """One request at both, begun at neither."""
+        ticket = ticket_of(next(self._rooms), "p", 0, deadline)
+        return Sending(self.source, ["kv"]), Receiving(self.sink, ["kv"], PAGE), ticket
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            stop_unwanted(self.source.step(0.005))
+            self.sink.step(0.005)
+        raise AssertionError("it does not happen")
+
+    def equal(self, cached: int = 0) -> bool:
+        """Whether the pages of the sink hold the prompt's."""
+        return bool((rows(self.pools[0], TABLE, cached) == rows(self.pools[1], PAGES, cached)).all())
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.sink.close()
+    made.source.close()
+
+
+def nothing() -> dict[str, dict[str, bytes]]:
+    return {}
+
+
+def begun(pair: Pair, prompt: Prompt = PROMPT, deadline: float = 30) -> tuple[Sending, Receiving]:
+    sending, receiving, ticket = pair.both(deadline)
+    sending.begin(ticket, PROMPT)
+    receiving.begin(ticket, prompt)
+    receiving.resolve(0)
+    return sending, receiving
+
+
+def test_a_prompt_in_chunks_goes_through_the_states_that_sglang_waits_for(pair: Pair) -> None:
+    sending, receiving, ticket = pair.both()
+    assert (sending.state, receiving.state) == (State.BOOTSTRAPPING, State.BOOTSTRAPPING)
+    sending.begin(ticket, PROMPT)
+    receiving.begin(ticket, PROMPT)
+    receiving.resolve(0)
+    assert (sending.state, receiving.state) == (State.WAITING, State.WAITING)
+    receiving.fetch(PAGES, 0)
+    sending.send(TABLE[:2], 2 * PAGE, nothing)
+    assert (sending.state, receiving.state) == (State.WAITING, State.TRANSFERRING)
+    sending.send(TABLE[2:], len(PROMPT) - 2 * PAGE, nothing)
+    assert sending.state == State.TRANSFERRING
+    pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+    assert pair.equal()
+
+
+def test_what_decode_has_is_not_fetched(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    before = rows(pair.pools[1], PAGES)[:, :PAGE].copy()
+    receiving.fetch(PAGES[1:], PAGE)
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+    assert pair.equal(PAGE)
+    assert (rows(pair.pools[1], PAGES)[:, :PAGE] == before).all()
+
+
+def test_the_ticket_says_the_replica_where_a_router_made_it(pair: Pair) -> None:
+    _, receiving, ticket = pair.both()
+    receiving.begin(ticket, PROMPT)
+    receiving.resolve(None)
+    receiving.fetch(PAGES, 0)
+    assert receiving.state == State.TRANSFERRING
+    other = Receiving(pair.sink, ["kv"], PAGE)
+    other.begin(ticket, PROMPT)
+    other.resolve(1)
+    other.fetch(PAGES, 0)
+    assert other.state == State.FAILED
+    assert "WRONG_PEER" in str(other.error)
+
+
+def test_pages_that_prefill_takes_back_are_read_by_nobody(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    receiving.fetch(PAGES, 0)
+    sending.send(TABLE[:2], 2 * PAGE, nothing)
+    sending.abort("the request was aborted")
+    assert sending.state == State.FAILED
+    pair.until(lambda: receiving.state == State.FAILED)
+    assert "aborted" in str(receiving.error)
+
+
+def test_a_request_that_decode_aborts_is_not_computed_on(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    receiving.fetch(PAGES, 0)
+    pair.until(lambda: pair.sink.ready)
+    receiving.abort("the client is gone")
+    pair.until(lambda: receiving.state == State.FAILED and receiving.pages_free)
+    pair.until(lambda: sending.state == State.FAILED)
+    sending.send(TABLE, len(PROMPT), nothing)
+    assert sending.state == State.FAILED
+
+
+def test_a_request_that_decode_aborts_before_it_has_pages_is_told_to_prefill(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    receiving.abort("no pages")
+    assert receiving.state != State.SUCCESS
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.until(lambda: receiving.state == State.FAILED and sending.state in (State.FAILED, State.SUCCESS))
+
+
+def test_what_nobody_fetches_is_free_at_its_deadline(pair: Pair) -> None:
+    sending, _ = begun(pair, deadline=0.05)
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.until(lambda: sending.state == State.FAILED)
+    assert "deadline" in str(sending.error)
+
+
+def test_another_prompt_is_refused(pair: Pair) -> None:
+    _, receiving = begun(pair, Prompt(reversed(range(10))))
+    receiving.fetch(PAGES, 0)
+    pair.until(lambda: receiving.state == State.FAILED)
+    assert "CONTENT_MISMATCH" in str(receiving.error)
+
+
+def test_a_room_that_comes_twice_fails_the_second_time(pair: Pair) -> None:
+    first, second = (Sending(pair.source, ["kv"]) for _ in range(2))
+    for each in (first, second):
+        each.begin(ticket_of(5, "p"), PROMPT)
+    assert (first.state, second.state) == (State.WAITING, State.FAILED)
+    assert "TICKET_USED" in str(second.error)
+
+
+def test_pages_that_cannot_be_fail_their_request_alone(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    receiving.fetch([10**6], 0)
+    assert receiving.state == State.FAILED
+    sending.send([3, 3, 3], len(PROMPT), nothing)
+    pair.until(lambda: sending.state == State.FAILED)
+    sending, receiving = begun(pair)
+    receiving.fetch(PAGES, 0)
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+
+
+def test_it_uses_the_front_door_alone() -> None:
+    doors = {"kvproto", "kvproto.errors", "kvproto.events"}
+    for path in Path(kvproto_sglang.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.module if isinstance(node, ast.ImportFrom) else ""
+            if name and name.split(".")[0] == "kvproto":
+                assert name in doors, path.name

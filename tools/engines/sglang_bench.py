@@ -1,0 +1,65 @@
+"""A plug-in of SGLang for the tests of the back end: one bit that is flipped, and what MLA needs to run on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["CORRUPT", "register"]
+
+CORRUPT = 1 << 62
+"""Bit of a room whose first page is changed after it has arrived."""
+
+
+def register() -> None:
+    """Entry point of the group `sglang.srt.plugins`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook, kind in _HOOKS:
+        HookRegistry.register(target, hook, getattr(HookType, kind))
+
+
+def _fetched(original: Callable[..., Any], receiver: Any, pages: Any, *args: Any, **named: Any) -> Any:
+    receiver.first_page = int(pages[0]) if len(pages) else None
+    return original(receiver, pages, *args, **named)
+
+
+def _arrived(poll: Any, receiver: Any) -> None:
+    """Flip one bit of what arrived, once."""
+    page = getattr(receiver, "first_page", None)
+    if poll == 4 and receiver._room & CORRUPT and page is not None:
+        pool = receiver.kv_mgr.opened.pool
+        part = pool.group("kv").parts[0].name
+        pool.array("kv", 0, part)[page, 0, 0, 3] ^= 0x40
+        receiver.first_page = None
+
+
+def _rope(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The wrapper for a CPU knows one kind of rotary embedding; this one is another."""
+    if named.get("device") == "cpu" and not named.get("rope_scaling"):
+        from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+        named.pop("device")
+        return get_rope(*args, **named)
+    return original(*args, **named)
+
+
+def _handler(original: Callable[..., Any], cls: Any, name: str) -> Any:
+    """The CPU's attention has no path for an expanded prefill: keep the absorbed one."""
+    if name == "torch_native":
+        from sglang.srt.models.deepseek_common.attention_backend_handler import _dispatch_mla_subtype
+
+        return _dispatch_mla_subtype
+    return original(cls, name)
+
+
+_HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    ("kvproto_sglang.conn.Receiver.send_metadata", _fetched, "AROUND"),
+    ("kvproto_sglang.conn.Receiver.poll", _arrived, "AFTER"),
+    ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope, "AROUND"),
+    (
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        _handler,
+        "AROUND",
+    ),
+)
