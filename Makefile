@@ -76,7 +76,7 @@ fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
 
 # vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`,
-# and two vLLMs that hand prompts over to each other through integrations/kvproto_vllm.
+# and engines that hand prompts over to each other through integrations/.
 engines: $(VENV)/.demo
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines

@@ -30,7 +30,7 @@ __all__ = ["CLASSES", "BootstrapServer", "Manager", "Receiver", "Sender"]
 
 logger = logging.getLogger("sglang.kvproto")
 
-_POLL = {
+_POLL: dict[State, Any] = {
     State.FAILED: KVPoll.Failed,
     State.BOOTSTRAPPING: KVPoll.Bootstrapping,
     State.WAITING: KVPoll.WaitingForInput,
@@ -169,7 +169,7 @@ class Sender(BaseKVSender):
             handoff = lambda: metadata.read(manager.buffers, self._row, manager.opened.parts)  # noqa: E731
             self._sending.send(kv_indices, num_kv_tokens or 0, handoff)
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         self.kv_mgr.events()
         return _POLL[self._sending.state] if self._sending is not None else KVPoll.Failed
 
@@ -233,7 +233,7 @@ class Receiver(BaseKVReceiver):
         if self._receiving is not None:
             self._receiving.fetch(kv_indices, decode_prefix_len or 0)
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         self.kv_mgr.events()
         receiving = self._receiving
         if receiving is None:

@@ -121,7 +121,7 @@ def _paged(pool: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             raise _refuse("KV pool", f"[slots, heads, dim] of pages of {pool.page_size}", str(tuple(tensor.shape)))
         if tensor.device.type != "cpu":
             raise _refuse("device", "cpu", str(tensor.device))
-        found.append(tensor.unflatten(0, (pages, pool.page_size)))
+        found.append(tensor.view(pages, pool.page_size, *tensor.shape[1:]))
     return found
 
 

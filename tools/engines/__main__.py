@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong += report(f"{engine} {release}: the frames of the captures", found)
     for path in ("", "vllm-0.33.0"):
-        wrong += handed_over(path, args.at.resolve())
+        wrong += handed_over("vllm", path, args.at.resolve())
+    wrong += handed_over("sglang", "sgt", args.at.resolve())
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
@@ -74,17 +75,21 @@ def report(what: str, found: list[str]) -> int:
     return bool(found)
 
 
-def handed_over(path: str, at: Path) -> bool:
-    """Two engines of a release of vLLM hand prompts over to each other, through kvproto_vllm; whether something differs."""
-    paths = [str(at / path)] * bool(path) + [str(ROOT), str(ROOT / "integrations")]
+def handed_over(engine: str, path: str, at: Path) -> bool:
+    """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; whether something
+    differs.
+    """
+    paths = [str(HERE / "sglang_cpu")] * (engine == "sglang") + [str(at / path)] * bool(path)
+    paths += [str(ROOT), str(ROOT / "integrations")]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
         "PYTHONDONTWRITEBYTECODE": "",
+        "SGLANG_USE_CPU_ENGINE": str(int(engine == "sglang")),
     }
-    with (at / "vllm_pd.log").open("a") as log:  # what the engines say, of bad input too
-        command = [str(at / "venv/bin/python"), "-m", "tools.engines.vllm_pd", str(at / "models")]
+    with (at / f"{engine}_pd.log").open("a") as log:  # what the engines say, of bad input too
+        command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{engine}_pd", str(at / "models")]
         return subprocess.run(command, env=env, stderr=log, cwd=ROOT).returncode != 0
 
 

@@ -25,7 +25,7 @@ def serve(pipe: Connection, settings: dict[str, Any], kvproto: dict[str, Any]) -
     """Open an engine, then answer orders until the pipe is closed."""
     os.setpgid(0, 0)  # what it starts ends with it
     os.environ["KVPROTO_SGLANG"] = json.dumps(kvproto)
-    multiprocessing.set_start_method = lambda *args, **named: None  # type: ignore[assignment]  # its packages are here
+    multiprocessing.set_start_method = lambda *args, **named: None  # its packages are here
     try:
         _serve(pipe, HAND_OVER | settings)
     except BaseException:

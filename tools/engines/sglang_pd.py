@@ -30,7 +30,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 _DEADLINE = 20
 """Seconds of a ticket."""
-_PATIENCE = 300.0
+_PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
 _MOST = 16
 """Tokens of an answer."""
@@ -120,7 +120,7 @@ class Alone:
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 
     def run(self, tokens: list[int]) -> tuple[list[int], list[float]]:
@@ -160,12 +160,17 @@ def prompts(number: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
     return [[dice.randrange(3, 512) for _ in range(dice.randrange(low, high))] for _ in range(number)]
 
 
+def where(engine: Engine, number: int) -> dict[str, Any]:
+    """What a load balancer adds to a request that this engine prefills."""
+    return {"bootstrap_host": engine.name, "bootstrap_port": 1, "bootstrap_room": number}
+
+
 def begin(one: Engine, two: Engine, prompt: list[int], number: int | None = None, **more: Any) -> tuple[str, str]:
     """Both engines get one body, as the load balancer does it; the names of the request at both."""
-    where = {"bootstrap_host": one.name, "bootstrap_port": 1, "bootstrap_room": room() if number is None else number}
+    body = where(one, room() if number is None else number)
     names = name(), name()
     for engine, request in zip((one, two), names, strict=True):
-        engine.add(request, prompt, **where, **more)
+        engine.add(request, prompt, **body, **more)
     return names
 
 
@@ -204,11 +209,10 @@ def one_after_the_other(alone: Alone, one: Engine, two: Engine) -> Iterator[str]
     (prompt,) = prompts(1, 300, 301, 2)
     wanted = alone.run(prompt)[0]
     for order in ((one, two), (two, one)):
-        where = {"bootstrap_host": one.name, "bootstrap_port": 1, "bootstrap_room": room()}
-        names = {}
+        body, names = where(one, room()), {}
         for engine in order:
             names[engine.name] = name()
-            engine.add(names[engine.name], prompt, **where)
+            engine.add(names[engine.name], prompt, **body)
             time.sleep(0.5)
         tokens = two.result(names[two.name])[0]
         one.result(names[one.name])
@@ -227,7 +231,7 @@ def aborts(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
         for engine in (one, two):
             engine.result(names[engine.name])
     lonely = name()
-    two.add(lonely, prompt, bootstrap_host=one.name, bootstrap_port=1, bootstrap_room=room())  # prefill never comes
+    two.add(lonely, prompt, **where(one, room()))  # prefill never comes
     two.abort(lonely)
     two.result(lonely)
     if over(one, two, prompt)[0] != alone.run(prompt)[0]:
@@ -237,22 +241,20 @@ def aborts(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
 def bad_input(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     """What cannot be handed over fails that request, with the reason; the next is served."""
     (prompt,) = prompts(1, 80, 81, 4)
-    where = {"bootstrap_host": one.name, "bootstrap_port": 1, "bootstrap_room": room()}
     for wrong, says in (
         ({"bootstrap_host": "nobody"}, "nobody"),
         ({"sampling": {"custom_params": {"kvproto": {"ticket": "{}"}}}}, "MISSING_FIELD"),
         ({"sampling": {"custom_params": {"kvproto": 7}}}, "kvproto"),
-        ({"bootstrap_room": room()}, "UNKNOWN_TICKET"),
+        ({}, "UNKNOWN_TICKET"),
     ):
         request = name()
-        two.add(request, prompt, **where | wrong)
+        two.add(request, prompt, **where(one, room()) | wrong)
         reason = two.result(request)[1]["finish_reason"]
         if reason["type"] == "length" or says not in reason["message"]:
             yield f"{wrong}: {reason}"
-    first, second = name(), name()
-    number = room()
-    one.add(first, prompt, **where | {"bootstrap_room": number})
-    two.add(second, list(reversed(prompt)), **where | {"bootstrap_room": number})
+    first, second, number = name(), name(), room()
+    one.add(first, prompt, **where(one, number))
+    two.add(second, list(reversed(prompt)), **where(one, number))
     if "CONTENT_MISMATCH" not in str(two.result(second)[1]["finish_reason"]):
         yield "pages of another prompt were used"
     one.abort(first)  # whoever has its room may still come
@@ -281,7 +283,7 @@ def killed(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     """The prefill engine dies with a request that decode waits for: that request fails, the decode engine lives."""
     (prompt,) = prompts(1, 150, 151, 7)
     request = name()
-    two.add(request, prompt, bootstrap_host=one.name, bootstrap_port=1, bootstrap_room=room())
+    two.add(request, prompt, **where(one, room()))
     one.kill()
     begun = time.monotonic()
     reason = two.result(request)[1]["finish_reason"]
@@ -337,11 +339,11 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     try:
         pairs = []
         for title, first, second, cases in MODELS[model][int(nth) :][:1] if nth else MODELS[model]:
-            one, two = f"p{first['page_size']}", f"d{second['page_size']}"
-            if one not in engines:
-                engines[one] = Engine.prefill(one, folder, **shared | first)
-            engines[two] = Engine.decode(two, folder, [one], **shared | second)
-            pairs.append((title, engines[one], engines[two], cases))
+            names = f"p{first['page_size']}", f"d{second['page_size']}"
+            if names[0] not in engines:
+                engines[names[0]] = Engine.prefill(names[0], folder, **shared | first)
+            engines[names[1]] = Engine.decode(names[1], folder, [names[0]], **shared | second)
+            pairs.append((title, engines[names[0]], engines[names[1]], cases))
         alone = Alone(path)
         for engine in engines.values():
             engine.ready()
