@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +10,7 @@ import torch
 
 from kvproto import Cache, DType, LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
+from kvproto_engines.facts import rope_of, weights_of
 from kvproto_sglang import metadata
 from kvproto_sglang.settings import Settings
 
@@ -21,8 +19,6 @@ __all__ = ["Layout", "Opened", "open_pool"]
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 TARGET = "kv"
 """Name of the group of the target's pages."""
-_SAMPLE = 1 << 16
-"""Bytes of the beginning and of the end of a file of weights that its digest covers."""
 
 
 @attrs.frozen
@@ -127,28 +123,9 @@ def _paged(pool: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _facts(model: Any, server: Any, settings: Settings) -> dict[str, str]:
     """What has to be equal so that bytes mean the same."""
-    text = model.hf_text_config
-    rope = {name: getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")}
-    digest = hashlib.sha256(json.dumps(rope, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return {"weights.target": settings.weights or _weights(server), "rope.target": digest}
-
-
-def _weights(server: Any) -> str:
-    """A digest of the files of a folder, or the name and revision of a model."""
     dummy = f"dummy {server.random_seed}" if server.load_format == "dummy" else ""
-    suffix = "".join(f" {word}" for word in (server.quantization, dummy) if word)
-    folder = Path(server.model_path)
-    if not folder.is_dir():
-        return f"{server.model_path}@{server.revision or 'main'}{suffix}"
-    made = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf")):
-        size = path.stat().st_size
-        made.update(f"{path.name} {size};".encode())
-        with path.open("rb") as file:
-            made.update(file.read(_SAMPLE))
-            file.seek(max(size - _SAMPLE, 0))
-            made.update(file.read(_SAMPLE))
-    return f"sha256 {made.hexdigest()[:32]}{suffix}"
+    weights = settings.weights or weights_of(server.model_path, server.revision, [server.quantization, dummy])
+    return {"weights.target": weights, "rope.target": rope_of(model.hf_text_config)}
 
 
 def _refuse(path: str, mine: str, yours: str) -> LocalError:

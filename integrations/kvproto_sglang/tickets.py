@@ -30,8 +30,7 @@ def ticket_of(room: int, engine: str, replica: int = 0, deadline: float = DEADLI
 
     For a router that gives the room to SGLang and the ticket to another engine.
     """
-    if isinstance(room, bool) or not isinstance(room, int) or not 0 <= room < 1 << 64:
-        raise _bad("bootstrap_room", "a random number of 63 bits", repr(room))
+    _check_room(room)
     key = hashlib.sha256(b"kvproto sglang room" + room.to_bytes(8, "little")).digest()[:16]
     return attrs.evolve(new_ticket(engine, replica, deadline), key=key)
 
@@ -55,6 +54,7 @@ class Asked:
 
 def asked_of(request: Any) -> Asked:
     """What a request of SGLang asks for; raises KvprotoError for what cannot be handed over."""
+    _check_room(request.bootstrap_room)
     for name, what in (("input_embeds", "embeddings"), ("lora_id", "a LoRA adapter, whose id no other engine knows")):
         if getattr(request, name, None) is not None:
             raise _bad(name, "a prompt of tokens", what)
@@ -72,6 +72,12 @@ def asked_of(request: Any) -> Asked:
         raise _bad("custom_params.kvproto.ticket", "the JSON text of a ticket", type(ticket).__name__)
     needs = ("logprob", "sglang.top_logprobs") if request.return_logprob else ()
     return Asked(Prompt(request.origin_input_ids), read_ticket(ticket) if ticket else None, token, needs)
+
+
+def _check_room(room: Any) -> None:
+    """SGLang takes 0 for a request whose metadata has not come."""
+    if isinstance(room, bool) or not isinstance(room, int) or not 0 < room < 1 << 63:
+        raise _bad("bootstrap_room", "a random number of 63 bits, above 0", repr(room)[:80])
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:

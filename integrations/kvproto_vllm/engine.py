@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
+from kvproto_engines.facts import digest_of, rope_of, weights_of
 from kvproto_vllm.caches import Layers, refuse_cache, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.settings import Settings
@@ -27,8 +25,6 @@ UNSUPPORTED = (
     "data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
 )  # fmt: skip
 """Sizes of vLLM's parallel configuration that have to be 1 until engines with them were tried."""
-_SAMPLE = 1 << 16
-"""Bytes of the beginning and of the end of a file of weights that its digest covers."""
 
 
 @attrs.frozen
@@ -112,36 +108,13 @@ def _scales(layer: Any) -> tuple[float, float]:
 
 def _facts(config: Any, settings: Settings, layers: list[Layers]) -> dict[str, str]:
     """What has to be equal so that bytes mean the same."""
-    text = config.model_config.hf_text_config
-    rope = {name: getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")}
-    weights = settings.weights or _weights(config)
-    facts = {"weights.target": weights, "rope.target": _digest(json.dumps(rope, sort_keys=True, default=str))}
-    if scales := [each.scales for each in layers if each.spec.kv_quant_mode]:
-        facts["kv_scales.target"] = _digest(json.dumps(scales))
-    return facts
-
-
-def _weights(config: Any) -> str:
-    """A digest of the files of a folder, or the name and revision of a model."""
     model = config.model_config
-    suffix = "".join(f" {word}" for word in (model.quantization, _dummy(config)) if word)
-    folder = Path(model.model)
-    if not folder.is_dir():
-        return f"{model.model}@{model.revision or 'main'}{suffix}"
-    made = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf")):
-        size = path.stat().st_size
-        made.update(f"{path.name} {size};".encode())
-        with path.open("rb") as file:
-            made.update(file.read(_SAMPLE))
-            file.seek(max(size - _SAMPLE, 0))
-            made.update(file.read(_SAMPLE))
-    return f"sha256 {made.hexdigest()[:32]}{suffix}"
+    weights = settings.weights or weights_of(model.model, model.revision, [model.quantization, _dummy(config)])
+    facts = {"weights.target": weights, "rope.target": rope_of(model.hf_text_config)}
+    if scales := [each.scales for each in layers if each.spec.kv_quant_mode]:
+        facts["kv_scales.target"] = digest_of(scales)
+    return facts
 
 
 def _dummy(config: Any) -> str:
     return f"dummy {config.model_config.seed}" if config.load_config.load_format == "dummy" else ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -17,7 +17,7 @@ def request(kvproto: Any = None, **more: Any) -> Any:
     params = SimpleNamespace(custom_params={"kvproto": kvproto} if kvproto is not None else None)
     known = {
         "origin_input_ids": [3, 4, 5], "sampling_params": params, "input_embeds": None, "lora_id": None,
-        "return_logprob": False,
+        "return_logprob": False, "bootstrap_room": 1,
     }  # fmt: skip
     return SimpleNamespace(**known | more)
 
@@ -29,7 +29,7 @@ def test_both_engines_make_one_ticket_of_a_room() -> None:
     assert one.key != ticket_of(8, "p", 1, 30).key
 
 
-@pytest.mark.parametrize("room", [-1, 1 << 64, True, None, "7"])
+@pytest.mark.parametrize("room", [-1, 0, 1 << 63, True, None, "7"])
 def test_what_is_no_room_is_refused(room: Any) -> None:
     with pytest.raises(LocalError, match="bootstrap_room"):
         ticket_of(room, "p")
@@ -59,6 +59,7 @@ def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
         (request({"ticket": "nonsense"}), "ticket"),
         (request({"first_token": -1}), "first_token"),
         (request({"first_token": True}), "first_token"),
+        (request(bootstrap_room=0), "bootstrap_room"),
         (request(input_embeds=[[0.5]]), "input_embeds"),
         (request(lora_id="2f"), "lora_id"),
         (request(origin_input_ids=[]), "tokens"),

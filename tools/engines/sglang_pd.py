@@ -7,12 +7,6 @@ line for each case.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import multiprocessing
-import os
-import random
-import signal
 import sys
 import tempfile
 import time
@@ -20,149 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from tools.engines.sglang_bench import CORRUPT
+from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, told, where
 
-__all__ = ["Engine", "main"]
-
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-_DEADLINE = 20
-"""Seconds of a ticket."""
-_PATIENCE = 600.0
-"""Seconds for an engine to start or to answer."""
-_MOST = 16
-"""Tokens of an answer."""
-
-
-@attrs.define
-class Engine:
-    """An SGLang: a group of processes."""
-
-    name: str
-    pipe: Any
-    process: Any
-    done: dict[str, Any] = attrs.Factory(dict)
-
-    @classmethod
-    def start(cls, name: str, settings: dict[str, Any], kvproto: dict[str, Any]) -> Engine:
-        """`kvproto` is what KVPROTO_SGLANG says."""
-        from tools.engines.sglang_child import serve
-
-        context = multiprocessing.get_context("fork")  # its packages are imported once
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, settings, kvproto), daemon=False)
-        process.start()
-        theirs.close()
-        return cls(name, pipe, process)
-
-    @classmethod
-    def prefill(cls, name: str, folder: str, **settings: Any) -> Engine:
-        """One that prefills, called NAME:1."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": _DEADLINE}
-        return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
-
-    @classmethod
-    def decode(cls, name: str, folder: str, sources: list[str], **settings: Any) -> Engine:
-        """One that decodes what these prefill."""
-        own = {
-            "name": name, "deadline": _DEADLINE,
-            "sources": {f"{source}:1": f"ipc://{folder}/{source}-0" for source in sources},
-        }  # fmt: skip
-        return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
-
-    def ready(self) -> float:
-        """Wait until it has started: seconds that it took."""
-        (found,) = self._hear("ready")
-        return float(found)
-
-    def add(self, request: str, tokens: list[int], most: int = _MOST, **more: Any) -> None:
-        self.pipe.send(("add", request, tokens, most, more))
-
-    def abort(self, request: str) -> None:
-        self.pipe.send(("abort", request))
-
-    def result(self, request: str) -> tuple[list[int], dict[str, Any]]:
-        """Tokens of a request, and what SGLang says of it."""
-        until = time.monotonic() + _PATIENCE
-        while request not in self.done and time.monotonic() < until:
-            self._hear("done")
-        tokens, said = self.done.pop(request)
-        return tokens, said
-
-    def _hear(self, kind: str) -> Any:
-        while self.pipe.poll(_PATIENCE):
-            got, *said = self.pipe.recv()
-            if got == "died":
-                raise RuntimeError(f"{self.name}: {said[0]}")
-            if got == "done":
-                self.done[said[0]] = tuple(said[1:])
-            if got == kind:
-                return said
-        raise TimeoutError(f"{self.name} says nothing")
-
-    def kill(self) -> None:
-        """All of its processes, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
-
-    def alive(self) -> bool:
-        return bool(self.process.is_alive())
-
-
-class Alone:
-    """The model as transformers computes it."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
-
-    def run(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        """Greedy tokens and their log probabilities."""
-        key = tuple(tokens)
-        if key not in self._known:
-            with self._torch.inference_mode():
-                self._known[key] = self._run(tokens)
-        return self._known[key]
-
-    def _run(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        made, values, past, given = [], [], None, [tokens]
-        for _ in range(_MOST):
-            out = self._model(input_ids=self._torch.tensor(given), past_key_values=past, use_cache=True)
-            best = out.logits[0, -1].log_softmax(-1).max(-1)
-            made.append(int(best.indices))
-            values.append(float(best.values))
-            past, given = out.past_key_values, [made[-1:]]
-        return made, values
-
-
-_numbers = itertools.count()
-_dice = random.Random(time.monotonic_ns())
-
-
-def name() -> str:
-    return f"r{next(_numbers)}"
-
-
-def room() -> int:
-    """As a load balancer makes them, but for one bit."""
-    return _dice.getrandbits(62)
-
-
-def prompts(number: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(3, 512) for _ in range(dice.randrange(low, high))] for _ in range(number)]
-
-
-def where(engine: Engine, number: int) -> dict[str, Any]:
-    """What a load balancer adds to a request that this engine prefills."""
-    return {"bootstrap_host": engine.name, "bootstrap_port": 1, "bootstrap_room": number}
+__all__ = ["main"]
 
 
 def begin(one: Engine, two: Engine, prompt: list[int], number: int | None = None, **more: Any) -> tuple[str, str]:
@@ -293,6 +148,8 @@ def killed(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
         yield f"after {took:.0f} s"
 
 
+OVERRIDES = '{"moe_layer_freq": 1}'
+"""Of the latent model's config, which later releases of transformers write without this."""
 Case = Callable[[Alone, Engine, Engine], Iterator[str]]
 MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] = {
     "llama": [
@@ -306,26 +163,36 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             "Llama, page 64 to page 1",
             {"page_size": 64, "chunked_prefill_size": 128},
             {"page_size": 1},
-            [same_tokens, one_bit, still_there, killed],
+            [same_tokens, one_bit, still_there],
+        ),
+        (
+            "Llama, TP 1, page 64, to TP 2",
+            {"page_size": 64, "chunked_prefill_size": 128},
+            {"page_size": 32, "tp_size": 2},
+            [same_tokens, one_bit, aborts],
+        ),
+        (
+            "Llama, TP 2, page 16, to TP 1",
+            {"page_size": 16, "tp_size": 2},
+            {"page_size": 1},
+            [same_tokens, one_bit, aborts, still_there, killed],
         ),
     ],
     "mla": [
-        ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
+        (
+            "MLA, page 64 to page 16",
+            {"page_size": 64, "json_model_override_args": OVERRIDES},
+            {"page_size": 16, "json_model_override_args": OVERRIDES},
+            [same_tokens, one_bit, still_there],
+        ),
     ],
 }
 """By model: what two engines differ in, and what is tried with them. Engines of equal settings are one."""
 
 
-def plug_in(folder: str) -> None:
-    """Have SGLang find the plug-in of the tests."""
-    place = Path(folder) / "kvproto_bench-0.dist-info"
-    place.mkdir()
-    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproto-bench\nVersion: 0\n")
-    (place / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nkvproto_bench = tools.engines.sglang_bench:register\n"
-    )
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    sys.path.insert(0, folder)
+def _title(settings: dict[str, Any]) -> str:
+    """Engines with the same one are the same engine."""
+    return f"{settings['page_size']}x{settings.get('tp_size', 1)}"
 
 
 def tried(models: Path, chosen: str, folder: str) -> int:
@@ -338,11 +205,14 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     engines: dict[str, Engine] = {}
     try:
         pairs = []
-        for title, first, second, cases in MODELS[model][int(nth) :][:1] if nth else MODELS[model]:
-            names = f"p{first['page_size']}", f"d{second['page_size']}"
+        chosen_pairs = MODELS[model][int(nth) :][:1] if nth else MODELS[model]
+        sources = list(dict.fromkeys(f"p{_title(first)}" for _, first, _, _ in chosen_pairs))
+        for title, first, second, cases in chosen_pairs:
+            names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
             if names[0] not in engines:
                 engines[names[0]] = Engine.prefill(names[0], folder, **shared | first)
-            engines[names[1]] = Engine.decode(names[1], folder, [names[0]], **shared | second)
+            if names[1] not in engines:
+                engines[names[1]] = Engine.decode(names[1], folder, sources, **shared | second)
             pairs.append((title, engines[names[0]], engines[names[1]], cases))
         alone = Alone(path)
         for engine in engines.values():
@@ -350,13 +220,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
         for title, one, two, cases in pairs:
             for case in cases:
                 found = list(case(alone, one, two))
-                wrong += bool(found)
-                print(
-                    f"{'DIFFERS' if found else 'same   '} sglang, {title}: {case.__name__.replace('_', ' ')}",
-                    flush=True,
-                )
-                for line in found:
-                    print(f"        {line}", flush=True)
+                wrong += told(f"sglang, {title}: {case.__name__.replace('_', ' ')}", found)
     finally:
         for engine in engines.values():
             engine.kill()
