@@ -58,6 +58,8 @@ def open_pool(
     for name, size in layout.refused:
         if size != 1:
             raise _refuse(name, "1", str(size))
+    if getattr(server, "enable_memory_saver", False):
+        raise _refuse("enable_memory_saver", "memory that stays where it is, as peers map it", "True")
     if states:
         raise _refuse("state pools", "none", ", ".join(str(getattr(each, "value", each)) for each in states))
     if drafts:

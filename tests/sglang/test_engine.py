@@ -122,6 +122,12 @@ def test_what_is_not_stated_is_refused_by_name(pool: Any, more: Any, says: str) 
         opened(pool, **more)
 
 
+def test_memory_that_is_given_back_is_refused() -> None:
+    asleep = SimpleNamespace(**vars(SERVER), enable_memory_saver=True)
+    with pytest.raises(LocalError, match="enable_memory_saver"):
+        open_pool(MHATokenToKVPool(16), MODEL, asleep, buffers(), (), 0, Layout(), Settings(), ())
+
+
 def test_metadata_arrives_in_the_row_of_the_request() -> None:
     theirs, ours = buffers(), buffers()
     theirs.output_ids[1, 0], theirs.cached_tokens[1, 3], theirs.output_top_logprobs_val[1, 2] = 77, 9, -1.5
