@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
-.PHONY: demo demo-gpu test chaos quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix clean
+.PHONY: demo demo-gpu test chaos quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix demo-real clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -16,13 +16,18 @@ $(VENV)/.coverage: EXTRAS = coverage
 $(VENV)/.bench: EXTRAS = bench
 $(VENV)/.fuzz: EXTRAS = fuzz
 $(VENV)/.gpu: EXTRAS = cuda
+$(VENV)/.real: EXTRAS = real
 $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
 	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, half a minute or less from a near mirror"
 	@$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(VENV)/.demo
+# Weights, for the demo with --real alone; they say how large they are.
+$(VENV)/smollm2: | $(VENV)/.demo $(VENV)/.real
+	@$(PY) -m kvproto_reference.smollm2 $@
+
+demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2)
 	@$(PY) -m kvproto_reference.demo $(ARGS)
 
 demo-gpu: $(VENV)/.demo $(VENV)/.gpu
@@ -80,6 +85,10 @@ fuzz: $(VENV)/.test $(VENV)/.fuzz
 engines: $(VENV)/.demo
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines
+
+# The demo with --real, and beside it one bit that flips on the way.
+demo-real: $(VENV)/.demo $(VENV)/smollm2
+	@$(PY) -m tests.demo.real
 
 demo-matrix: $(VENV)/.demo
 	@$(PY) -m tests.demo.matrix

@@ -106,6 +106,7 @@ ONE_WORKER = {
     "reference/test_hf_checkpoint.py": "transformers",
     "reference/test_hf_logits.py": "transformers",
     "reference/test_hf_demo.py": "transformers",
+    "reference/test_smollm2.py": "transformers",
     "door/test_staged.py": "nixl",
     "node/test_nixl_node.py": "nixl",
     "transport/test_nixl.py": "nixl",

@@ -1,10 +1,12 @@
 """The batch of prompts that the demo sends."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
-from ..data import documents, load_text
+from ..chat import ChatTemplate
+from ..data import documents, load_text, paragraphs
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 
@@ -17,8 +19,19 @@ class Prompt:
     tokens: list[int] = attrs.field(repr=False)
     temperature: float = 0.0
     seed: int = 0
+    said: str = ""
+    """What a user said, where it was put into a chat template."""
 
 
+CHATS = (
+    "What is the capital of France?",
+    "How many days are in a week?",
+    "{story}\n\nWhere does the Rabbit go at the end?",
+    "What is photosynthesis? Answer in one sentence.",
+    "Write one sentence about autumn.",
+    "Write a haiku about the sea.",
+)
+"""What the demo says to a model that was taught to chat, unless told otherwise; the story is Alice's first page."""
 LONGEST_TOKEN = 8
 """Bytes that a token of English text has at most, on average."""
 
@@ -46,15 +59,33 @@ def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
     ]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of a file, separated by blank lines."""
+def default_chats(tokenizer: Tokenizer, template: ChatTemplate) -> list[Prompt]:
+    """CHATS, of which one is longer than a step of prefill."""
+    story = "\n\n".join(part.replace("\n", " ") for part in paragraphs(load_text())[1:4])
+    return chats([said.format(story=story) for said in CHATS], tokenizer, template)
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[Prompt]:
+    """The prompts of a file, separated by blank lines; with a template, what a user says."""
     try:
         text = path.read_bytes()
     except OSError as e:
         raise EngineError(f"the prompt file {path} cannot be read: {e.strerror}") from e
     parts = [p.strip(b"\n") for p in text.replace(b"\r\n", b"\n").split(b"\n\n")]
     found = [p for p in parts if p.strip()]
-    prompts = [Prompt(name=f"prompt {i}", tokens=tokenizer.encode(p)) for i, p in enumerate(found, 1)]
-    if not prompts:
+    if not found:
         raise EngineError(f"the prompt file {path} has no prompt in it; write prompts separated by blank lines")
-    return prompts
+    if template is None:
+        return [Prompt(name=f"prompt {i}", tokens=tokenizer.encode(p)) for i, p in enumerate(found, 1)]
+    try:
+        return chats([p.decode() for p in found], tokenizer, template)
+    except UnicodeDecodeError as e:
+        raise EngineError(f"the prompt file {path} is not UTF-8: {e}") from e
+
+
+def chats(said: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate) -> list[Prompt]:
+    """Conversations of one turn each."""
+    return [
+        Prompt(name=f"chat {i}", tokens=tokenizer.encode(template.prompt(text).encode()), said=text)
+        for i, text in enumerate(said, 1)
+    ]

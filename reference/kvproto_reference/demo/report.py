@@ -108,10 +108,10 @@ def as_json(
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
-    matrix = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(_matrix(router).items())]
+    moved = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(matrix(router).items())]
     return {
         "plan": router.plan,
-        "matrix": matrix,
+        "matrix": moved,
         "left": _left(router),
         "requests": rows,
         "notes": notes.told,
@@ -121,7 +121,7 @@ def as_json(
 
 
 _AGREE = {True: "[green]agree", False: "[red]DIFFER"}
-_WORDS = {
+WORDS = {
     "requests": {True: "[green]all served", False: "[red]FAILED"},
     "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
     "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
@@ -153,7 +153,7 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
     console.print(f"verify checksums: {equal} of {due} equal" if verify else "verify: off")
     for name, good in verdicts.items():
         if name != "checksums" or verify:
-            console.print(f"  {name:<11} {_WORDS.get(name, _AGREE)[good]}")
+            console.print(f"  {name:<11} {WORDS.get(name, _AGREE)[good]}")
     good = all(verdicts.values())
     console.print("[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine: see above")
 
@@ -163,7 +163,8 @@ def _left(router: Router) -> int:
     return sum(word["left"] for word in router.sent)
 
 
-def _matrix(router: Router) -> dict[tuple[int, int, str], int]:
+def matrix(router: Router) -> dict[tuple[int, int, str], int]:
+    """Bytes that each source rank has sent to each rank of decode, by group."""
     found: dict[tuple[int, int, str], int] = defaultdict(int)
     for word in router.sent:
         for group, count in word["bytes"].items():
@@ -174,18 +175,18 @@ def _matrix(router: Router) -> dict[tuple[int, int, str], int]:
 def _routes(router: Router) -> Table:
     groups: list[str] = router.plan["groups"]
     routes = {(r["source"], r["sink"], r["group"]) for r in router.plan["routes"]}
-    carried = {g for _, _, g in _matrix(router)}
+    moved = matrix(router)
+    carried = {g for _, _, g in moved}
     table = Table(title="routes: who sends which group, bytes in all, to whom", title_justify="left")
     table.add_column("from -> to")
     for group in groups:
         table.add_column(group, justify="right")
     table.add_column("send flags", justify="right")
-    matrix = _matrix(router)
     for s, d in sorted({(s, d) for s, d, _ in routes}):
         cells = []
         for g in groups:
-            moved = f"{matrix.get((s, d, g), 0):,}" if g in carried else "in Done"
-            cells.append(moved if (s, d, g) in routes else "-")
+            shown = f"{moved.get((s, d, g), 0):,}" if g in carried else "in Done"
+            cells.append(shown if (s, d, g) in routes else "-")
         flags = " ".join(str(int((s, d, g) in routes)) for g in groups)
         table.add_row(f"P{s} -> D{d}", *cells, flags)
     return table

@@ -58,6 +58,8 @@ class Request:
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
     error: str | None = None
+    at: dict[str, float] = attrs.Factory(dict)
+    """When this try was asked for, arrived and finished, by time.monotonic."""
 
     @property
     def over(self) -> bool:
@@ -159,6 +161,7 @@ class Router:
             if request.id or request.over or not (pair := self._pair(request.number + request.tries)):
                 continue
             request.id, request.engines, request.tries = secrets.token_hex(8), pair, request.tries + 1
+            request.at["asked"] = time.monotonic()
             here = int(pair[0].partition("-")[2])
             ticket, prompt = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE), request.prompt
             body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
@@ -222,7 +225,7 @@ class Router:
 
     def _of(self, request: Request, word: dict[str, Any]) -> bool:
         """A word about a request; whether there is something to show."""
-        self._told = time.monotonic()
+        self._told = request.at[word["op"]] = time.monotonic()
         match word["op"]:
             case "sent":
                 request.sent.append(word)

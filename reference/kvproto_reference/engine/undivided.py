@@ -75,23 +75,34 @@ class Undivided:
         self, prompt: bytes | Tokens[int], sampling: SamplingParams | None = None, max_new: int = 64
     ) -> Result:
         """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy unless told otherwise."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else list(prompt)
-        sequence = Sequence(prompt=ids, max_new=max_new, sampling=sampling or SamplingParams(), eos=self.tokenizer.eos)
-        count = self._target.shard.pages(rows_needed(len(sequence.prompt), max_new))
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else prompt
+        return self.generate_all([(ids, sampling or SamplingParams())], max_new)[0]
+
+    def generate_all(self, prompts: Tokens[tuple[Tokens[int], SamplingParams]], max_new: int) -> list[Result]:
+        """The same of many prompts at once, a batch, by at most `max_new` tokens each."""
+        eos = self.tokenizer.eos
+        some = [Sequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
+        prefiller = Prefiller(self._target, self._draft, self._chunk)
         try:
-            sequence.target_pages = self._target_pages.allocate(count)
-            if self._draft is not None:
-                sequence.draft_pages = self._draft_pages.allocate(count)
-            prefiller = Prefiller(self._target, self._draft, self._chunk)
-            prefiller.add(sequence)
+            for sequence in some:
+                count = self.pages_of(len(sequence.prompt), max_new)
+                sequence.target_pages = self._target_pages.allocate(count)
+                if self._draft is not None:
+                    sequence.draft_pages = self._draft_pages.allocate(count)
+                prefiller.add(sequence)
             while prefiller.busy:
                 prefiller.step()
-            while not sequence.finished:
-                self._decoder.step([sequence])
+            while not all(sequence.finished for sequence in some):
+                self._decoder.step(some)
         finally:
-            self._target_pages.free(sequence.target_pages)
-            self._draft_pages.free(sequence.draft_pages)
-        return Result(tokens=sequence.generated, stats=sequence.stats, tokenizer=self.tokenizer)
+            for sequence in some:
+                self._target_pages.free(sequence.target_pages)
+                self._draft_pages.free(sequence.draft_pages)
+        return [Result(tokens=s.generated, stats=s.stats, tokenizer=self.tokenizer) for s in some]
+
+    def pages_of(self, prompt: int, max_new: int) -> int:
+        """Pages of either pool that a prompt of so many tokens takes with its continuation."""
+        return self._target.shard.pages(rows_needed(prompt, max_new))
 
     def lag(self, prompt: Tokens[int], found: Tokens[int]) -> float:
         """How far tokens that continue a prompt are from the most likely at their places, at most.

@@ -1,0 +1,186 @@
+"""Options of `make demo ARGS=...`."""
+
+import argparse
+from pathlib import Path
+
+import attrs
+
+from .. import smollm2
+from ..errors import EngineError
+from .options import (
+    DEAL,
+    FRAMEWORKS,
+    POOLS,
+    TRANSPORT_HELP,
+    add_back_end,
+    add_captured,
+    add_dcp,
+    add_models,
+    add_stages,
+)
+from .trouble import KINDS
+
+
+@attrs.frozen(kw_only=True)
+class DemoOptions:
+    """The options of `make demo ARGS=...`."""
+
+    prefill_tp: int = 2
+    decode_tp: int = 1
+    prefill_framework: str = "torch"
+    decode_framework: str = "torch"
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    prefill_virtual: int = 1
+    decode_virtual: int = 1
+    prefill_draft_tp: int | None = None
+    decode_draft_tp: int | None = None
+    prefill_cp: int = 1
+    prefill_interleave: int = 16
+    prefill_deal: str = "cyclic"
+    prefill_dp: int = 1
+    decode_dp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    deal: str = "cyclic"
+    draft_sharded: bool = False
+    exchange: str = "a2a"
+    replicate_q: bool = False
+    back_end: str = "torch"
+    captured: bool = False
+    target: str = "mla"
+    draft: str = "gqa"
+    dtype: str = "float32"
+    transport: str = "shm"
+    prefill_devices: str | None = None
+    decode_devices: str | None = None
+    real: bool = False
+    chat: bool = False
+    prompt_file: Path | None = None
+    json: bool = False
+    verify: bool = True
+    pull: bool = False
+    intent: bool = False
+    spans: bool = False
+    pools: str = "own"
+    max_new: int = 48
+    page_size: int = 16
+    prefill_page_size: int | None = None
+    decode_page_size: int | None = None
+    chunk: int = 64
+    speculate: int = 4
+    part: int | None = None
+    costs: Path | None = None
+    pages: int = 160
+    tcp: bool = False
+    namespaces: bool = False
+    attach: Path | None = None
+    trouble: str | None = None
+    down: float | None = None
+    overview: bool = False
+    picture: Path | None = None
+
+    def page_size_of(self, role: str) -> int:
+        """Tokens of a page of the prefill or of the decode engine."""
+        own: int | None = getattr(self, f"{role}_page_size")
+        return self.page_size if own is None else own
+
+
+def parse(argv: list[str] | None) -> DemoOptions:
+    """Options from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="make demo", description="Hand over target and draft KV of real text, and prove it."
+    )
+    add = parser.add_argument
+    add(
+        "--real", action="store_true", help="SmolLM2-135M-Instruct (Apache-2.0) answers a batch of chats, page 16 to 32"
+    )
+    add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
+    add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-framework",
+            choices=FRAMEWORKS,
+            default="torch",
+            help=f"what {role} computes with (default torch)",
+        )
+        add_stages(parser, f"{role}-")
+    add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
+    add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
+    add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
+    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
+    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    add_dcp(parser)
+    add_back_end(parser)
+    add_captured(parser)
+    add_models(parser)
+    add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
+    gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
+    add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
+    add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
+    add("--prompt-file", type=Path, help="prompts separated by blank lines")
+    add("--chat", action="store_true", help="each prompt is what a user says, put into the model's chat template")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
+    add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
+    add("--pull", action="store_true", help="decode reads what prefill offers (draft feature PULL)")
+    add("--intent", action="store_true", help="decode claims pages when prefill is over (draft feature INTENT)")
+    add("--spans", action="store_true", help="decode claims pages piece by piece while prefill runs (draft SPANS)")
+    add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
+    add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    for role in ("prefill", "decode"):
+        add(f"--{role}-page-size", type=int, metavar="N", help=f"the same of {role} alone")
+    add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
+    add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
+    add("--pages", type=int, default=160, help="pages of each pool (default 160)")
+    add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
+    add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
+    add("--tcp", action="store_true", help="sessions over loopback TCP, encrypted by CURVE, instead of ipc")
+    add("--namespaces", action="store_true", help="as --tcp, each engine in a network namespace of its own (root)")
+    add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
+    for kind in KINDS:
+        text = f"have prefill {kind.says} in the middle of its work" + (", and started again" if kind.ends else "")
+        add(f"--{kind.name}", dest="trouble", action="store_const", const=kind.name, help=text)
+    add("--down", type=float, metavar="SECONDS", help="how long it is away then (default 0; of --pause 12)")
+    add("--overview", action="store_true", help="print the answers and the proof, in place of tables")
+    add("--picture", type=Path, metavar="FILE", help="write what is printed as a picture, SVG")
+    if parser.parse_known_args(argv)[0].real:
+        parser.set_defaults(**REAL)
+    return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+REAL = {
+    "target": str(smollm2.FOLDER / "target"),
+    "draft": str(smollm2.FOLDER / "draft"),
+    "chat": True,
+    "overview": True,
+    "decode_page_size": 32,
+    "chunk": 256,
+    "speculate": 1,
+    "max_new": 48,
+}
+"""Defaults that --real changes."""
+
+
+def check(options: DemoOptions) -> None:
+    """Raise EngineError for options that do not go together, or are out of range."""
+    sizes = {name: getattr(options, name) for name in SIZES}
+    for wrong, says in (
+        (any(size is not None and size < 1 for size in sizes.values()),
+         ", ".join(f"--{name.replace('_', '-')}" for name in SIZES) + " must be at least 1"),
+        (options.trouble and options.attach,
+         "--kill, --drain, --sleep and --pause are for engines that the demo starts: leave --attach out"),
+        (options.real and options.attach is not None,
+         "--real starts engines of its own: leave --attach out, or --real, and say by --model which models yours have"),
+        (options.real and (options.target, options.draft) != (REAL["target"], REAL["draft"]),
+         "--real brings a model and a draft of its own: leave --model and --draft-model out"),
+        (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
+    ):  # fmt: skip
+        if wrong:
+            raise EngineError(says)
+
+
+SIZES = (
+    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk", "speculate"
+)  # fmt: skip
+"""Options that count something."""

@@ -1,0 +1,144 @@
+"""What the demo prints of a real model: a page for people who have not seen kvproto before."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .. import smollm2
+from ..checkpoint import load_config
+from ..errors import EngineError
+from ..tokenizer import Tokenizer
+from .arguments import DemoOptions
+from .options import checkpoint_folder
+from .report import WORDS, Compared, matrix
+from .router import Request, Router
+
+
+def show_page(
+    console: Console, options: DemoOptions, router: Router, compared: list[Compared], verdicts: dict[str, bool],
+    tokenizer: Tokenizer, seconds: dict[str, float],
+) -> None:  # fmt: skip
+    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo."""
+    folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
+    target, draft = (load_config(folder, options.dtype) for folder in folders)
+    name = smollm2.NAME if options.real else folders[0].name
+    console.print(
+        f"\n[bold]{escape(name)}[/bold]: {target.layers} layers, {target.heads} query heads, {target.dtype};"
+        f" the draft that proposes tokens: {draft.layers} layers\n"
+    )
+    console.print(_engines(options, router, compared))
+    console.print(_answers(compared, tokenizer))
+    for line in _proof(compared, verdicts, options.verify):
+        console.print(line)
+    spent = ", ".join(f"{what} {many:.1f}" for what, many in seconds.items())
+    console.print(f"[dim]{sum(seconds.values()):.0f} s in all: {spent}[/dim]")
+
+
+def picture(console: Console, path: Path) -> None:
+    """Write what a recording console has printed as SVG; raises EngineError where it cannot."""
+    try:
+        console.save_svg(str(path), title="make demo ARGS=--real")
+    except OSError as error:
+        raise EngineError(f"--picture {path} cannot be written: {error.strerror}") from error
+
+
+def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> Table:
+    """The two engines, and between them what went from one to the other."""
+    served = [c.request for c in compared if c.request.error is None]
+    read = sum(len(r.prompt.tokens) - r.cached for r in served)
+    wrote = sum(len(r.tokens) - 1 for r in served)
+    moved = matrix(router)
+    total, copies = sum(moved.values()), sum(word["seconds"] for word in router.sent)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("[bold]prefill engine", f"[bold]{_shape(options, 'prefill')}")
+    table.add_row("", f"read {read:,} tokens of {len(served)} prompts{_lasted(served, 'asked', 'arrived')}")
+    for source, sink in sorted({(s, d) for s, d, _ in moved}):
+        groups = {g: n for (s, d, g), n in moved.items() if (s, d) == (source, sink)}
+        each = ", ".join(f"{g} {n / 1e6:.1f} MB" for g, n in groups.items() if n)
+        table.add_row("[cyan]      │", f"[cyan]rank {source} to rank {sink}: {each}")
+    table.add_row(
+        "[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}, copied in {1000 * copies:.0f} ms"
+    )
+    table.add_row("[bold]decode engine", f"[bold]{_shape(options, 'decode')}")
+    table.add_row("", f"wrote {wrote:,} tokens{_lasted(served, 'arrived', 'finished', wrote)}")
+    return table
+
+
+def _shape(options: DemoOptions, role: str) -> str:
+    framework, tp, pp, dp = (getattr(options, f"{role}_{name}") for name in ("framework", "tp", "pp", "dp"))
+    ranks = tp * pp * (options.prefill_cp if role == "prefill" else 1)
+    processes = ranks if framework == "torch" else 1
+    sizes = [f"TP {tp}", f"pages of {options.page_size_of(role)} tokens"]
+    sizes[:0] = [f"{dp} replicas"] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]
+    return ", ".join(sizes)
+
+
+def _lasted(requests: list[Request], begin: str, end: str, tokens: int = 0) -> str:
+    """From the first of one kind to the last of another; a rate too, where there are tokens."""
+    if not requests:
+        return ""
+    seconds = max(r.at[end] for r in requests) - min(r.at[begin] for r in requests)
+    return f" in {seconds:.1f} s" + (f", {tokens / seconds:.0f} a second" if tokens else "")
+
+
+def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
+    table = Table(expand=True, show_lines=True, border_style="dim")
+    table.add_column("asked", ratio=4)
+    table.add_column("prompt\ntokens", justify="right")
+    table.add_column("answered", ratio=9)
+    table.add_column("one engine\nsays", justify="right")
+    for c in compared:
+        r = c.request
+        answer = Text(_text(r.tokens, tokenizer)) if r.error is None else Text(r.error, style="red")
+        same = (
+            "[green]the same"
+            if c.same_tokens
+            else "[yellow]as likely"
+            if c.agrees
+            else "[red]" + escape(_differs(c, tokenizer))
+        )
+        table.add_row(Text(_short(r.prompt.said or r.prompt.name)), str(len(r.prompt.tokens)), answer, same)
+    return table
+
+
+def _short(said: str, most: int = 90) -> str:
+    """Both ends of what is long."""
+    words = " ".join(said.split())
+    return words if len(words) <= most else f"{words[: most // 2]} ... {words[-most // 2 :]}"
+
+
+def _text(tokens: list[int], tokenizer: Tokenizer) -> str:
+    ended = bool(tokens) and tokens[-1] in tokenizer.eos
+    return tokenizer.decode(tokens).decode("utf-8", "replace").strip() + ("" if ended else " ...")
+
+
+def _differs(c: Compared, tokenizer: Tokenizer) -> str:
+    """Where the tokens of the pair leave those of one engine."""
+    if c.request.error is not None:
+        return "no answer"
+    pairs = zip(c.request.tokens, c.tokens, strict=False)
+    at = next((i for i, (mine, one) in enumerate(pairs) if mine != one), min(len(c.request.tokens), len(c.tokens)))
+    return f"{_text(c.tokens[at : at + 4], tokenizer)} from token {at} on"
+
+
+def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> list[str]:
+    """A line for each verdict."""
+    count = sum(len(c.tokens) for c in compared)
+    equal = sum(m == o for c in compared for m, o in zip(c.request.tokens, c.tokens, strict=False))
+    sums, due = sum(c.checksums for c in compared), sum(c.due for c in compared)
+    says = {
+        "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} chats were answered",
+        "tokens": f"{equal:,} of {count:,} tokens are those that one undivided engine writes",
+        "checksums": f"{sums} of {due} checksums of what arrived equal those of what was sent",
+        "acceptance": "the draft's proposals were accepted as often",
+    }
+    lines = []
+    for name, good in verdicts.items():
+        if name != "checksums" or verify:
+            sentence = says.get(name) or f"{name}: {WORDS[name][good]}"
+            lines.append(f"{'[green]✓' if good else '[red]✗'}[/] {sentence}")
+    good = all(verdicts.values())
+    return [*lines, "[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine"]

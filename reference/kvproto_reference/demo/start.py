@@ -1,0 +1,71 @@
+"""Starts the engines of the demo, by the command lines that a user would give them."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from ..errors import EngineError
+from . import decode, prefill
+from .arguments import DemoOptions
+from .engines import Engines
+from .network import free_address, key_folders, namespaces
+from .options import STAGES
+
+
+def start(engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack) -> None:
+    """Start all replicas of both; what has to go on longer than they do is put into `outside`."""
+    shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
+              "--pages", str(options.pages), "--transport", options.transport,
+              "--back-end", options.back_end]  # fmt: skip
+    shared += [] if options.verify else ["--no-verify"]
+    shared += ["--pull"] if options.pull else []
+    shared += ["--pools", options.pools]
+    shared += ["--costs", str(options.costs)] if options.costs else []
+    here, there = (["--devices", d] if d else [] for d in devices(options))
+    part = 1 if options.trouble and options.part is None else options.part  # so that copies are under way throughout
+    here += [] if part is None else ["--part", str(part)]
+    here += ["--chunk", str(min(options.chunk, 16) if options.trouble else options.chunk)]
+    here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
+    here += ["--interleave", str(options.prefill_interleave), "--deal", options.prefill_deal]
+    here += ["--framework", options.prefill_framework]
+    there += ["--speculate", str(options.speculate)]
+    there += ["--intent"] * options.intent + ["--spans"] * options.spans
+    there += ["--framework", options.decode_framework]
+    there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]
+    there += ["--deal", options.deal]
+    there += ["--exchange", options.exchange, "--sources", str(options.prefill_dp), "--quiet"]
+    there += ["--draft-sharded"] if options.draft_sharded else []
+    there += ["--replicate-q"] if options.replicate_q else []
+    there += ["--captured"] if options.captured else []
+    places: dict[str, str] = {}
+    if options.tcp or options.namespaces:
+        address = free_address(options.prefill_dp, options.prefill_pp * options.prefill_cp * options.prefill_tp)
+        if options.namespaces:
+            places, address = outside.enter_context(namespaces())
+        prefill_keys, decode_keys = key_folders(folder)
+        shared += ["--prefill", address]
+        here += ["--keys", str(prefill_keys)]
+        there += ["--keys", str(decode_keys), "--source-key", str(prefill_keys / "public.key")]
+    for role, main, own, replicas in (
+        ("prefill", prefill.main, here, options.prefill_dp),
+        ("decode", decode.main, there, options.decode_dp),
+    ):
+        given = {name: getattr(options, f"{role}_{name.replace('-', '_')}") for name in STAGES}
+        own += [f"--{name}={number}" for name, number in given.items() if number is not None]
+        own += ["--page-size", str(options.page_size_of(role))]
+        for replica in range(replicas):
+            engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)], places.get(role))
+
+
+def devices(options: DemoOptions) -> tuple[str, str]:
+    """GPUs of the prefill and of the decode engine: those that were asked for, or half of all GPUs each."""
+    if options.transport != "cuda":
+        given = [d or "" for d in (options.prefill_devices, options.decode_devices)]
+        return (given[0], given[1]) if options.transport == "nixl" else ("", "")
+    count = torch.cuda.device_count()
+    if not count:
+        raise EngineError("--transport cuda needs a GPU")
+    half = max(count // 2, 1)
+    first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % max(count, 1), max(count, 1))))
+    return options.prefill_devices or first, options.decode_devices or second
