@@ -21,7 +21,7 @@ from kvproto.node.pulling import Puller
 from kvproto.node.terms import Terms, begins_of, prepared
 from kvproto.node.told import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.planning.axes import TOKENS, axis_of
-from kvproto.session import Party, SinkEndpoint
+from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
 from kvproto.session.timers import Timer
 from kvproto.transport.base import Transport
@@ -237,10 +237,18 @@ class SourceLink:
         self.endpoint.goodbye(reason)
 
     def _check_accepted(self, number: int, now: float) -> None:
-        """Give up what the source has not accepted in time; once it has, it counts the deadline."""
+        """Give up what the source has not accepted in time; once it has, it counts the deadline, and has until long
+        after it (KVP-TRN-ENDLESS).
+        """
         inner = self._inner(number)
         if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
-            self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNANSWERED.format(self.seed)))
+            self._abort_late(_UNANSWERED, number, now)
+        elif inner is not None:
+            end = now + limits.TICKET_WAIT + limits.PATIENCE
+            self._deadlines[number] = self.endpoint.timers.at(end, partial(self._abort_late, _ENDLESS, number))
+
+    def _abort_late(self, why: str, number: int, now: float) -> None:
+        self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why.format(self.seed)))
 
     def _undo_deadline(self, number: int) -> None:
         if (timer := self._deadlines.pop(number, None)) is not None:
@@ -368,6 +376,7 @@ class SourceLink:
 
 
 _UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: see that it runs and is known"
+_ENDLESS = "the source at {} has accepted it, and neither served it nor said that its deadline passed: see what it does"
 
 
 def _gone(seed: str) -> RemoteError:

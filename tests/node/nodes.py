@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+import kvproto.node.lending
 import kvproto.node.link
 import kvproto.node.pulling
 import kvproto.node.sink
@@ -32,7 +33,7 @@ from tests.processes import FORKED
 
 PREFILL = "p", 0
 """The source replica of most tests."""
-SINK: tuple[ModuleType, ...] = (kvproto.node.sink, kvproto.node.link, kvproto.node.pulling)
+SINK: tuple[ModuleType, ...] = (kvproto.node.sink, kvproto.node.link, kvproto.node.lending, kvproto.node.pulling)
 SOURCE: tuple[ModuleType, ...] = (kvproto.node.source,)
 """Modules of a role that ask for the time."""
 LONGEST = 20.0

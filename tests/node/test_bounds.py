@@ -21,9 +21,9 @@ from kvproto.node.told import Received, TransferLost
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.session.events import SessionRefused
-from kvproto.session.limits import PATIENCE, PING_SILENCE
+from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SOURCE, Nodes, ahead, begin, serve, sleep
+from tests.node.nodes import SINK, SOURCE, Nodes, ahead, begin, serve, sleep
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
 from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
@@ -79,6 +79,28 @@ def test_runs_that_were_superseded_are_unmapped(fleet: Fleet) -> None:
         fleet.until(lambda n=n: fleet.connected == n + 2)  # type: ignore[misc]
         fleet.sinks.remove(later)
     assert (len(source.endpoint.sessions), len(source._peers), mappings()) == (1, 1, before)
+
+
+def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-TRN-ENDLESS: until it must have ended it, it is waited for; then the pages are free by its own word."""
+    source = fleet.source(P0, 1)
+    fleet.connect(P0)
+    fleet.ready()
+    made = attrs.evolve(ticket(3000.0), engine="p")
+    source.expect(made, CONTENT, TOKENS)
+    number = fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=5.0)
+    (link,) = fleet.sink._links.values()
+    fleet.until(lambda: all(map(link.endpoint.accepted, link._numbers)) and link._numbers)
+    with monkeypatch.context() as patch:
+        for seconds in (6, 6 + TICKET_WAIT + PATIENCE - 2):
+            ahead(patch, seconds, *SINK)
+            for _ in range(3):
+                fleet.turn()
+            assert not fleet.count(TransferLost)
+        ahead(patch, 6 + TICKET_WAIT + PATIENCE + 1, *SINK)
+        (lost,) = fleet.ends(TransferLost, 1)
+        assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.DEADLINE, True)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
 
 @pytest.mark.parametrize(
