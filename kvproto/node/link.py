@@ -55,6 +55,8 @@ class _Wanted:
     axes: Collection[str]
     claimed: bool
     """Whether `grants` names no items yet."""
+    by: tuple[int, ...] = ()
+    """Versions of the Descriptions by which it was asked for already, in vain (KVP-TRN-CHANGED)."""
 
 
 class SourceLink:
@@ -82,6 +84,8 @@ class SourceLink:
         """The endpoint's number of a transfer to ours."""
         self._under: dict[int, Terms] = {}
         """By our number, until nothing can write its pages any more."""
+        self._asked: dict[int, _Wanted] = {}
+        """Those under way, by our number."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._deadlines: dict[int, Timer] = {}
         """By when the source must have accepted a transfer, by our number."""
@@ -260,8 +264,13 @@ class SourceLink:
         if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or terms is None:
             return
         waiting, self._waiting = self._waiting, {}
+        versions = self.endpoint.versions
         for number, wanted in waiting.items():
             claim = self._claims.get(number)
+            if wanted.by == versions:
+                self._waiting[number] = wanted
+                continue
+            asked_by = attrs.evolve(wanted, by=versions)
             if claim is not None and Feature.INTENT not in self.endpoint.features():
                 if not claim.whole:  # such a source is asked when the items are there
                     self._waiting[number] = wanted
@@ -277,7 +286,7 @@ class SourceLink:
                 self._claims.pop(number, None)
                 self._told.append(TransferLost(number, error, True))
                 continue
-            self._numbers[inner], self._grants[number] = number, wanted.grants
+            self._numbers[inner], self._grants[number], self._asked[number] = number, wanted.grants, asked_by
             self._under[number] = terms
             if claim is not None and claim.grants:
                 self._grants[number] = claim.grants
@@ -320,7 +329,11 @@ class SourceLink:
                 self._arrivals.add(event, self._under[number], self._grants[number], self.endpoint.features())
             case Lost():
                 number = self._numbers[event.transfer]
-                grants = self._grants.pop(number)
+                grants, wanted = self._grants.pop(number), self._asked.pop(number)
+                if self._asks_again(event, number):
+                    del self._numbers[event.transfer], self._under[number]
+                    self._waiting[number] = wanted
+                    return []
                 self._undo_deadline(number)
                 self._claims.pop(number, None)
                 proven = event.proof == Proof.PROVEN
@@ -342,6 +355,16 @@ class SourceLink:
                 return [event]
         return []
 
+    def _asks_again(self, event: Lost, number: int) -> bool:
+        """Whether a transfer is asked for again, as the source's Description has changed and nothing else is wrong."""
+        changed = event.error.code == ErrorCode.DESCRIPTION_MISMATCH and event.proof == Proof.PROVEN
+        terms = self._pools.terms
+        if not changed or self.over or terms is None or terms.lent is not self._under[number].lent:
+            return False
+        if number in self._claims:
+            self._claims[number].offers.clear()
+        return True
+
     def _read(self, event: Offered) -> None:
         """Have an offer read into the pages of its transfer."""
         number = self._numbers[event.transfer]
@@ -352,7 +375,7 @@ class SourceLink:
 
     def _received(self, event: Arrived, taken: Taken) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
-        _, terms = self._grants.pop(number), self._under.pop(number)
+        _, _, terms = self._grants.pop(number), self._asked.pop(number), self._under.pop(number)
         self._undo_deadline(number)
         self._claims.pop(number, None)
         handoff: dict[tuple[int, str], bytes] = {}

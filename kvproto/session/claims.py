@@ -29,7 +29,7 @@ from kvproto.session.records import SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
-from kvproto.session.transfers import SourceTransfers
+from kvproto.session.transfers import SourceTransfers, changed
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
 
@@ -190,6 +190,29 @@ class Claims(Endpoint):
                 user.fail(error, now)
         self._touched.add(key)
 
+    def _restated(self, now: float) -> None:
+        """Fail what was asked for by an earlier Description and whose prompt has not come: its ticket counts as unused
+        (KVP-TRN-CHANGED, KVP-TKT-CHANGED).
+        """
+        for claim in [each for each in self._claims.values() if each.content is None]:
+            for user in list(claim.users.values()):
+                if user.session.open and user.attempt.running:
+                    user.fail(changed(self.stated.version, user.transfer), now)
+                self._drop(claim, user)
+
+    def _drop(self, claim: _Claim, user: _User) -> None:
+        """A transfer uses its ticket no more, and never has."""
+        del claim.users[user.session.session]
+        claim.waiting.pop(user.session.session, None)
+        claim.bound = claim.bound if claim.users else None
+        self._left(user.session)
+
+    def _left(self, session: SourceSession) -> None:
+        """One claim less keeps this session."""
+        session.claims -= 1
+        if not session.open:
+            self._closed.add(session.session)
+
     def finish(self, key: bytes) -> None:
         """Prefill of this request is over: whoever waits is served."""
         claim = self._claims.get(key)
@@ -304,9 +327,7 @@ class Claims(Endpoint):
         while self._used and next(iter(self._used.values())) <= now:
             self._used.popitem(last=False)
         for session, attempt, _ in claim.users.values():
-            session.claims -= 1
-            if not session.open:
-                self._closed.add(session.session)
+            self._left(session)
             if attempt.fetched:
                 session.part(SourcePull).released(attempt)
 

@@ -109,6 +109,11 @@ class Exposing(Endpoint):
         unproven = {part[0] for _, missing in self._unproven.values() for part in missing}
         return session.open or session.session in unproven or any(owned.unprovable for owned in held)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the Descriptions of the source ranks that new transfers are planned by."""
+        return tuple(each.described.of_source.version for each in self._routed() if each is not None)
+
     def _routed(self) -> list[SinkSession | None]:
         """The sessions of routed ranks; None: there is none yet."""
         return [self._ranks.get(rank) for rank in self.plan.required(self.me.rank)] if self.plan is not None else []

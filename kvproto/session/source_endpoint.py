@@ -213,6 +213,7 @@ class SourceEndpoint(Claims):
                 session.part(Describing).describe(now, self._endpoints)
             elif session.state not in (SessionState.OPEN, SessionState.DESCRIBING):
                 session.goodbye("its Description changes")
+        self._restated(now)
         self._after(now)
 
     def drain(self) -> None:

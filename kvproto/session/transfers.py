@@ -30,7 +30,7 @@ from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
-__all__ = ["SinkTransfers", "SourceTransfers"]
+__all__ = ["SinkTransfers", "SourceTransfers", "changed"]
 
 
 class SourceTransfers(Part):
@@ -123,9 +123,10 @@ class SourceTransfers(Part):
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
         epoch = holder.epochs.get(message.epoch)
         described = epoch.described if epoch is not None else session.described
+        if message.source_version != session.host.stated.version:
+            raise changed(session.host.stated.version, message)
         writers = message.writers[: len(described.writers) + 1].tolist()
         for field, ours, theirs, advice in (
-            ("source_version", [session.host.stated.version], message.source_version, "describe again"),
             ("sink_version", [described.of_sink.version], message.sink_version, "describe again"),
             ("epoch", holder.open, message.epoch, "name an epoch that is registered, and not asked back"),
             ("writers", [list(described.writers)], writers, "name all source ranks of the plan"),
@@ -384,6 +385,12 @@ class SinkTransfers(Part):
         self._session.move(attempt, "Drained")
 
     hears = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
+
+
+def changed(version: int, message: m.Transfer) -> RemoteError:
+    """The source describes itself otherwise than this Transfer names (KVP-TRN-CHANGED)."""
+    mine, yours, advice = str(version), str(message.source_version), "ask again once you have planned anew"
+    return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source_version", mine, yours, f"{advice}, or make a new ticket")
 
 
 def _either(values: Sequence[object]) -> str:

@@ -16,6 +16,7 @@ import pytest
 from kvproto import (
     Cache,
     DType,
+    Fetch,
     KvprotoError,
     LocalError,
     Options,
@@ -488,8 +489,42 @@ def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     assert old is not moved.pool
 
 
+def draft_first() -> Pool:
+    """A pool whose draft comes before the target, so that its groups have other ids."""
+    gqa = Cache.gqa
+    draft = gqa("draft", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.U8, model=1)
+    return filled(geometry=lay_out([draft, gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]))
+
+
+def test_fetches_that_cross_a_change_of_the_sources_caches_go_on(pair: Two) -> None:
+    """KVP-TRN-CHANGED, KVP-TKT-CHANGED: asked for before it sleeps, while it does, and when the sink knows nothing yet."""
+    hand_over(pair)
+    tickets = [new_ticket("prefill") for _ in range(3)]
+    tables = [[page, 8 + page, 12 + page] for page in range(3)]
+
+    def fetch(n: int) -> Fetch:
+        return pair.sink.fetch(tickets[n], PROMPT, {"kv": tables[n]})
+
+    fetches = [fetch(0)]
+    later(pair)
+    end = pair.source.sleep()
+    pair.until(lambda: end.done)
+    fetches.append(fetch(1))
+    later(pair)
+    pair.source.wake(draft_first())
+    fetches.append(fetch(2))
+    requests = [pair.source.request(each, PROMPT) for each in tickets]
+    for request in requests:
+        request.finish({"kv": HERE, "draft": HERE})
+    pair.until(lambda: all(each.done for each in (*fetches, *requests)))
+    for each, table in zip(fetches, tables, strict=True):
+        each.wait(0)
+        assert np.array_equal(rows(pair.sink.pool, table), rows(pair.source.pool, HERE))
+    assert pair.sink.quarantined == {}
+
+
 def planned(pair: Two) -> bool:
-    """Whether the sink is ready under the source's Description of now: a fetch that crosses its change is lost."""
+    """Whether the sink is ready under the source's Description of now."""
     endpoint, stated = pair.sink._node._links["prefill", 0].endpoint, pair.source._node.endpoint.stated
     found = [s for s in list(endpoint.sessions.values()) if s.open and s._described is not None]
     return endpoint.ready and [s.described.of_source.version for s in found] == [stated.version]

@@ -686,7 +686,7 @@ def test_the_failure_of_one_rank_aborts_the_others() -> None:
 ORDER: tuple[tuple[dict[str, Any], ErrorCode, str], ...] = (
     ({"attempt": 2}, ErrorCode.UNEXPECTED_MESSAGE, "attempt"),
     ({"attempt": 1, "sequence": MAX_TRANSFERS + 2}, ErrorCode.BUSY, "sequence"),
-    ({"sequence": 2, "source_version": 9}, ErrorCode.BAD_GRANT, "source_version"),
+    ({"sequence": 2, "source_version": 9}, ErrorCode.DESCRIPTION_MISMATCH, "source_version"),
     ({"sequence": 3, "source_version": 1, "sink_version": 9}, ErrorCode.BAD_GRANT, "sink_version"),
     ({"sequence": 4, "sink_version": 1, "epoch": 9}, ErrorCode.BAD_GRANT, "epoch"),
     ({"sequence": 5, "epoch": 1, "writers": np.array([9], np.uint32)}, ErrorCode.BAD_GRANT, "writers"),

@@ -8,10 +8,10 @@ import pytest
 from kvproto.planning.geometry import Geometry, mla
 from kvproto.session.table import SessionState
 from kvproto.wire import encode
-from kvproto.wire.enums import DType, ErrorCode
+from kvproto.wire.enums import DType, ErrorCode, Proof
 from kvproto.wire.messages import Describe, Description, Error, Failed, Refused, Register, Transfer
-from tests.session.driver import World, geometry, without_draft
-from tests.session.test_epochs import Epochs
+from tests.session.driver import World, geometry, ticket, without_draft
+from tests.session.test_epochs import CONTENT, Epochs
 
 
 def redescribed(world: Epochs, made: Geometry) -> None:
@@ -80,15 +80,38 @@ def test_both_change_at_once() -> None:
     world.serves()
 
 
+def test_a_transfer_that_waits_for_its_prompt_ends_with_the_plan_and_its_ticket_is_as_new() -> None:
+    """KVP-TRN-CHANGED, KVP-TKT-CHANGED: also where one rank alone has changed yet, and the other is told to abort."""
+    world, made = Epochs(2), ticket(300.0)
+    redescribed(world, without_draft())
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    for address in world.sources:
+        restated(world, without_draft(2), address)
+    (lost,) = world.events("d0", "Lost")
+    assert (lost.error.code, lost.error.path) == (ErrorCode.DESCRIPTION_MISMATCH, "source_version")
+    assert lost.proof == Proof.PROVEN
+    anew(world)
+    for source in world.sources.values():
+        source.expect(made, CONTENT, world.now)
+        source.finish(bytes(made.key))
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    for address in world.sources:
+        world.serve(address)
+    assert len(world.events("d0", "Arrived")) == 1
+    assert all(not session.claims for source in world.sources.values() for session in source.sessions.values())
+
+
 def test_a_transfer_of_a_plan_that_is_over_is_refused() -> None:
-    """KVP-TRN-AGREE."""
+    """KVP-TRN-CHANGED."""
     world = Epochs()
     old = world.sink_.sessions["s0"]
     world.ask(finished=False)
     (transfer,) = world.of(Transfer)
     restated(world, without_draft())
     (failed,) = world.say(attrs.evolve(transfer, **world.fields(90, sequence=2, ticket=bytes(16))))[-1:]
-    assert (type(failed), failed.code, failed.path) == (Failed, ErrorCode.BAD_GRANT, "source_version")
+    assert (type(failed), failed.code, failed.path) == (Failed, ErrorCode.DESCRIPTION_MISMATCH, "source_version")
     assert old.open
 
 
