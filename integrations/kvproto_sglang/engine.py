@@ -58,6 +58,8 @@ def open_pool(
     for name, size in layout.refused:
         if size != 1:
             raise _refuse(name, "1", str(size))
+    if layout.tp > 1 and settings.options.spread != "even":  # ranks that nobody reads would keep pages for long
+        raise _refuse("options.spread", '"even" with tensor parallel', settings.options.spread)
     if getattr(server, "enable_memory_saver", False):
         raise _refuse("enable_memory_saver", "memory that stays where it is, as peers map it", "True")
     if states:

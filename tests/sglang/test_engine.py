@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvproto import LocalError, Pool, Prompt, Sink, Source, new_ticket
+from kvproto import LocalError, Options, Pool, Prompt, Sink, Source, new_ticket
 from kvproto_sglang import metadata
 from kvproto_sglang.engine import Layout, open_pool
 from kvproto_sglang.memory import ShareableMemory
@@ -126,6 +126,12 @@ def test_memory_that_is_given_back_is_refused() -> None:
     asleep = SimpleNamespace(**vars(SERVER), enable_memory_saver=True)
     with pytest.raises(LocalError, match="enable_memory_saver"):
         open_pool(MHATokenToKVPool(16), MODEL, asleep, buffers(), (), 0, Layout(), Settings(), ())
+
+
+def test_ranks_that_nobody_reads_are_refused() -> None:
+    few = Settings(options=Options(spread="few"))
+    with pytest.raises(LocalError, match="spread"):
+        open_pool(MHATokenToKVPool(16, 1), MODEL, SERVER, buffers(), (), 0, Layout(tp=2), few, ())
 
 
 def test_metadata_arrives_in_the_row_of_the_request() -> None:

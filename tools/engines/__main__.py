@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         wrong += report(f"{engine} {release}: the frames of the captures", found)
     for path in ("", "vllm-0.33.0"):
         wrong += handed_over("vllm", path, args.at.resolve())
-    wrong += handed_over("sglang", "sgt", args.at.resolve())
+    for engine in ("sglang", "cross"):
+        wrong += handed_over(engine, "sgt", args.at.resolve())
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
@@ -79,14 +80,14 @@ def handed_over(engine: str, path: str, at: Path) -> bool:
     """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; whether something
     differs.
     """
-    paths = [str(HERE / "sglang_cpu")] * (engine == "sglang") + [str(at / path)] * bool(path)
+    paths = [str(HERE / "sglang_cpu")] * (engine != "vllm") + [str(at / path)] * bool(path)
     paths += [str(ROOT), str(ROOT / "integrations")]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
         "PYTHONDONTWRITEBYTECODE": "",
-        "SGLANG_USE_CPU_ENGINE": str(int(engine == "sglang")),
+        "SGLANG_USE_CPU_ENGINE": str(int(engine != "vllm")),
     }
     with (at / f"{engine}_pd.log").open("a") as log:  # what the engines say, of bad input too
         command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{engine}_pd", str(at / "models")]

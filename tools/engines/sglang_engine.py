@@ -15,9 +15,14 @@ from typing import Any
 
 import attrs
 
-__all__ = ["MOST", "Alone", "Engine", "name", "plug_in", "prompts", "room", "told", "where"]
+__all__ = ["MOST", "Alone", "Engine", "name", "plug_in", "prompts", "room", "told", "warm", "where"]
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 _DEADLINE = 20
 """Seconds of a ticket."""
@@ -51,15 +56,17 @@ class Engine:
     @classmethod
     def prefill(cls, name: str, folder: str, **settings: Any) -> Engine:
         """One that prefills, called NAME:1."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": _DEADLINE}
+        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{replica}}-{{rank}}", "deadline": _DEADLINE}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
-    def decode(cls, name: str, folder: str, sources: list[str], **settings: Any) -> Engine:
-        """One that decodes what these prefill."""
+    def decode(cls, name: str, folder: str, sources: dict[str, int], **settings: Any) -> Engine:
+        """One that decodes what these prefill, of which there are so many replicas each."""
         own = {
             "name": name, "deadline": _DEADLINE,
-            "sources": {f"{source}:1": f"ipc://{folder}/{source}-0" for source in sources},
+            "sources": {
+                f"{source}:1/{n}": f"ipc://{folder}/{source}-{n}-0" for source, number in sources.items() for n in range(number)
+            },
         }  # fmt: skip
         return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
 
@@ -166,6 +173,13 @@ def plug_in(folder: str) -> None:
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, folder)
+
+
+def warm() -> None:
+    """Import once what each engine would import: they are forks of this process."""
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
 
 
 def told(what: str, found: list[str]) -> bool:

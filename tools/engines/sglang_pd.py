@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
-from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, told, where
+from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, told, warm, where
 
 __all__ = ["main"]
 
@@ -177,6 +177,7 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             {"page_size": 1},
             [same_tokens, one_bit, aborts, still_there, killed],
         ),
+        ("Llama, two replicas to one", {"page_size": 64, "dp_size": 2}, {"page_size": 16}, [same_tokens, one_bit]),
     ],
     "mla": [
         (
@@ -185,6 +186,18 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             {"page_size": 16, "json_model_override_args": OVERRIDES},
             [same_tokens, one_bit, still_there],
         ),
+        (
+            "MLA, attention of two replicas to one",
+            {
+                "page_size": 32,
+                "tp_size": 2,
+                "dp_size": 2,
+                "enable_dp_attention": True,
+                "json_model_override_args": OVERRIDES,
+            },
+            {"page_size": 16, "json_model_override_args": OVERRIDES},
+            [same_tokens, one_bit],
+        ),
     ],
 }
 """By model: what two engines differ in, and what is tried with them. Engines of equal settings are one."""
@@ -192,7 +205,7 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
 
 def _title(settings: dict[str, Any]) -> str:
     """Engines with the same one are the same engine."""
-    return f"{settings['page_size']}x{settings.get('tp_size', 1)}"
+    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size"))
 
 
 def tried(models: Path, chosen: str, folder: str) -> int:
@@ -206,7 +219,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     try:
         pairs = []
         chosen_pairs = MODELS[model][int(nth) :][:1] if nth else MODELS[model]
-        sources = list(dict.fromkeys(f"p{_title(first)}" for _, first, _, _ in chosen_pairs))
+        sources = {f"p{_title(first)}": first.get("dp_size", 1) for _, first, _, _ in chosen_pairs}
         for title, first, second, cases in chosen_pairs:
             names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
             if names[0] not in engines:
@@ -233,8 +246,7 @@ def main(argv: list[str]) -> int:
     begun, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         plug_in(folder)
-        import sglang  # noqa: F401
-
+        warm()
         for model in chosen:
             wrong += tried(models, model, folder)
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)

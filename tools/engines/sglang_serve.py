@@ -1,0 +1,108 @@
+"""docs/sglang.md as a user follows it: two servers, SGLang's load balancer, curl. `ENGINE/python -m tools.engines.sglang_serve MODELS`.
+
+The commands are those of the page. Only the model, the folder, the ports and what makes a server small are put in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.engines.sglang_engine import MOST, Alone, prompts, told
+from tools.engines.vllm_models import make
+
+__all__ = ["main"]
+
+_PAGE = Path(__file__).parents[2] / "docs/sglang.md"
+_SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.1 --log-level warning --random-seed 0"
+_PATIENCE = 800.0
+"""Seconds for a server to start."""
+
+
+def main(argv: list[str]) -> int:
+    """Print what differs; the exit status."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(_differences(make(Path(argv[0]), "llama"), Path(folder)))
+    took = f"{time.monotonic() - began:.0f} s"
+    return int(told(f"docs/sglang.md: two servers, SGLang's load balancer, curl: {took}", found))
+
+
+def _differences(model: Path, folder: Path) -> Iterator[str]:
+    folder.chmod(0o700)
+    page = _PAGE.read_text()
+    blocks = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    servers = [block for block in blocks if block.startswith("KVPROTO_SGLANG=")]
+    (both,) = (block for block in blocks if "sglang_router" in block)
+    router, curl = both.split("\n\n")
+    (flags,) = re.findall(r"`CPU=\"(.*?)\"`", page)
+    known = {"/run/kv": str(folder), "MODEL": f"{model} {_SMALL}", "$CPU": flags, "python ": f"{sys.executable} "}
+    known |= {port: str(_free_port()) for port in ("30000", "30100", "30200", "8998")}
+
+    def filled(command: str) -> str:
+        for there, here in known.items():
+            command = command.replace(there, here)
+        return command
+
+    def started(command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["bash", "-c", filled(command)], cwd=folder, start_new_session=True)
+
+    running = []
+    try:
+        running += [started(command) for command in servers]
+        for port in ("30100", "30200"):
+            _wait(known[port], running)
+        running.append(started(router))
+        _wait(known["30000"], running)
+        alone = Alone(model)
+        for prompt in prompts(2, 40, 200):
+            if (found := _ids(known["30000"], prompt)) != (wanted := alone.run(prompt)[0]):
+                yield f"prompt of {len(prompt)}: {found}, not {wanted}"
+        answer = subprocess.run(["bash", "-ec", filled(curl)], cwd=folder, capture_output=True, text=True)
+        if not json.loads(answer.stdout).get("text"):
+            yield f"by curl {answer.stdout}{answer.stderr}"
+    finally:
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ids(port: str, prompt: list[int]) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": MOST, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(f"http://localhost:{port}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["output_ids"]
+
+
+def _wait(port: str, running: list[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
+        if any(process.poll() is not None for process in running):
+            raise RuntimeError("a server has ended")
+        try:
+            with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise TimeoutError(f"nothing answers on port {port}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
