@@ -60,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         wrong += report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong += report(f"{engine} {release}: the frames of the captures", found)
-    for path in ("", "vllm-0.33.0"):
-        wrong += handed_over("vllm", path, args.at.resolve())
-    for engine in ("sglang", "cross"):
-        wrong += handed_over(engine, "sgt", args.at.resolve())
+    for module, path in (
+        ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"), ("cross_pd", "sgt"),
+    ):  # fmt: skip
+        wrong += handed_over(module, path, args.at.resolve())
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
@@ -76,21 +76,22 @@ def report(what: str, found: list[str]) -> int:
     return bool(found)
 
 
-def handed_over(engine: str, path: str, at: Path) -> bool:
+def handed_over(module: str, path: str, at: Path) -> bool:
     """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; whether something
-    differs.
+    differs. `module` is one beside this.
     """
-    paths = [str(HERE / "sglang_cpu")] * (engine != "vllm") + [str(at / path)] * bool(path)
-    paths += [str(ROOT), str(ROOT / "integrations")]
+    sglang = path == "sgt"
+    paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
+    paths += [str(ROOT), str(ROOT / "integrations"), str(ROOT / "reference")]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
         "PYTHONDONTWRITEBYTECODE": "",
-        "SGLANG_USE_CPU_ENGINE": str(int(engine != "vllm")),
+        "SGLANG_USE_CPU_ENGINE": str(int(sglang)),
     }
-    with (at / f"{engine}_pd.log").open("a") as log:  # what the engines say, of bad input too
-        command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{engine}_pd", str(at / "models")]
+    with (at / f"{module}.log").open("a") as log:  # what the engines say, of bad input too
+        command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models")]
         return subprocess.run(command, env=env, stderr=log, cwd=ROOT).returncode != 0
 
 

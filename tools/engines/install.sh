@@ -7,6 +7,9 @@ beside() { # kvproto itself, as its user has it; the second release computes by 
   test "$root/.kvproto" -nt "$kvproto/pyproject.toml" && return
   ln -sf "$root"/venv/lib/python3*/site-packages/vllm/*.so "$root/vllm-0.33.0/vllm/"
   "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile -e "$kvproto" || exit 1
+  test -d "$root/sgt/sglang_router" || # SGLang's load balancer
+    "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile --no-deps --target "$root/sgt" \
+      sglang-router==0.3.2 || exit 1
   touch "$root/.kvproto"
 }
 test -f "$root/.ready" && beside && exit 0
