@@ -73,12 +73,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def tried(models: Path, model: str, folder: str) -> int:
     """Both ways; how many cases differ."""
-    from tools.engines.vllm_models import make
-
-    path, wrong = make(models, model), 0
-    shared = {"model_path": str(path)}
+    shared, wrong = sg.settings_of(models, model), 0
+    path = shared["model_path"]
     own = {"metadata": "request", "deadline": vl.DEADLINE, "sources": {"vllm": f"ipc://{folder}/vllm-0"}}
-    vllm = vl.Engine.of("vllm", folder, [], "fail", model=str(path), **MODELS[model])
+    vllm = vl.Engine.of("vllm", folder, [], "fail", model=path, **MODELS[model])
     vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0-0"}
     vllm.start()
     sg.warm()

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["MOST", "Alone", "Engine", "name", "plug_in", "prompts", "room", "told", "warm", "where"]
+__all__ = ["MOST", "Alone", "Engine", "name", "plug_in", "prompts", "room", "settings_of", "told", "warm", "where"]
 
 os.environ |= {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",
@@ -113,7 +113,7 @@ class Engine:
 class Alone:
     """The model as transformers computes it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -173,6 +173,16 @@ def plug_in(folder: str) -> None:
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, folder)
+
+
+def settings_of(models: Path, model: str) -> dict[str, Any]:
+    """What an engine of this model is started with; the folder is made where it is not there yet."""
+    from tools.engines.vllm_models import make
+
+    found = {"model_path": str(make(models, model))}
+    if model == "mla":  # later releases of transformers write its config without this
+        found["json_model_override_args"] = '{"moe_layer_freq": 1}'
+    return found
 
 
 def warm() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
-from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, told, warm, where
+from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, settings_of, told, warm, where
 
 __all__ = ["main"]
 
@@ -148,8 +148,6 @@ def killed(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
         yield f"after {took:.0f} s"
 
 
-OVERRIDES = '{"moe_layer_freq": 1}'
-"""Of the latent model's config, which later releases of transformers write without this."""
 Case = Callable[[Alone, Engine, Engine], Iterator[str]]
 MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] = {
     "llama": [
@@ -180,22 +178,11 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
         ("Llama, two replicas to one", {"page_size": 64, "dp_size": 2}, {"page_size": 16}, [same_tokens, one_bit]),
     ],
     "mla": [
+        ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
         (
-            "MLA, page 64 to page 16",
-            {"page_size": 64, "json_model_override_args": OVERRIDES},
-            {"page_size": 16, "json_model_override_args": OVERRIDES},
-            [same_tokens, one_bit, still_there],
-        ),
-        (
-            "MLA, attention of two replicas to one",
-            {
-                "page_size": 32,
-                "tp_size": 2,
-                "dp_size": 2,
-                "enable_dp_attention": True,
-                "json_model_override_args": OVERRIDES,
-            },
-            {"page_size": 16, "json_model_override_args": OVERRIDES},
+            "MLA, attention of two replicas, to one",
+            {"page_size": 32, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            {"page_size": 16},
             [same_tokens, one_bit],
         ),
     ],
@@ -211,10 +198,7 @@ def _title(settings: dict[str, Any]) -> str:
 def tried(models: Path, chosen: str, folder: str) -> int:
     """Try the pairs of one model, or "MODEL:n" its nth pair; how many cases differ."""
     model, _, nth = chosen.partition(":")
-    from tools.engines.vllm_models import make
-
-    path = make(models, model)
-    shared, wrong = {"model_path": str(path)}, 0
+    shared, wrong = settings_of(models, model), 0
     engines: dict[str, Engine] = {}
     try:
         pairs = []
@@ -227,7 +211,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
             if names[1] not in engines:
                 engines[names[1]] = Engine.decode(names[1], folder, sources, **shared | second)
             pairs.append((title, engines[names[0]], engines[names[1]], cases))
-        alone = Alone(path)
+        alone = Alone(shared["model_path"])
         for engine in engines.values():
             engine.ready()
         for title, one, two, cases in pairs:
