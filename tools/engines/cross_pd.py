@@ -25,7 +25,7 @@ __all__ = ["main"]
 def to_vllm(prefill: sg.Engine, decode: vl.Engine, prompt: list[int], corrupt: bool = False) -> Any:
     """SGLang prefills, vLLM decodes: both are asked at once, one with the room and one with its ticket."""
     number = sg.room()
-    ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, vl.DEADLINE))
+    ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
     first, second = sg.name(), ("corrupt-" if corrupt else "") + sg.name()
     decode.add(second, prompt, sg.MOST, {"do_remote_prefill": True, "ticket": ticket})
     prefill.add(first, prompt, **sg.where(prefill, number))
@@ -75,7 +75,7 @@ def tried(models: Path, model: str, folder: str) -> int:
     """Both ways; how many cases differ."""
     shared, wrong = sg.settings_of(models, model), 0
     path = shared["model_path"]
-    own = {"metadata": "request", "deadline": vl.DEADLINE, "sources": {"vllm": f"ipc://{folder}/vllm-0"}}
+    own = {"metadata": "request", "deadline": sg.DEADLINE, "sources": {"vllm": f"ipc://{folder}/vllm-0"}}
     vllm = vl.Engine.of("vllm", folder, [], "fail", model=path, **MODELS[model])
     vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0-0"}
     vllm.start()

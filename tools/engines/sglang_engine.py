@@ -15,7 +15,20 @@ from typing import Any
 
 import attrs
 
-__all__ = ["MOST", "Alone", "Engine", "name", "plug_in", "prompts", "room", "settings_of", "told", "warm", "where"]
+__all__ = [
+    "DEADLINE",
+    "MOST",
+    "Alone",
+    "Engine",
+    "name",
+    "plug_in",
+    "prompts",
+    "room",
+    "settings_of",
+    "told",
+    "warm",
+    "where",
+]
 
 os.environ |= {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",
@@ -24,7 +37,7 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_DEADLINE = 20
+DEADLINE = 120
 """Seconds of a ticket."""
 _PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
@@ -56,14 +69,14 @@ class Engine:
     @classmethod
     def prefill(cls, name: str, folder: str, **settings: Any) -> Engine:
         """One that prefills, called NAME:1."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{replica}}-{{rank}}", "deadline": _DEADLINE}
+        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{replica}}-{{rank}}", "deadline": DEADLINE}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
     def decode(cls, name: str, folder: str, sources: dict[str, int], **settings: Any) -> Engine:
         """One that decodes what these prefill, of which there are so many replicas each."""
         own = {
-            "name": name, "deadline": _DEADLINE,
+            "name": name, "deadline": DEADLINE,
             "sources": {
                 f"{source}:1/{n}": f"ipc://{folder}/{source}-{n}-0" for source, number in sources.items() for n in range(number)
             },
