@@ -8,12 +8,11 @@ the lock is kept. Where libzmq cannot be found in pyzmq's extension module, pyzm
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import Any
 
 import zmq
 
-__all__ = ["Inbox", "receive", "send"]
+__all__ = ["Inbox"]
 
 
 class _Message(ctypes.Structure):
@@ -33,7 +32,6 @@ def _library() -> Any:
             ("zmq_msg_init", number, (pointer,)),
             ("zmq_msg_recv", number, (pointer, pointer, number)),
             ("zmq_msg_data", pointer, (pointer,)),
-            ("zmq_msg_size", ctypes.c_size_t, (pointer,)),
             ("zmq_msg_more", number, (pointer,)),
             ("zmq_msg_gets", ctypes.c_char_p, (pointer, ctypes.c_char_p)),
             ("zmq_msg_close", number, (pointer,)),
@@ -49,40 +47,31 @@ def _library() -> Any:
 _zmq = _library()
 _MOST_FRAMES, _MOST_READ = 3, 1 << 14
 """Of one message: frames that are kept, for more make it one that nobody wants, and frames that one call reads."""
-_unread = weakref.WeakSet[Any]()
-"""Sockets whose present message is not read to its end."""
 _NOWAIT, _MORE, _EVENTS, _IN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
-
-
-def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
-    """Send one message without waiting; False where nobody takes it. Only the thread that owns the socket may call."""
-    if _zmq is None or socket.closed:
-        try:
-            socket.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.ZMQError:
-            return False
-        return True
-    last = len(frames) - 1
-    return all(
-        _zmq.zmq_send(socket.underlying, frame, len(frame), _NOWAIT | (_MORE if i < last else 0)) >= 0
-        for i, frame in enumerate(frames)
-    )
+_INT = ctypes.sizeof(ctypes.c_int)
 
 
 class Inbox:
-    """A socket, and whether its descriptor tells of all that comes: it is edge-triggered, as ZeroMQ's are."""
+    """A socket, and whether its descriptor tells of all that comes: it is edge-triggered, as ZeroMQ's are.
+
+    Only the thread that owns the socket may call.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket, self.fd = socket, int(socket.getsockopt(zmq.FD))
         self.look = False
         """Whether anything was done since `take` found no more; else the descriptor tells of all that comes."""
+        self._unread = False
+        """Whether the present message is not read to its end."""
 
     @property
     def pending(self) -> bool:
         """Whether there is something to take of which the descriptor does not tell: left behind by `take`, or come
         while a frame was sent. Ask before sleeping.
         """
-        return self.look and _readable(self.socket)
+        if self.look:
+            self.look = _readable(self.socket)
+        return self.look
 
     @property
     def readable(self) -> bool:
@@ -91,37 +80,37 @@ class Inbox:
         return self.look
 
     def take(self, who: bool = False) -> list[bytes] | None:
-        """As `receive`."""
-        frames = receive(self.socket, who)
-        self.look = frames is not None
-        return frames
+        """The frames of one message, three at most; None where none has come.
+
+        `who`: ahead of them, the key that its connection proved to have, empty where it proved none, and the
+        connection's descriptor in digits.
+
+        Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
+        too.
+        """
+        frames: list[bytes] = []
+        socket = self.socket
+        more = (_read if _zmq is None or socket.closed else _read_directly)(socket, frames, who)
+        self.look = more is not None
+        if more is None:
+            return None
+        rest, self._unread = self._unread, more
+        return [] if more or rest else frames
 
     def send(self, frames: list[bytes]) -> bool:
-        """As `send`."""
+        """Send one message without waiting; False where nobody takes it."""
         self.look = True
-        return send(self.socket, frames)
-
-
-def receive(socket: zmq.Socket[bytes], who: bool = False) -> list[bytes] | None:
-    """The frames of one message, three at most; None where none has come.
-
-    `who`: ahead of them, the key that its connection proved to have, empty where it proved none, and the connection's
-    descriptor in digits.
-
-    Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
-    too. Only the thread that owns the socket may call.
-    """
-    frames: list[bytes] = []
-    read = _read if _zmq is None or socket.closed else _read_directly
-    more = read(socket, frames, who)
-    if more is None:
-        return None
-    rest = socket in _unread
-    if more:
-        _unread.add(socket)
-    elif rest:
-        _unread.discard(socket)
-    return [] if more or rest else frames
+        socket = self.socket
+        if _zmq is None or socket.closed:
+            try:
+                socket.send_multipart(frames, zmq.DONTWAIT)
+            except zmq.ZMQError:
+                return False
+            return True
+        pointer, flags = socket.underlying, [_NOWAIT | _MORE] * (len(frames) - 1) + [_NOWAIT]
+        return all(
+            _zmq.zmq_send(pointer, frame, len(frame), flag) >= 0 for frame, flag in zip(frames, flags, strict=True)
+        )
 
 
 def _read(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
@@ -148,17 +137,18 @@ def _proven(frame: zmq.Frame) -> bytes:
 
 
 def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
-    message = _Message()
+    message, pointer = _Message(), socket.underlying
     at = ctypes.addressof(message)
     _zmq.zmq_msg_init(at)
     try:
         for n in range(_MOST_READ):
-            if _zmq.zmq_msg_recv(at, socket.underlying, _NOWAIT) < 0:
+            size = _zmq.zmq_msg_recv(at, pointer, _NOWAIT)
+            if size < 0:
                 return None
             if who and not n:
                 frames += (_zmq.zmq_msg_gets(at, b"User-Id") or b"", _zmq.zmq_msg_gets(at, b"__fd") or b"")
             if n < _MOST_FRAMES:
-                frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), _zmq.zmq_msg_size(at)))
+                frames.append(ctypes.string_at(_zmq.zmq_msg_data(at), size))
             if not _zmq.zmq_msg_more(at):
                 return False
     finally:
@@ -170,6 +160,6 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
     if _zmq is None or socket.closed:
         return bool(int(socket.getsockopt(zmq.EVENTS)) & _IN)
-    events, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    events, size = ctypes.c_int(), ctypes.c_size_t(_INT)
     _zmq.zmq_getsockopt(socket.underlying, _EVENTS, ctypes.addressof(events), ctypes.addressof(size))
     return bool(events.value & _IN)

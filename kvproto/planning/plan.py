@@ -79,6 +79,16 @@ class Plan:
             found[route.source, route.sink].append(route)
         return {key: tuple(routes) for key, routes in found.items()}
 
+    @cached_property
+    def _ranks(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """Sources by sink, and sinks by source."""
+        sources: dict[int, tuple[int, ...]] = {}
+        sinks: dict[int, tuple[int, ...]] = {}
+        for source, sink in sorted(self._pairs):
+            sources[sink] = (*sources.get(sink, ()), source)
+            sinks[source] = (*sinks.get(source, ()), sink)
+        return sources, sinks
+
     def between(self, source: int, sink: int) -> tuple[Route, ...]:
         """Routes of one rank pair, by ascending group; none if the two exchange nothing."""
         return self._pairs.get((source, sink), ())
@@ -89,11 +99,11 @@ class Plan:
 
     def required(self, sink: int) -> tuple[int, ...]:
         """Source ranks from which `sink` awaits an answer, ascending: the required responses."""
-        return tuple(sorted(a for a, b in self._pairs if b == sink))
+        return self._ranks[0].get(sink, ())
 
     def served(self, source: int) -> tuple[int, ...]:
         """Sink ranks that `source` answers, ascending; a request is free when all of them have acknowledged."""
-        return tuple(sorted(b for a, b in self._pairs if a == source))
+        return self._ranks[1].get(source, ())
 
 
 def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:

@@ -330,6 +330,7 @@ class Claims(Endpoint):
             self._left(session)
             if attempt.fetched:
                 session.part(SourcePull).released(attempt)
+        claim.users.clear()  # each of them knows the claim
 
 
 def _used(mine: str, transfer: m.Transfer) -> RemoteError:

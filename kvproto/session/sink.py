@@ -189,6 +189,12 @@ class SinkSession(Session):
             )
         self.owner.register(number, memory, exposed.regions, columns, now, partial(self._take, exposed))
 
+    def advance(self) -> None:
+        """Grant what has become free: slots are emptied without a word."""
+        for delivery in self.deliveries:
+            if delivery.polled:
+                delivery.advance()
+
     def look(self) -> None:
         """Have memory of the source unmapped that it has asked back, and that is read no more."""
         if Feature.PULL in self.features:

@@ -135,7 +135,8 @@ class SinkEndpoint(Reading):
 
     def features(self) -> tuple[int, ...]:
         """Features that every session has."""
-        return tuple(f for f in Feature if all(f in s.features for s in self.sessions.values()))
+        every = [session.features for session in self.sessions.values()] or [tuple(Feature)]
+        return tuple(f for f in every[0] if all(f in some for some in every))
 
     def streamed(self, number: int | None = None) -> dict[int, int]:
         """Source ranks whose bytes come as a stream, and the transport of each; of a transfer, as it was asked for."""
@@ -172,8 +173,6 @@ class SinkEndpoint(Reading):
                 attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
         self._wants[number] = Want(number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now)
-        self._changed.add(number)
-        self._after(now)
         return number
 
     def grant(
@@ -253,18 +252,18 @@ class SinkEndpoint(Reading):
 
     def _after(self, now: float) -> None:
         self._hear_sessions(now)
-        if self.plan is not None and not self.ready and self._all_ready():
+        if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._events.append(e.Ready(self.plan))
-        for delivery in [d for session in self.sessions.values() for d in session.deliveries]:
-            if delivery.polled:  # slots are emptied without a word
-                delivery.advance()
+        for session in self.sessions.values():
+            session.advance()
         self._changed |= self._unpacking
         while self._changed:
             if (want := self._wants.get(self._changed.pop())) is not None:
                 self._progress(want, now)
-        for session in self.sessions.values():
-            session.look()
+        if Feature.PULL in self._features:
+            for session in self.sessions.values():
+                session.look()
         self._hear_sessions(now)
 
     def _hear_sessions(self, now: float) -> None:
@@ -337,7 +336,7 @@ class SinkEndpoint(Reading):
         del self._wants[want.number]
         self._events.append(self._outcome(want, parts, now))
         for session, attempt in parts:
-            attempt.settled = True
+            attempt.settled, attempt.ask = True, None
             session.forget()
 
     def _outcome(self, want: Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:

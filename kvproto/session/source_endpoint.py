@@ -87,12 +87,14 @@ class SourceEndpoint(Claims):
         """The session of a message; None: it needs no session. Raises UNKNOWN_SESSION, SUPERSEDED."""
         number = getattr(message, "session", None) or 0
         session = self.sessions.get(number)
+        if session is not None and session.open and session.conn == conn:
+            return session
         known, incarnations = self._superseded.get(number, (None, ""))
-        answers = session is not None and (session.open or isinstance(message, m.Transfer | m.Abort))
-        if session is not None and not session.open and isinstance(message, m.Abort) and session.conn != conn:
+        late = session is not None and not session.open and isinstance(message, m.Transfer | m.Abort)
+        if session is not None and late and isinstance(message, m.Abort) and session.conn != conn:
             self._let_go(session)
             session.conn = conn  # nobody resumes what is over
-        if session is not None and answers and session.conn == conn and known is None:
+        if session is not None and late and session.conn == conn and known is None:
             return session
         if isinstance(message, m.Error):
             return None
@@ -324,8 +326,9 @@ class SourceEndpoint(Claims):
 
     def _after(self, now: float) -> None:
         """Release requests that are over, and forget sessions that no request waits for."""
-        self._settle(now)
-        if not self.draining:
+        if self._touched:
+            self._settle(now)
+        if self._closed and not self.draining:
             self._forget()
 
     def _forget(self) -> None:

@@ -42,7 +42,8 @@ def next_transfer(state: TransferState, event: str, features: Collection[int]) -
 def _next(
     rows: _Rows[State], needed: _Needed[State], state: State, event: str, features: Collection[int], path: str
 ) -> State:  # fmt: skip
-    after, names = rows.get((state, event)), needed.get((state, event))
+    row = state, event
+    after, names = rows.get(row), needed.get(row)
     if after is None:
         mine = f"{'transfer' if path else 'session'} {state.value}"
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, mine, event)

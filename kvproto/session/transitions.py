@@ -8,6 +8,8 @@ from kvproto.wire.enums import Feature
 class SessionState(Enum):
     """One rank pair."""
 
+    __hash__ = object.__hash__  # rows are looked up by it for every message
+
     IDLE = "idle"
     """Nothing said."""
     GREETED = "greeted"
@@ -28,6 +30,8 @@ class SessionState(Enum):
 
 class TransferState(Enum):
     """One attempt of one transfer, inside a session that is ready."""
+
+    __hash__ = object.__hash__  # rows are looked up by it for every message
 
     NEW = "new"
     """Not asked for."""

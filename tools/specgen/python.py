@@ -204,6 +204,7 @@ def transitions_module(facts: Facts) -> str:
     ]
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
+        out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message", ""]
         for state in machine["state"]:
             out += [f'    {state["name"].upper()} = "{state["name"]}"', f'    """{state["doc"]}"""']
         out.append("")
