@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
+from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap
 
 __all__ = ["checksums", "execute", "seeds"]
 
@@ -48,16 +48,17 @@ _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
     """Region, offset and bytes of every run of every operation; None unless they are few, short, and of one piece."""
     found: list[tuple[int, int, int]] = []
-    if program.bytes > _MOST_BYTES:
+    numbers = [rows.numbers for rows in program.maps]
+    if program.bytes > _MOST_BYTES or None in numbers:
         return None
+    at = 2 * (side == "sink")
+    runs = [[*zip(*some[at : at + 2], some[4], strict=True)] for some in numbers if some is not None]
     for op in program.ops.tolist():
-        region, offset, item_stride, row_stride, lane_stride, items, rows = op[_AT[side]]
-        (lanes, lane_bytes), numbers = op[_LANES], program.maps[op[0]].numbers
+        map, lanes, lane_bytes, region, offset, item_stride, row_stride, lane_stride, items, rows = _PLACED[side](op)
         width = lanes * lane_bytes
-        touching = row_stride == width and (lane_stride == lane_bytes or lanes == 1)
-        if numbers is None or not touching or len(found) > _MOST_SPANS:
+        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(found) > _MOST_SPANS:
             return None
-        for item, row, count in zip(*numbers[2 * (side == "sink") :][:2], numbers[4], strict=True):
+        for item, row, count in runs[map]:
             if not (0 <= item < items and 0 <= row <= rows - count):
                 raise IndexError(f"item {item}, rows {row} to {row + count} of {items} items of {rows} rows")
             found.append((region, offset + item * item_stride + row * row_stride, count * width))
@@ -157,5 +158,10 @@ _FIELDS = list(OP.names or ())
 _ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
 """What operations have in common whose sums are taken at once."""
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
+_PLACED = {
+    side: itemgetter(*map(_FIELDS.index, ["map", "lanes", "lane_bytes", *(f"{side}_{name}" for name in PLACE)]))
+    for side in ("source", "sink")
+}
+"""An operation's map and lanes, and where it lies at each side."""
 _AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
 """Where the fields of each side are in an operation."""

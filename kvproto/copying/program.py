@@ -21,14 +21,14 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "CopyProgram", "RankLayout", "RowMap", "Runs", "Window", "windows"]
+__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
 
-_PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
+PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
 OP = np.dtype(
     [(name, np.int64) for name in ("map", "group", "model", "layer", "part", "lo", "lanes", "lane_bytes")]
-    + [(f"{side}_{name}", np.int64) for side in ("source", "sink") for name in _PLACE]
+    + [(f"{side}_{name}", np.int64) for side in ("source", "sink") for name in PLACE]
     + [("seed", np.uint64)]
 )
 """One operation: `lanes` lanes of `lane_bytes` bytes of one layer and part, for every run of a map.

@@ -210,8 +210,8 @@ class SinkNode:
                 transport.acknowledge()
         now = time.monotonic()
         self._flush()
-        self._dying += self._dead(ready)
         by_key = {link.key: link for link in self._all()}
+        self._dying += self._dead(ready, by_key)
         for conn, frame in self._dialer.receive():  # what they said last is heard before they are given up
             if conn[0] in by_key:
                 by_key[conn[0]].endpoint.receive(conn[1], frame, now)
@@ -229,22 +229,24 @@ class SinkNode:
                 self._dying.append((link, session))
             else:
                 link.endpoint.died(session, now)
-        for link in self._all():
+        for link in by_key.values():
             link.endpoint.on_time(now)
             for session, process in link.endpoint.writers().items():
                 if (link.key, session) not in self._watches:
                     self._watches[link.key, session] = Watch.of(process)
         self._flush()
         told, self._told = self._told, []
-        for link in self._all():
+        for link in by_key.values():
             told += link.take()
         for event in told:
             if isinstance(event, Received | TransferLost):
                 self._transfers.pop(event.number, None)
         self._flush()
-        self._forget()
-        over = returned(self._leaving, self._holders, self.transports, self.pool)
-        told += [PoolReturned(lent.number) for lent in over]
+        if self._former:
+            self._forget()
+        if self._leaving:
+            over = returned(self._leaving, self._holders, self.transports, self.pool)
+            told += [PoolReturned(lent.number) for lent in over]
         while self._ended:
             self._ended.pop().close()
         return told
@@ -290,9 +292,8 @@ class SinkNode:
                 if watch is not None:
                     watch.close()
 
-    def _dead(self, ready: Collection[int]) -> list[tuple[SourceLink, int]]:
+    def _dead(self, ready: Collection[int], by_key: Mapping[int, SourceLink]) -> list[tuple[SourceLink, int]]:
         """Sessions whose writer has ended."""
-        by_key = {link.key: link for link in self._all()}
         found = []
         for (key, session), watch in self._watches.items():
             if watch is not None and (watch.fileno() is None or watch.fileno() in ready) and watch.ended:

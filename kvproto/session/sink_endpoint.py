@@ -26,6 +26,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
 __all__ = ["SinkEndpoint"]
 
+_STREAMS = frozenset({Feature.STAGED, Feature.INLINE})
 _OURS = 0
 """Stands for our own copies, which no death of a peer proves; no session has that number."""
 
@@ -44,6 +45,7 @@ class SinkEndpoint(Reading):
         """
         super().__init__(me, geometry)
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
+        self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
         self.source: Geometry | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can be ready again."""
@@ -251,20 +253,21 @@ class SinkEndpoint(Reading):
         self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
 
     def _after(self, now: float) -> None:
-        self._hear_sessions(now)
+        if self._told or not self.ready:
+            self._hear_sessions(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._events.append(e.Ready(self.plan))
-        for session in self.sessions.values():
+        for session in self.sessions.values() if self._streams else ():
             session.advance()
         self._changed |= self._unpacking
         while self._changed:
             if (want := self._wants.get(self._changed.pop())) is not None:
                 self._progress(want, now)
-        if Feature.PULL in self._features:
-            for session in self.sessions.values():
-                session.look()
-        self._hear_sessions(now)
+        for session in self.sessions.values() if self._pulls else ():
+            session.look()
+        if self._told or not self.ready:
+            self._hear_sessions(now)
 
     def _hear_sessions(self, now: float) -> None:
         while self._told or self._register(now):

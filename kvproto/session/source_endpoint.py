@@ -272,7 +272,7 @@ class SourceEndpoint(Claims):
         found = self._attempt(asked)
         if found is not None:
             found[0].part(SourceTransfers).copied(found[1], proof)
-        return found if self.active(asked) else None
+        return found if found and found[0].open and found[1].state == TransferState.ACCEPTED else None
 
     def done(
         self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],

@@ -251,7 +251,7 @@ def write_array(v: Any, widest: int, low: int, high: int, out: list[Any]) -> Non
         if count <= _MANY:
             found = v.tolist()
             top, least = max(found), min(found)
-            if 0 <= least and top < 0x100:
+            if least >= 0 and top < 0x100:
                 out += (_ARRAY_HEAD.get((1, count)) or bytes((0xC7, count, 1)), bytes(found))
                 return
         else:
