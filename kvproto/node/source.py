@@ -117,8 +117,7 @@ class SourceNode:
         """
         unused = self.endpoint.refuse(key, error, time.monotonic())
         self._look.add(key)
-        request = self._requests.get(key)
-        if request is not None and (unused or request.finished is None):
+        if (request := self._requests.get(key)) is not None and (unused or request.finished is None):
             self._over.setdefault(key, RequestOver(key, ()))
 
     def drain(self) -> None:
@@ -184,6 +183,7 @@ class SourceNode:
                 break
         self._backstage.turn()
         self.endpoint.on_time(now)
+        self._flush()  # who is accepted hears it while its rows are copied
         while True:
             events = self.endpoint.take_events()
             for event in events:
