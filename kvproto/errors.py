@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from kvproto.wire.enums import ErrorCode as ErrorCode
@@ -82,6 +83,13 @@ def type_name(given: object) -> str:
     kind = type(given)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
+
+
+def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
+    """Names for people: the first of them, and how many more there are."""
+    found = [str(name) for name in names]
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return between.join(found[:most]) + more
 
 
 class DeviceFault(RuntimeError):

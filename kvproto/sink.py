@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any
 
 from kvproto.door import Handle, OfTicket, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, listed, type_name
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.node.claiming import Claim
@@ -185,7 +185,7 @@ class Sink(Sleeper):
         _check_claim(pages, claim, spans)
         source = (ticket.engine, ticket.replica)
         if source not in self._sources:
-            known = ", ".join(f"{engine} replica {replica}" for engine, replica in self._sources) or "none"
+            known = listed(f"{engine} replica {replica}" for engine, replica in sorted(self._sources)) or "none"
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
         self._node.check_quarantine()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvproto.door import Door, Handle, RankNode
-from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, listed
 from kvproto.events import PoolFree
 from kvproto.node.lent import Lent
 from kvproto.node.told import PoolReturned
@@ -34,7 +34,7 @@ class Withdrawal(Handle[PoolFree]):
         self._lent: Lent | None = None
 
     def __repr__(self) -> str:
-        held = f", held by {', '.join(self.holders)}" if self.holders else ""
+        held = f", held by {listed(self.holders)}" if self.holders else ""
         return f"{super().__repr__()[:-1]}{held}>"
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import LocalError, RemoteError
+from kvproto.errors import LocalError, RemoteError, listed
 from kvproto.net.keys import check_public, read_guarded
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
@@ -24,6 +24,8 @@ from kvproto.wire.enums import ErrorCode, Role
 __all__ = ["AllowList", "Allowed"]
 
 _log = logging.getLogger("kvproto")
+_SHOWN = 8
+"""Numbers of an entry that are shown."""
 
 
 @attrs.frozen
@@ -46,7 +48,7 @@ class Allowed:
 
     def __str__(self) -> str:
         numbers = {"replicas": self.replicas, "ranks": self.ranks}
-        words = [f"{name} {sorted(only)}" for name, only in numbers.items() if only is not None]
+        words = [f"{name} [{listed(sorted(only), _SHOWN)}]" for name, only in numbers.items() if only is not None]
         return " ".join([self.engine, *words, "as", ", ".join(sorted(role.name for role in self.roles))])
 
 
@@ -68,7 +70,7 @@ class AllowList:
     def name(self, key: bytes) -> str:
         """A client, for people: the engines that its key may be, and the key."""
         engines = sorted({each.engine for each in self._clients.get(key, ())})
-        return f"{', '.join(engines) or 'unknown'} (key {key.decode(errors='replace')})"
+        return f"{listed(engines) or 'unknown'} (key {key.decode(errors='replace')})"
 
     def check(self, key: bytes, party: Party, role: int) -> None:
         """Raise RemoteError(NOT_ALLOWED) where a client with this key may not say that it is this (KVP-NET-ALLOW)."""
@@ -76,7 +78,7 @@ class AllowList:
         if not any(each.covers(party, role) for each in mine):
             said = f"{party.engine} replica {party.replica} rank {party.rank} as {Role(role).name}"
             advice = "the operator of the source adds it to the allow-list"
-            known = "; ".join(map(str, mine)) or "nothing for this key"
+            known = listed(mine, between="; ") or "nothing for this key"
             raise RemoteError(ErrorCode.NOT_ALLOWED, "engine", known, said, advice)
 
     def renew(self, now: float) -> bool:

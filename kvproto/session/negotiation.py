@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvproto.errors import RemoteError
+from kvproto.errors import RemoteError, listed
 from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode, Feature
@@ -18,6 +18,9 @@ SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),
 """Versions that this package speaks."""
 LIMITS = Limits(max_body=tables.MAX_BODY, max_transfers=MAX_TRANSFERS)
 """What this package takes as a reader: Hello and Welcome say so."""
+
+_SHOWN = 16
+"""Versions or features that an error names; a peer may state thousands."""
 
 
 @attrs.frozen
@@ -75,9 +78,9 @@ def greased(terms: Terms, seed: int) -> Terms:
 
 
 def _ranges(versions: tuple[VersionRange, ...]) -> str:
-    return ", ".join(f"{v.major}.{v.min_minor}-{v.max_minor}" for v in versions)
+    return listed((f"{v.major}.{v.min_minor}-{v.max_minor}" for v in versions), _SHOWN)
 
 
 def _names(features: Sequence[int]) -> str:
     known = {int(f): f.name for f in Feature}
-    return ", ".join(known.get(f, f"0x{f:04x}") for f in features) or "(none)"
+    return listed((known.get(f, f"0x{f:04x}") for f in features), _SHOWN) or "(none)"

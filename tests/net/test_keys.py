@@ -311,6 +311,19 @@ def test_the_log_names_the_client_that_keeps_a_source_busy(tmp_path: Path, caplo
     assert "79% of" in said[0]
 
 
+def test_a_key_of_many_engines_is_named_by_the_first_of_them(tmp_path: Path) -> None:
+    """In the log, and in what a client hears that is none of them."""
+    entries = [f'[[client]]\nkey = "{KEY}"\nengine = "decode-{n:03}"\nranks = {list(range(64))}\n' for n in range(512)]
+    found = allowed(tmp_path / "allow.toml", "\n".join(entries))
+    first = "decode-000, decode-001, decode-002 and 509 more"
+    assert found.name(KEY.encode()) == f"{first} (key {KEY})"
+    with pytest.raises(RemoteError) as caught:
+        found.check(KEY.encode(), Party("other", 0, 0, 1), Role.SINK)
+    ranks = "ranks [0, 1, 2, 3, 4, 5, 6, 7 and 56 more]"
+    assert caught.value.mine.startswith(f"decode-000 {ranks} as SINK; decode-001 {ranks} as SINK; ")
+    assert caught.value.mine.endswith(" and 509 more")
+
+
 def test_sources_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(f"""
