@@ -54,7 +54,7 @@ class Reader:
         self.view, self.at, self.end, self.left, self.trace = view, 0, len(view), values, trace
 
     def mark(self, kind: str, note: object) -> None:
-        """Remember, where someone wants it, what the bytes up to here were."""
+        """Remember, where someone wants it, what the bytes up to here were; readers of many values ask first."""
         if self.trace is not None:
             self.trace.append((self.at, kind, note))
 
@@ -86,9 +86,11 @@ class Reader:
 
     def uint(self) -> int:
         """An integer from 0 on."""
+        at = self.at
+        if at < self.end and self.view[at] < 0x80:
+            self.at = at + 1
+            return self.view[at]
         head = self._byte()
-        if head < 0x80:
-            return head
         form = _UINT.get(head)
         if form is not None:
             return self._number(form)

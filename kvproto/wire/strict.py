@@ -52,14 +52,17 @@ def _struct_reader(name: str) -> Read:
         last = 0
         found: dict[str, Any] = {}
         count = reader.map_header(depth)
-        reader.mark("map", f"{name}, {count} fields")
+        told = reader.trace is not None
+        if told:
+            reader.mark("map", f"{name}, {count} fields")
         for _ in range(count):
             number = reader.uint()
             if number <= last:
                 raise Fault(ErrorCode.FIELD_ORDER, f"above {last}", number, label(number))
             last = number
             field = fields.get(number)
-            reader.mark("id", label(number))
+            if told:
+                reader.mark("id", label(number))
             try:
                 if field is not None:
                     found[field[0]] = field[1](reader, depth)
@@ -108,7 +111,8 @@ def _reader(field: tables.Field) -> Read:
 def _leaf(read: Callable[[Reader], Any]) -> Read:
     def leaf(reader: Reader, depth: int) -> Any:
         value = read(reader)
-        reader.mark("value", value)
+        if reader.trace is not None:
+            reader.mark("value", value)
         return value
 
     return leaf
@@ -142,7 +146,8 @@ def _list_reader(item: Read, low: int | None, high: int | None, inner: str) -> R
         reader.mark("list", f"{count} of {inner.rpartition(':')[2]}")
         try:
             for i in range(count):
-                reader.mark("element", i)
+                if reader.trace is not None:
+                    reader.mark("element", i)
                 made.append(item(reader, depth + 1))
         except Fault as fault:
             fault.steps.append(f"[{len(made)}]")
