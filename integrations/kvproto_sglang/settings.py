@@ -10,8 +10,9 @@ from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed, read_sources
+from kvproto import LocalError, Options, Seed
 from kvproto.errors import ErrorCode
+from kvproto_engines.settings import checked, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE
 
@@ -52,37 +53,24 @@ class Settings:
         """Raises LocalError naming what is missing or wrong."""
         text = os.environ.get(VARIABLE, "")
         if not text:
-            raise _refuse("", "a JSON object, or the path of one", "nothing", 'such as {"name": "prefill"}')
+            raise refuse(VARIABLE, "", "a JSON object, or the path of one", "nothing", 'such as {"name": "prefill"}')
         try:
             given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
         except (OSError, ValueError) as error:
-            raise _refuse("", "a JSON object, or the path of one", str(error), "correct it") from None
+            raise refuse(VARIABLE, "", "a JSON object, or the path of one", str(error), "correct it") from None
         return cls.read(given, prefill)
 
     @classmethod
     def read(cls, given: Any, prefill: bool) -> Settings:
         """Raises LocalError naming the setting that is unknown, missing or wrong."""
-        known = [field.name for field in attrs.fields(cls)]
-        if not isinstance(given, Mapping) or (unknown := sorted(given.keys() - set(known))):
-            found = repr(unknown[0]) if isinstance(given, Mapping) else type(given).__name__
-            raise _refuse("", f"settings of {known}", found, "correct its name")
-        made = dict(given)
-        if prefill and not (isinstance(made.get("listen"), str) and isinstance(made.get("name"), str)):
-            advice = 'such as {"name": "10.0.0.1:8998", "listen": "ipc:///run/kv/prefill-{rank}"}'
-            raise _refuse("listen", "a name and an address, as this engine prefills", str(made.get("listen")), advice)
-        if not prefill and not made.get("sources"):
-            advice = 'such as {"10.0.0.1:8998": "ipc:///run/kv/prefill-0"}'
-            raise _refuse("sources", "where prefill engines listen, as this engine decodes", "none", advice)
+        made = checked(VARIABLE, cls, given, prefill, not prefill)
+        if prefill and not isinstance(made.get("name"), str):
+            mine = "a name, as this engine prefills"
+            raise refuse(VARIABLE, "name", mine, str(made.get("name")), 'such as "10.0.0.1:8998", as requests say it')
         if made.get("metadata", "all") not in SETS:
-            raise _refuse("metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"')
-        deadline = made.get("deadline", DEADLINE)
-        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or deadline <= 0:
-            raise _refuse("deadline", "seconds above 0", repr(deadline), f"leave it out for {DEADLINE:g}")
-        try:
-            made["options"] = Options(**made.get("options", {}))
-        except TypeError as error:
-            raise _refuse("options", "names of kvproto.Options", str(error), "correct it") from None
-        made["sources"] = _sources(made.get("sources", {}))
+            raise refuse(
+                VARIABLE, "metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"'
+            )
         return cls(**made)
 
     def source_of(self, address: str) -> str:
@@ -99,28 +87,9 @@ class Settings:
         return max((replica + 1 for known, replica in self.sources if known == name), default=1)
 
 
-def _sources(given: Any) -> dict[tuple[str, int], Seed]:
-    """By engine and replica; an address, or a mapping with its key."""
-    if isinstance(given, str):
-        return dict(read_sources(given))
-    if not isinstance(given, Mapping):
-        raise _refuse("sources", "a mapping of names to addresses, or a file", type(given).__name__, "correct it")
-    found = {}
-    for name, seed in given.items():
-        engine, _, replica = name.partition("/")
-        try:
-            found[engine, int(replica or 0)] = Seed(seed) if isinstance(seed, str) else Seed(**seed)
-        except (TypeError, ValueError) as error:
-            mine = 'an address, or {"address": ..., "key": ...}, by "name" or "name/replica"'
-            raise _refuse(f"sources[{name!r}]", mine, str(error), "correct it") from None
-    return found
-
-
 def check_release(version: str) -> None:
     """Raise LocalError for a release of SGLang whose interface is not known."""
     if version.partition("+")[0] not in RELEASES:
-        raise _refuse("", f"SGLang {' or '.join(RELEASES)}", version, "install one of them, or a newer kvproto")
-
-
-def _refuse(path: str, mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, f"{VARIABLE}.{path}" if path else VARIABLE, mine, yours, advice)
+        raise refuse(
+            VARIABLE, "", f"SGLang {' or '.join(RELEASES)}", version, "install one of them, or a newer kvproto"
+        )

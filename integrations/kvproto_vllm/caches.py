@@ -17,7 +17,10 @@ from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_vllm.pages import cache_of, measured, views_of
 
-__all__ = ["Layers", "Stated", "refuse_cache", "state"]
+__all__ = ["WINDOW", "Layers", "Stated", "refuse_cache", "state"]
+
+WINDOW = "SlidingWindowSpec"
+"""vLLM's name of caches whose blocks the engine gives up when a window has left them."""
 
 _FLOATS = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
@@ -47,6 +50,7 @@ class Layers:
         computed: Element type of what is computed.
         stored: vLLM's name of the cache's element type.
         scales: Of K and of V of each layer, where a cache is quantized by them.
+        depth: Layers of the target; those beyond, and those named so, are a draft's.
     """
 
     title: str
@@ -61,6 +65,7 @@ class Layers:
     computed: torch.dtype
     stored: str
     scales: list[tuple[float, float]]
+    depth: int
 
 
 @attrs.frozen
@@ -82,8 +87,12 @@ class Stated:
 def state(layers: Layers, strides: bool) -> Stated:
     """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
     kind = type(layers.spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise refuse_cache(layers.names[0], "caches FullAttentionSpec and MLAAttentionSpec", kind)
+    if kind not in (known := ("FullAttentionSpec", "MLAAttentionSpec", WINDOW)):
+        raise refuse_cache(layers.names[0], f"caches {', '.join(known)}", kind)
+    if drafts := [
+        n for n, i in zip(layers.names, layers.ids, strict=True) if i >= layers.depth or n.startswith("draft")
+    ]:
+        raise refuse_cache(drafts[0], f"the {layers.depth} layers of the target", "a layer of a draft model")
     pages = _pages(layers)
     if layers.backend == "CPU_ATTN":
         return _packed(layers, strides)

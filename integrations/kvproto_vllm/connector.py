@@ -9,21 +9,16 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
+from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import open_pool
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.memory import ShareableMemory
-from kvproto_vllm.orders import Heard, Orders, Tables
+from kvproto_vllm.orders import Orders, Tables
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
@@ -37,31 +32,31 @@ _WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
 
 
 @dataclass
-class _Metadata(KVConnectorMetadata):
+class _Metadata(base.KVConnectorMetadata):
     """From the scheduler's side to each worker."""
 
     orders: Orders
 
 
 @dataclass
-class _WorkerMetadata(KVConnectorWorkerMetadata):
-    """From workers to the scheduler's side."""
+class _WorkerMetadata(base.KVConnectorWorkerMetadata):
+    """From workers to the scheduler's side: the source ranks that handed a request over, by its id."""
 
-    heard: Heard = field(default_factory=Heard)
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> base.KVConnectorWorkerMetadata:
         """What both workers told."""
         assert isinstance(other, _WorkerMetadata)
-        return _WorkerMetadata(Heard(self.heard.taken | other.heard.taken))
+        return _WorkerMetadata(self.taken | other.taken)
 
 
-class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
+class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Hands prompts from vLLM to any engine that speaks kvproto, and fetches them from one.
 
     Both transfers run in kvproto's own thread; a step of vLLM only says what it computed and asks what has arrived.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises LocalError for a release of vLLM or settings that cannot be used."""
         super().__init__(vllm_config, role, kv_cache_config)
         check_release(vllm.__version__)
@@ -71,7 +66,8 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
-        self._scheduling = Scheduling(self._settings, self._replica, *self._roles)
+        groups = [type(each.kv_cache_spec).__name__ for each in kv_cache_config.kv_cache_groups]
+        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, windows=WINDOW in groups)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._targets: dict[str, Tables] = {}
         self._gpu: torch.device | None = None
@@ -93,16 +89,17 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             self._targets[request.request_id] = blocks.get_block_ids()
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if self._roles[0]:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
+        manager = getattr(self, "_kv_cache_manager", None)
+        if manager is None and self._roles[0]:
             self._tables.scheduled(scheduler_output)
-        orders = self._scheduling.orders(scheduler_output, self._tables)
+        orders = self._scheduling.orders(scheduler_output, manager.get_block_ids if manager else self._tables)
         orders.targets, self._targets = self._targets, {}
         return _Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
-            self._scheduling.heard(connector_output.kv_connector_worker_meta.heard)
+            self._scheduling.taken(connector_output.kv_connector_worker_meta.taken)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request)
@@ -128,13 +125,13 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
             listen = settings.listen.replace("{replica}", str(self._replica))
             self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
         if self._roles[1]:
-            sources = dict(settings.sources)
-            self._loading = Loading(Sink(settings.name, opened.pool, sources, settings.options), opened.tables)
+            sources, whole = dict(settings.sources), self._vllm_config.cache_config.enable_prefix_caching
+            self._loading = Loading(Sink(settings.name, opened.pool, sources, settings.options), opened.tables, whole)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         if self._sending is not None and isinstance(kv_connector_metadata, _Metadata):
             self._sending.preempt(kv_connector_metadata.orders)
 
@@ -175,9 +172,9 @@ class KvprotoConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._lost.take()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         taken = self._sending.taken() if self._sending is not None else {}
-        return _WorkerMetadata(Heard(taken)) if taken else None
+        return _WorkerMetadata(taken) if taken else None
 
     def shutdown(self) -> None:
         if self._loading is not None:

@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
 from kvproto_engines.facts import digest_of, rope_of, weights_of
-from kvproto_vllm.caches import Layers, refuse_cache, state
+from kvproto_vllm.caches import WINDOW, Layers, refuse_cache, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.settings import Settings
 
@@ -71,11 +71,13 @@ def _open(
         [each.cache for each in stated.values()], Parallel(tp=config.parallel_config.tensor_parallel_size),
         replica=config.parallel_config.data_parallel_index,
         facts=_facts(config, settings, [each for _, each in groups]),
-        depth=config.model_config.hf_text_config.num_hidden_layers,
+        depth=groups[0][1].depth,
     )  # fmt: skip
     given = {title: each.tensors for title, each in stated.items()}
     pool = Pool(geometry, given, rank=rank, axes={title: each.axes for title, each in stated.items()})
-    return Opened(pool, {each.title: Table(index, stated[each.title].pages) for index, each in groups})
+    windows = {each.title: each.spec.block_size for _, each in groups if type(each.spec).__name__ == WINDOW}
+    tables = {each.title: Table(i, stated[each.title].pages, windows.get(each.title, 0)) for i, each in groups}
+    return Opened(pool, tables)
 
 
 def _layers(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Layers]]:
@@ -97,6 +99,7 @@ def _layers(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor]) -> It
                 tensors=[tensors[name] for name in names], heads=heads, blocks=kv_config.num_blocks,
                 computed=config.model_config.dtype, stored=config.cache_config.cache_dtype,
                 scales=[_scales(running[name]) for name in names],
+                depth=config.model_config.hf_text_config.num_hidden_layers,
             )  # fmt: skip
             titles += 1
 

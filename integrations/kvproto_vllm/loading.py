@@ -16,9 +16,10 @@ logger = logging.getLogger("vllm.kvproto")
 class Loading:
     """Fetches of one rank. Nothing here waits."""
 
-    def __init__(self, sink: Sink, tables: Mapping[str, Table]) -> None:
-        """`tables` says by group name what its page table is."""
+    def __init__(self, sink: Sink, tables: Mapping[str, Table], whole: bool = True) -> None:
+        """`tables` says by group name what its page table is; `whole`: blocks are for other requests' prefixes too."""
         self.sink, self._tables = sink, tables
+        self._late = [] if whole else [group for group, table in tables.items() if table.window]
         self._fetches: dict[str, Fetch] = {}
         self._failed: set[str] = set()
 
@@ -43,7 +44,11 @@ class Loading:
     def _fetch(self, load: Load) -> Fetch:
         nothing = [0] * load.tokens  # what no token is fetched into may be any page
         pages = {group: table.of(load.tables) if load.tables else nothing for group, table in self._tables.items()}
-        return self.sink.fetch(load.ticket, load.prompt, pages, cached=load.cached, tokens=load.tokens)
+        cached = {
+            group: max(load.cached, table.since(load.tables) if load.tables else 0)
+            for group, table in self._tables.items()
+        }
+        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=self._late)
 
     def _fail(self, name: str, reason: object) -> None:
         logger.error("request %s could not be fetched: %s", name, reason)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvproto import Prompt, Ticket
 
-__all__ = ["Computed", "Heard", "Load", "Orders", "Table", "Tables"]
+__all__ = ["Computed", "Load", "Orders", "Table", "Tables"]
 
 Tables = tuple[list[int], ...]
 """A request's block ids from token 0 on, by block table."""
@@ -14,15 +14,27 @@ Tables = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class Table:
-    """The page table of a group: which block table of a request it is, and of how many pages a block is."""
+    """The page table of a group.
+
+    Fields:
+        index: Which block table of a request it is.
+        pages: Of a block.
+        window: Tokens of a block, where the engine gives up blocks that a sliding window has left; else 0.
+    """
 
     index: int
     pages: int = 1
+    window: int = 0
 
     def of(self, tables: Tables) -> list[int]:
         """The pages of a request."""
         blocks, n = tables[self.index], self.pages
         return blocks if n == 1 else [block * n + i for block in blocks for i in range(n)]
+
+    def since(self, tables: Tables) -> int:
+        """The first token that has a block; in place of those before it the engine names block 0."""
+        blocks = tables[self.index] if self.window else []
+        return next((n for n, block in enumerate(blocks) if block), len(blocks)) * self.window
 
 
 @dataclass
@@ -76,10 +88,3 @@ class Orders:
     refused: dict[str, str] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     targets: dict[str, Tables] = field(default_factory=dict)
-
-
-@dataclass
-class Heard:
-    """What workers tell the scheduler's side: the source ranks that handed a request over, by its id."""
-
-    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -66,8 +66,13 @@ def answer(ticket: Ticket) -> dict[str, Any]:
     return {"do_remote_prefill": True, "do_remote_decode": False, "ticket": write_ticket(promptly)}
 
 
-def prompt_of(request: Any) -> Prompt:
-    """What both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings."""
+def prompt_of(request: Any, only: bool = False) -> Prompt:
+    """What both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
+
+    `only`: and for a request that is decoded on, whose window leaves blocks that are still to be read.
+    """
+    if only and (request.max_tokens or 0) > 1:
+        raise _bad("max_tokens of 1, as this model has sliding windows", str(request.max_tokens))
     if request.prompt_token_ids is None:
         raise _bad("a prompt of tokens", "one of embeddings")
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""

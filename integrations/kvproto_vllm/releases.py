@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvproto_engines.settings import refuse
 from kvproto_vllm.orders import Tables
-from kvproto_vllm.settings import refuse
+from kvproto_vllm.settings import WHERE
 
 __all__ = ["RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "layers_of"]
 
@@ -39,9 +40,8 @@ except ImportError:  # 0.26
 def check_release(version: str) -> None:
     """Raise LocalError for a release of vLLM whose hooks are not known."""
     if not any(version.startswith(f"{known}.") for known in RELEASES):
-        raise refuse(
-            "", f"vLLM {', '.join(RELEASES[:-1])} or {RELEASES[-1]}", version, "install one of them, or a newer kvproto"
-        )
+        known = f"vLLM {', '.join(RELEASES[:-1])} or {RELEASES[-1]}"
+        raise refuse(WHERE, "", known, version, "install one of them, or a newer kvproto")
 
 
 class BlockTables:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvproto import KvprotoError, Prompt, Ticket, new_ticket
-from kvproto_vllm.orders import Computed, Heard, Load, Orders, Tables
+from kvproto_vllm.orders import Computed, Load, Orders, Tables
 from kvproto_vllm.params import answer, prompt_of, read_params
 from kvproto_vllm.settings import Settings
 
@@ -39,19 +39,21 @@ class _Send:
 
 @attrs.define
 class _Receive:
-    """A request that is fetched, once; `error` says why it cannot be."""
+    """A request that is fetched, once, by its ticket and prompt; without them `error` says why it cannot be."""
 
-    ticket: Ticket | None
-    prompt: Prompt | None
-    error: str = ""
+    wanted: tuple[Ticket, Prompt] | None
+    error: str
     asked: bool = False
 
 
 class Scheduling:
     """Of one engine. What a request's parameters say never raises: it fails that request alone."""
 
-    def __init__(self, settings: Settings, replica: int, producer: bool, consumer: bool) -> None:
-        self._settings, self._replica, self._roles = settings, replica, (producer, consumer)
+    def __init__(
+        self, settings: Settings, replica: int, producer: bool, consumer: bool, windows: bool = False
+    ) -> None:  # fmt: skip
+        """`windows`: the engine gives up blocks that a sliding window has left."""
+        self._settings, self._replica, self._roles, self._windows = settings, replica, (producer, consumer), windows
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._orders = Orders()
@@ -64,20 +66,21 @@ class Scheduling:
         name, error, prompt = request.request_id, asked.error, None
         ticket, here = asked.ticket, self._settings.name
         try:
-            prompt = prompt_of(request)
+            prompt = prompt_of(request, only=asked.prefill and self._windows)
             if asked.prefill and ticket is None and error is None:
                 ticket = new_ticket(here, self._replica, self._settings.deadline)
         except KvprotoError as refusal:
             error = refusal
         if error is not None:
             logger.error("request %s: %s", name, error)
+        wanted = (ticket, prompt) if error is None and ticket is not None and prompt is not None else None
         if not asked.prefill:
-            self._receives[name] = _Receive(ticket, prompt, str(error or ""))
-        elif error is not None or ticket is None or prompt is None:
+            self._receives[name] = _Receive(wanted, str(error or ""))
+        elif wanted is None:
             logger.error("request %s is computed, and not handed over", name)
         else:
-            self._sends[name] = _Send(ticket, prompt, asked.ticket is None)
-            self._orders.requests[name] = ticket, prompt
+            self._sends[name] = _Send(*wanted, asked.ticket is None)
+            self._orders.requests[name] = wanted
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """Tokens to fetch beyond those that this engine has, and whether between steps; no side effects.
@@ -97,22 +100,21 @@ class Scheduling:
         if receive is None or receive.asked:
             return
         receive.asked = True
-        if receive.ticket is None or receive.prompt is None or receive.error:
-            if external:
-                self._orders.refused[name] = receive.error
-        elif external:
-            tokens = len(receive.prompt) - 1
-            tables = blocks.get_block_ids()
-            load = Load(name, receive.ticket, receive.prompt, tables, tokens - external, tokens)
-            self._orders.loads.append(load)
-        else:
+        if not external:
             self._spare(name, receive)
+        elif receive.wanted is None:
+            self._orders.refused[name] = receive.error
+        else:
+            ticket, prompt = receive.wanted
+            tokens = len(prompt) - 1
+            load = Load(name, ticket, prompt, blocks.get_block_ids(), tokens - external, tokens)
+            self._orders.loads.append(load)
 
     def _spare(self, name: str, receive: _Receive) -> None:
         """Tell the source that nothing of a request is needed, so that its blocks go free."""
-        if receive.ticket is not None and receive.prompt is not None and not receive.error:
-            tokens = len(receive.prompt)
-            self._orders.spared.append(Load(name, receive.ticket, receive.prompt, (), tokens, tokens))
+        if receive.wanted is not None:
+            ticket, prompt = receive.wanted
+            self._orders.spared.append(Load(name, ticket, prompt, (), len(prompt), len(prompt)))
 
     def orders(self, step: Any, tables: Callable[[str], Tables]) -> Orders:
         """What workers have to do in a step of vLLM's scheduler; `tables` gives the blocks of a request."""
@@ -159,9 +161,9 @@ class Scheduling:
         self._orders.failed[name] = send.lost or "the request ended before its prompt was computed"
         return True, None
 
-    def heard(self, heard: Heard) -> None:
-        """What workers told."""
-        self._orders.taken |= heard.taken
+    def taken(self, ranks: dict[str, tuple[int, ...]]) -> None:
+        """Workers told which source ranks handed a request over."""
+        self._orders.taken |= ranks
 
 
 def _scheduled(step: Any) -> Iterator[tuple[str, int]]:

@@ -62,10 +62,11 @@ class Sending:
             if request is None or request.done:
                 continue
             self._events.setdefault(each.request, []).append(event)
+            since = {group: table.since(each.tables) for group, table in self._tables.items() if table.window}
             try:
                 if each.last:
-                    request.finish(self._pages(each.tables), tokens=each.tokens, after=after)
-                else:
+                    request.finish(self._pages(each.tables), tokens=each.tokens, after=after, since=since)
+                elif not since:  # blocks that a window leaves are reused while later chunks are computed
                     request.computed(self._pages(each.tables), each.tokens, after=after)
             except KvprotoError as error:
                 logger.error("request %s is not handed over: %s", each.request, error)

@@ -128,7 +128,7 @@ class Backend:
         return Layers(
             title=self.name.lower(), layer=layer, backend=self.name, spec=spec, names=names, ids=list(range(LAYERS)),
             tensors=tensors, heads=1 if self.mla else HEADS, blocks=self.blocks, computed=torch.bfloat16,
-            stored=self.stored, scales=[self.scales] * LAYERS,
+            stored=self.stored, scales=[self.scales] * LAYERS, depth=LAYERS,
         )  # fmt: skip
 
     def open(self, device: str) -> tuple[Pool, Stated, list[torch.Tensor]]:

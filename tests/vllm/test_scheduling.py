@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvproto import new_ticket, read_ticket, write_ticket
-from kvproto_vllm.orders import Heard, Orders
+from kvproto_vllm.orders import Orders
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.settings import Settings
 
@@ -227,6 +227,6 @@ def test_images_and_adapters_are_part_of_the_prompt() -> None:
 
 def test_ranks_hear_who_handed_a_request_over() -> None:
     made = scheduling()
-    made.heard(Heard({"a": (0, 3)}))
+    made.taken({"a": (0, 3)})
     assert step(made).taken == {"a": (0, 3)}
     assert step(made).taken == {}

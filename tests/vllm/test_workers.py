@@ -18,18 +18,25 @@ TABLE, PAGES = [3, 1, 2], [5, 6, 7]
 LAST = len(PROMPT) - 1
 
 
+_ALL = Table(0)
+
+
 class Pair:
     """A prefill and a decode worker, without threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, table: Table = _ALL, whole: bool = True) -> None:
         folder.chmod(0o700)
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": Table(0)})
-        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": Table(0)})
+        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table})
+        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": table}, whole)
         self.freed: set[str] = set()
         self.done: set[str] = set()
         self.failed: set[str] = set()
+
+    def close(self) -> None:
+        self.loading.sink.close()
+        self.sending.source.close()
 
     def turn(self, send: Orders | None = None, load: Orders | None = None) -> None:
         """A step of each engine, and a turn of what drives their transfers."""
@@ -54,8 +61,7 @@ class Pair:
 def pair(tmp_path: Path) -> Iterator[Pair]:
     made = Pair(tmp_path)
     yield made
-    made.loading.sink.close()
-    made.sending.source.close()
+    made.close()
 
 
 def load(ticket: Ticket, prompt: Prompt = PROMPT, cached: int = 0, tokens: int = LAST, pages: Any = PAGES) -> Load:
@@ -88,6 +94,33 @@ def test_chunks_and_a_prefix_that_is_there(pair: Pair) -> None:
     pair.until(lambda: pair.freed and pair.done)
     assert (rows(pair.pools[0], TABLE, PAGE, LAST) == rows(pair.pools[1], PAGES, PAGE, LAST)).all()
     assert (before == rows(pair.pools[1], PAGES, 0, PAGE)).all()
+
+
+def test_blocks_that_a_window_has_left_are_not_sent(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, Table(0, window=PAGE))
+    ticket, before = new_ticket("p"), rows(pair.pools[1], PAGES, 0, PAGE)
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket, pages=[0, *PAGES[1:]])]))
+    pair.turn(Orders(computed=[Computed("a", 2 * PAGE, ([3, 1],), False)]))
+    gone = [0, *TABLE[1:]]
+    pair.turn(Orders(computed=[Computed("a", len(PROMPT), (gone,), True)], held=["a"]))
+    pair.until(lambda: pair.freed and pair.done)
+    pair.close()
+    assert pair.failed == set()
+    assert (rows(pair.pools[0], TABLE, PAGE, LAST) == rows(pair.pools[1], PAGES, PAGE, LAST)).all()
+    assert (before == rows(pair.pools[1], PAGES, 0, PAGE)).all()
+
+
+@pytest.mark.parametrize(("whole", "lost"), [(True, {"a"}), (False, set())])
+def test_less_of_a_window_than_a_block_is_taken_where_no_other_request_uses_it(
+    tmp_path: Path, whole: bool, lost: set[str]
+) -> None:
+    pair = Pair(tmp_path, Table(0, window=PAGE), whole)
+    ticket, gone = new_ticket("p"), [0, *TABLE[1:]]
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[Computed("a", len(PROMPT), (gone,), True)]))
+    pair.turn(load=Orders(loads=[load(ticket)]))
+    pair.until(lambda: pair.done)
+    pair.close()
+    assert pair.failed == lost
 
 
 def test_what_the_sink_does_not_need_goes_free(pair: Pair) -> None:

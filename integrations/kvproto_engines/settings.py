@@ -1,0 +1,62 @@
+"""Settings that every adapter has, read from what a user said, each mistake named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvproto import LocalError, Options, Seed, read_sources
+from kvproto.errors import ErrorCode
+
+__all__ = ["checked", "refuse"]
+
+
+def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool) -> dict[str, Any]:
+    """The arguments of a class of settings, of which `deadline`, `listen`, `options` and `sources` are looked at.
+
+    Raises LocalError naming the setting that is unknown, missing or wrong; `where` is what the user calls all of them.
+    """
+    fields = {field.name: field.default for field in attrs.fields(cls)}
+    if not isinstance(given, Mapping) or (unknown := sorted(given.keys() - fields.keys())):
+        found = repr(unknown[0]) if isinstance(given, Mapping) else type(given).__name__
+        raise refuse(where, "", f"settings of {list(fields)}", found, "correct its name")
+    made = dict(given)
+    if prefill and not isinstance(made.get("listen"), str):
+        advice = 'such as "ipc:///run/kv/prefill-{rank}"'
+        raise refuse(where, "listen", "an address, as this engine prefills", str(made.get("listen")), advice)
+    if decode and not made.get("sources"):
+        advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}, by the names that requests say'
+        raise refuse(where, "sources", "where prefill engines listen, as this engine decodes", "none", advice)
+    deadline = made.get("deadline", fields["deadline"])
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or deadline <= 0:
+        raise refuse(where, "deadline", "seconds above 0", repr(deadline), f"leave it out for {fields['deadline']:g}")
+    try:
+        made["options"] = Options(**made.get("options", {}))
+    except TypeError as error:
+        raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
+    made["sources"] = _sources(where, made.get("sources", {}))
+    return made
+
+
+def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:
+    """By engine and replica; an address, or a mapping with its key."""
+    if isinstance(given, str):
+        return dict(read_sources(given))
+    if not isinstance(given, Mapping):
+        raise refuse(where, "sources", "a mapping of names to addresses, or a file", type(given).__name__, "correct it")
+    found = {}
+    for name, seed in given.items():
+        engine, _, replica = name.partition("/")
+        try:
+            found[engine, int(replica or 0)] = Seed(seed) if isinstance(seed, str) else Seed(**seed)
+        except (TypeError, ValueError) as error:
+            mine = 'an address, or {"address": ..., "key": ...}, by "name" or "name/replica"'
+            raise refuse(where, f"sources[{name!r}]", mine, str(error), "correct it") from None
+    return found
+
+
+def refuse(where: str, path: str, mine: str, yours: str, advice: str) -> LocalError:
+    """An error of a setting."""
+    return LocalError(ErrorCode.OUT_OF_RANGE, f"{where}.{path}" if path else where, mine, yours, advice)
