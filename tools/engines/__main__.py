@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong += report(f"{engine} {release}: the frames of the captures", found)
     for module, path in (
-        ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"), ("cross_pd", "sgt"),
+        ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("vllm_serve", ""), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"),
+        ("cross_pd", "sgt"),
     ):  # fmt: skip
         wrong += handed_over(module, path, args.at.resolve())
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")

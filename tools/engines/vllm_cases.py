@@ -16,31 +16,33 @@ _SOON = 8.0
 
 
 def same_tokens(one: Engine, two: Engine) -> Iterator[str]:
-    """Several prompts at once, each way: the tokens are those of the decode engine alone."""
-    texts = prompts(4, 40, 200)
-    for prefill, decode in ((one, two), (two, one)):
-        alone = [decode.run(new_name(), prompt, 16)[0] for prompt in texts]
+    """Several prompts at once, each way: fetched whole, and the tokens are those of the prefill engine alone."""
+    for seed, (prefill, decode) in enumerate(((one, two), (two, one))):
+        texts = prompts(4, 40, 200, seed)
+        alone = [prefill.run(new_name(), text, 16)[0] for text in texts]
         first = [new_name() for _ in texts]
-        for request, prompt in zip(first, texts, strict=True):
-            prefill.add(request, prompt, 1, ASK)
+        for request, text in zip(first, texts, strict=True):
+            prefill.add(request, text, 1, ASK)
         params = [prefill.result(request)[2] for request in first]
         if prefill.free()[1] != len(texts):
             yield f"{prefill.name} does not hold its requests' blocks"
         second = [new_name() for _ in texts]
-        for request, prompt, ticket in zip(second, texts, params, strict=True):
-            decode.add(request, prompt, 16, ticket)
+        for request, text, ticket in zip(second, texts, params, strict=True):
+            decode.add(request, text, 16, ticket)
         for i, request in enumerate(second):
             tokens, reason, _, _ = decode.result(request)
-            if (tokens, reason) != (alone[i], "length"):
-                yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, {reason}, not {alone[i]}"
+            if (tokens, reason, request in decode.fetched) != (alone[i], "length", True):
+                yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, {reason}, not {alone[i]}, or not fetched"
 
 
 def one_bit(one: Engine, two: Engine) -> Iterator[str]:
     """A bit of a page that arrived is flipped: other tokens."""
     (prompt,) = prompts(1, 100, 101, 1)
-    good, bad = over(one, two, prompt)[0], over(one, two, prompt, name=f"corrupt-{new_name()}")[0]
-    if good == bad:
-        yield "the same tokens: the pages were not used"
+    name = f"corrupt-{new_name()}"
+    bad = over(one, two, prompt, name=name)[0]
+    good = one.run(new_name(), prompt, 16)[0]
+    if good == bad or name not in two.fetched:
+        yield "the same tokens, or none fetched: the pages were not used"
 
 
 def ticket_beforehand(one: Engine, two: Engine) -> Iterator[str]:
@@ -111,6 +113,15 @@ def prefix_hits(one: Engine, two: Engine) -> Iterator[str]:
             yield f"prompt of {len(case)}, {cached} cached: {tokens}"
     if over(one, two, prompt)[0] != alone or not one.idle(DEADLINE / 2):
         yield "other tokens after a full hit, or its source was not told"
+
+
+def stored(one: Engine, two: Engine) -> Iterator[str]:
+    """A prompt that nobody hands over is stored by the other connector, and read when it comes again."""
+    (prompt,) = prompts(1, 130, 131, 8)
+    for engine in (one, two):
+        (first, *_, none), (again, *_, read) = (engine.run(new_name(), prompt, 16) for _ in range(2))
+        if first != again or none or not read:
+            yield f"{engine.name}: {none} tokens read and {first}, then {read} and {again}"
 
 
 def left_idle(one: Engine, two: Engine) -> Iterator[str]:

@@ -31,6 +31,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    from tools.engines.vllm_corrupting import FETCHED
+
     transfer = settings.pop("kv", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -76,7 +78,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 if out.finished:
                     found = out.outputs[0]
                     answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens
-                    pipe.send(("done", out.request_id, *answer))
+                    fetched = out.request_id in {name.rpartition("-")[0] for name in FETCHED}
+                    pipe.send(("done", out.request_id, *answer, fetched))
         elif core.scheduler.has_requests():
             core.step_fn()
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of a page that arrived."""
+"""The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived."""
 
 from __future__ import annotations
 
@@ -8,25 +8,35 @@ import torch
 
 from kvproto_vllm.connector import KvprotoConnector
 
-__all__ = ["CorruptingConnector"]
+__all__ = ["FETCHED", "CorruptingConnector"]
+
+FETCHED: set[str] = set()
+"""Requests whose prompts have arrived, by the names that the engine gave them."""
 
 
 class CorruptingConnector(KvprotoConnector):
     """Shows that tokens are equal because of the pages that were handed over."""
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        FETCHED.update((connector_output.finished_recving or set()) - (connector_output.failed_recving or set()))
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._tensors = kv_caches
-        self._blocks: dict[str, int] = {}
+        self._blocks: dict[str, list[int]] = {}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._blocks |= {load.request: load.tables[0][0] for load in self._bound.loads}
+        self._blocks |= {
+            load.request: [next(filter(None, table)) for table in load.tables] for load in self._bound.loads
+        }
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         for name in results.finished_recving:
             if name.startswith("corrupt"):
-                first = next(iter(self._tensors.values()))[self._blocks[name]]
-                first.view(torch.int32)[0, 0, 0] ^= 1 << 30
+                for block in self._blocks[name]:
+                    first = next(iter(self._tensors.values()))[block]
+                    first.view(torch.int32)[0, 0, 0] ^= 1 << 30
         return results

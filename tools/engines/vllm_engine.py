@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -10,7 +11,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["ASK", "DEADLINE", "PATIENCE", "Engine", "new_name", "over", "prompts"]
+__all__ = ["ASK", "DEADLINE", "PATIENCE", "Engine", "Result", "new_name", "over", "prompts"]
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -23,6 +24,9 @@ ASK = {"do_remote_decode": True}
 PATIENCE = 300.0
 """Seconds for an engine to start or to answer."""
 
+Result = tuple[list[int], str, Any, int]
+"""Tokens, reason of the end, params and cached tokens."""
+
 
 @attrs.define
 class Engine:
@@ -31,28 +35,44 @@ class Engine:
     name: str
     policy: str
     settings: dict[str, Any]
+    kind: str = "vllm_child"
+    """The module that serves it."""
     pipe: Any = None
     process: Any = None
     blocks: int = 0
     done: dict[str, Any] = attrs.Factory(dict)
+    fetched: set[str] = attrs.Factory(set)
+    """Requests whose prompts have arrived from another engine."""
 
     @classmethod
-    def of(cls, name: str, folder: str, others: list[str], policy: str, **settings: Any) -> Engine:
-        """One that prefills for `others` and decodes what they prefill; `policy` is what follows a load that fails."""
-        extra = {
+    def of(
+        cls, name: str, folder: str, others: list[str], policy: str, *, kind: str = "vllm_child",
+        extra: dict[str, Any] | None = None, beside: str = "", **settings: Any,
+    ) -> Engine:  # fmt: skip
+        """One that prefills for `others` and decodes what they prefill; `policy` is what follows a load that fails.
+
+        `extra` are settings of the connector, and `beside` is another that stores in this folder, by MultiConnector.
+        """
+        about = {
             "name": name, "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": DEADLINE,
-            "sources": {other: f"ipc://{folder}/{other}-0" for other in others},
+            "sources": {other: f"ipc://{folder}/{other}-0" for other in others}, **(extra or {}),
         }  # fmt: skip
         transfer = {
             "kv_connector": "CorruptingConnector", "kv_connector_module_path": "tools.engines.vllm_corrupting",
-            "kv_role": "kv_both", "kv_load_failure_policy": policy, "kv_connector_extra_config": extra,
+            "kv_role": "kv_both", "kv_load_failure_policy": policy, "kv_connector_extra_config": about,
         }  # fmt: skip
-        return cls(name, policy, {"kv": transfer, **settings})
+        if beside:
+            stores = {"shared_storage_path": f"{folder}/{name}-stored"}
+            other = {"kv_connector": beside, "kv_role": "kv_both", "kv_connector_extra_config": stores}
+            transfer = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"connectors": [transfer, other]},
+            }  # fmt: skip
+        return cls(name, policy, {"kv": transfer, **settings}, kind)
 
     def start(self) -> None:
         """Begin to start, as often as it was stopped."""
-        from tools.engines.vllm_child import serve
-
+        serve = importlib.import_module(f"tools.engines.{self.kind}").serve
         context = multiprocessing.get_context("fork")  # its packages are imported once
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, dict(self.settings)), daemon=False)
@@ -75,19 +95,19 @@ class Engine:
     def abort(self, request: str) -> None:
         self.pipe.send(("abort", request))
 
-    def result(self, request: str) -> tuple[list[int], str, Any, int]:
-        """Tokens, reason of the end, params and cached tokens of a request."""
+    def result(self, request: str) -> Result:
+        """Of a request, once it is over."""
         until = time.monotonic() + PATIENCE
         while request not in self.done and time.monotonic() < until:
             self._hear("done")
-        found: tuple[list[int], str, Any, int] = self.done.pop(request)
+        found: Result = self.done.pop(request)
         return found
 
-    def run(self, request: str, tokens: list[int], most: int, params: Any = None) -> tuple[list[int], str, Any, int]:
+    def run(self, request: str, tokens: list[int], most: int, params: Any = None) -> Result:
         self.add(request, tokens, most, params)
         return self.result(request)
 
-    def finished(self) -> list[tuple[str, tuple[list[int], str, Any, int]]]:
+    def finished(self) -> list[tuple[str, Result]]:
         """Requests that are over since the last call, with their results; waits a moment where there are none."""
         while self.pipe.poll(0 if self.done else 0.002):
             self._hear("done")
@@ -123,7 +143,8 @@ class Engine:
             if name == "died":
                 raise RuntimeError(f"{self.name}: {said[0]}")
             if name == "done":
-                self.done[said[0]] = tuple(said[1:])
+                self.done[said[0]] = tuple(said[1:5])
+                self.fetched |= {said[0]} if said[5] else set()
             if name == kind:
                 return said[0] if kind == "ready" else said
         raise TimeoutError(f"{self.name} says nothing")

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["make"]
 
-_HEADS = {"llama": (4, 2), "llama6": (6, 6)}
+_HEADS = {"llama": (4, 2), "window": (4, 2), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
 
@@ -31,9 +31,11 @@ def make(folder: Path, name: str) -> Path:
         return path
     if name in _HEADS:
         heads, kv_heads = _HEADS[name]
+        layers = ["full_attention", "sliding_attention"] * 2
+        windows: dict[str, Any] = {"layer_types": layers, "sliding_window": 80} if name == "window" else {}
         llama = LlamaConfig(
-            hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared,
+            hidden_size=32 * heads, intermediate_size=384, num_hidden_layers=4, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared, **windows,
         )  # fmt: skip
         LlamaForCausalLM(llama).save_pretrained(path)
         return path

@@ -22,6 +22,8 @@ from tools.engines.vllm_random import at_random
 __all__ = ["CROWDED", "main"]
 
 _MLA = {"model": "mla", "block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+_NAMED = {"weights": "llama"}
+"""Engines of two makers name the weights alike."""
 
 
 @attrs.frozen
@@ -38,9 +40,9 @@ class Pair:
 
 
 CROWDED = Pair(
-    "Llama, 24 blocks of 32 and 40 of 16 tokens",
+    "Llama, 24 blocks of 32 and 14 of 64 tokens",
     {"model": "llama", "num_gpu_blocks_override": 24, "max_num_batched_tokens": 96, "enable_prefix_caching": True},
-    {"model": "llama", "block_size": 16, "num_gpu_blocks_override": 40, "enable_prefix_caching": False},
+    {"model": "llama", "block_size": 64, "num_gpu_blocks_override": 14, "enable_prefix_caching": False},
     [at_random],
     ("recompute", "recompute"),
 )
@@ -57,6 +59,24 @@ PAIRS = [
     ),
     CROWDED,
     Pair("MLA, block 16", _MLA, _MLA, [cases.same_tokens, cases.one_bit, cases.left_idle], often=True),
+    Pair(
+        "Llama, block 32, and the torch reference engine, page 16",
+        {"model": "llama", "extra": _NAMED},
+        {"model": "llama", "block_size": 16, "kind": "reference_child", "extra": _NAMED},
+        [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.left_idle],
+    ),
+    Pair(
+        "The torch reference engine, page 32, and Llama, block 64",
+        {"model": "llama", "block_size": 32, "kind": "reference_child", "extra": _NAMED},
+        {"model": "llama", "block_size": 64, "extra": _NAMED},
+        [cases.same_tokens, cases.one_bit, cases.left_idle],
+    ),
+    Pair(
+        "Layers with a sliding window of 80 tokens beside full ones, block 32 in chunks of 96 tokens, and block 64",
+        {"model": "window", "max_num_batched_tokens": 96, "enable_prefix_caching": True},
+        {"model": "window", "block_size": 64, "enable_prefix_caching": False},
+        [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
+    ),
     Pair(
         "Llama, TP 2 and 1",
         {"model": "llama", "block_size": 64, "tensor_parallel_size": 2, "enable_prefix_caching": False},
@@ -80,10 +100,10 @@ PAIRS = [
         [cases.same_tokens, cases.one_bit, cases.left_idle],
     ),
     Pair(
-        "MLA, TP 2 and 1",
-        _MLA | {"tensor_parallel_size": 2},
-        _MLA,
-        [cases.same_tokens, cases.one_bit, cases.aborts, cases.left_idle],
+        "Llama, MultiConnector beside one that stores on disk",
+        {"model": "llama", "beside": "ExampleConnector", "enable_prefix_caching": False},
+        {"model": "llama", "block_size": 64, "beside": "ExampleConnector", "enable_prefix_caching": False},
+        [cases.same_tokens, cases.one_bit, cases.stored, cases.aborts, cases.left_idle],
     ),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvproto import new_ticket, write_ticket
-from tools.engines.vllm_engine import ASK, DEADLINE, PATIENCE, Engine, new_name, prompts
+from tools.engines.vllm_engine import ASK, DEADLINE, PATIENCE, Engine, Result, new_name, prompts
 
 __all__ = ["Figures", "at_random", "crowd"]
 
@@ -113,9 +113,9 @@ class _Crowd:
         for engine, name, _ in request.at.values():  # as a client that goes away
             engine.abort(name)
 
-    def _finished(self, name: str, result: tuple[list[int], str, Any, int]) -> None:
+    def _finished(self, name: str, result: Result) -> None:
         request, stage = self.by_name.pop(name)
-        tokens, reason, params, cached = result
+        tokens, reason, params, _ = result
         if request.over:
             return
         if stage == "prefill":
@@ -129,7 +129,7 @@ class _Crowd:
         request.over = True
         if (tokens, reason) == (self.alone[request.prompt], "length"):
             self.figures.right += 1
-            self.figures.fetched += request.way != "one engine" and cached > 0
+            self.figures.fetched += name in request.decode.fetched
         else:
             self.figures.lost.append(f"{request.way}, prompt {request.prompt}: {tokens}, {reason}")
 

@@ -1,0 +1,182 @@
+"""The torch reference engine in a process of its own, that takes the orders that `vllm_child` takes.
+
+It prefills and decodes, one step for all requests at a time, and hands over as vLLM does: all but the last token of a
+prompt, which the decode engine computes itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from kvproto import Fetch, KvprotoError, Prompt, Request, Sink, Source, lay_out, new_ticket, read_ticket, write_ticket
+from kvproto_reference import checkpoint
+from kvproto_reference.cache import KVPool, PageAllocator, Shard
+from kvproto_reference.cache.memory import shareable
+from kvproto_reference.engine.build import torch_runner
+from kvproto_reference.engine.description import TARGET, Layout, cache, hand_over
+from kvproto_reference.engine.prefill import Prefiller
+from kvproto_reference.engine.runner import Chunk
+from kvproto_reference.engine.sequence import Sequence, rows_needed
+from kvproto_reference.engine.speculative import SpeculativeDecoder
+
+__all__ = ["serve"]
+
+PAGES = 128
+
+
+@attrs.define(eq=False)
+class _Job:
+    """A request: a prompt to hand over has `request`, one to fetch has `fetch`."""
+
+    name: str
+    sequence: Sequence
+    request: Request | None = None
+    fetch: Fetch | None = None
+    cached: int = 0
+
+
+def serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    """Open an engine, then step it and answer orders until the pipe is closed."""
+    try:
+        torch.set_num_threads(1)
+        _Served(pipe, settings).run()
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send(("died", traceback.format_exc()))
+    os._exit(0)
+
+
+def _rope(folder: Path) -> str:
+    """As the engine on the other side names it."""
+    from transformers import AutoConfig
+
+    from kvproto_engines.facts import rope_of
+
+    return rope_of(AutoConfig.from_pretrained(folder))
+
+
+class _Served:
+    def __init__(self, pipe: Connection, settings: dict[str, Any]) -> None:
+        began, transfer = time.monotonic(), settings["kv"]
+        extra = transfer["kv_connector_extra_config"]
+        self.pipe, self.name, self.deadline = pipe, extra["name"], extra["deadline"]
+        self.recompute = transfer["kv_load_failure_policy"] == "recompute"
+        folder = Path(settings["model"])
+        loaded = checkpoint.load(folder)
+        facts = {"weights.target": extra["weights"], "rope.target": _rope(folder)}
+        geometry = lay_out([cache(0, loaded.config, Layout(), settings["block_size"])], facts=facts)
+        self.kv = KVPool.allocate(loaded.config, PAGES, settings["block_size"], memory=shareable)
+        pool = hand_over(geometry, {TARGET: self.kv}, 0)
+        self.source = Source(self.name, pool, extra["listen"])
+        self.sink = Sink(self.name, pool, extra["sources"])
+        self.runner = torch_runner(loaded, self.kv, Shard(geometry.groups[0], 0))
+        self.prefiller, self.decoder = Prefiller(self.runner, None, 64), SpeculativeDecoder(self.runner)
+        self.pages = PageAllocator(PAGES)
+        self.jobs: dict[str, _Job] = {}
+        self.held: list[_Job] = []
+        self.free = self.pages.available
+        pipe.send(("ready", time.monotonic() - began))
+
+    def run(self) -> None:
+        while True:
+            busy = any(job.fetch is None for job in self.jobs.values())
+            while self.pipe.poll(0 if busy else 0.005):
+                name, *given = self.pipe.recv()
+                if name == "add":
+                    self.add(*given)
+                elif name == "abort":
+                    self.abort(given[0])
+                elif name == "free":
+                    self.pipe.send(("free", self.pages.available, len(self.jobs) + len(self.held)))
+                elif name == "stop":
+                    self.sink.close()
+                    self.source.close()
+                    return
+                busy = True
+            self.step()
+
+    def add(self, name: str, tokens: list[int], most: int, params: Any) -> None:
+        sequence = Sequence(prompt=tokens, max_new=most, eos=frozenset())
+        pages = self.runner.shard.pages(rows_needed(len(tokens), most))
+        sequence.target_pages = self.pages.allocate(pages)
+        job = self.jobs[name] = _Job(name, sequence)
+        if not params:
+            self.prefiller.add(sequence)
+            return
+        given = params.get("ticket")
+        ticket = read_ticket(given) if given else new_ticket(self.name, deadline=self.deadline)
+        if params.get("do_remote_decode"):
+            job.request = self.source.request(ticket, Prompt(tokens))
+            self.prefiller.add(sequence)
+        else:
+            tables = {TARGET: sequence.target_pages}
+            job.fetch = self.sink.fetch(ticket, Prompt(tokens), tables, tokens=len(tokens) - 1)
+
+    def abort(self, name: str) -> None:
+        if (job := self.jobs.get(name)) is None:
+            return
+        if job.fetch is not None:
+            job.fetch.abort()
+            return
+        self.prefiller.drop(job.sequence)
+        if job.request is not None:
+            job.request.fail("aborted")
+        self.over(job, "abort")
+
+    def step(self) -> None:
+        """What has arrived, a step of prefill, a step of decode, and pages that nobody reads any more."""
+        for job in [job for job in self.jobs.values() if job.fetch is not None and job.fetch.done]:
+            self.arrived(job)
+        for sequence in self.prefiller.step():
+            job = next(job for job in self.jobs.values() if job.sequence is sequence)
+            if job.request is not None:
+                job.request.finish({TARGET: sequence.target_pages[: self.runner.shard.pages(len(sequence.prompt))]})
+        running = [job for job in self.jobs.values() if job.sequence.generated]
+        self.decoder.step([job.sequence for job in running])
+        for job in running:
+            if job.sequence.finished:
+                self.over(job, "length")
+        for job in [job for job in self.held if job.request is not None and job.request.done]:
+            self.held.remove(job)
+            self.pages.free(job.sequence.target_pages)
+
+    def arrived(self, job: _Job) -> None:
+        """All but the last token is there, or will not be."""
+        fetch, sequence = job.fetch, job.sequence
+        assert fetch is not None
+        try:
+            assert fetch.result is not None
+        except KvprotoError:
+            if not fetch.pages_free:
+                return
+            job.fetch = None
+            if self.recompute:
+                self.prefiller.add(sequence)
+            else:
+                self.over(job, "error")
+            return
+        job.fetch, job.cached = None, len(sequence.prompt) - 1
+        if job.name.startswith("corrupt"):
+            first = next(iter(self.kv.tensors.values()))[sequence.target_pages[0]]
+            first.view(torch.int32)[0, 0, 0] ^= 1 << 30
+        logits = self.runner.run([Chunk(sequence.prompt[-1:], job.cached, sequence.target_pages)])
+        sequence.append([int(logits.best()[0])])
+
+    def over(self, job: _Job, reason: str) -> None:
+        del self.jobs[job.name]
+        params = None
+        if job.request is not None:
+            self.held.append(job)
+            params = {"do_remote_prefill": True, "ticket": write_ticket(job.request.ticket)}
+        else:
+            self.pages.free(job.sequence.target_pages)
+        self.pipe.send(("done", job.name, job.sequence.generated, reason, params, job.cached, bool(job.cached)))

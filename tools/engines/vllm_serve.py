@@ -1,0 +1,144 @@
+"""docs/vllm.md as a user follows it: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS`.
+
+The commands are those of the page. Only the model, the folder, the ports and what makes a server small are put in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.engines.vllm_models import make
+
+__all__ = ["main"]
+
+_PAGE = Path(__file__).parents[2] / "docs/vllm.md"
+_SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 8388608 --block-size"
+_PATIENCE = 400.0
+"""Seconds for a server to start."""
+
+
+def main(argv: list[str]) -> int:
+    """Print what differs; the exit status."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(_differences(make(Path(argv[0]), "llama"), Path(folder)))
+    head = "DIFFERS" if found else "same   "
+    print(f"{head} {time.monotonic() - began:5.0f} s  docs/vllm.md: two servers, curl, and a proxy", flush=True)
+    for line in found:
+        print(f"        {line}", flush=True)
+    return 1 if found else 0
+
+
+def _differences(model: Path, folder: Path) -> Iterator[str]:
+    folder.chmod(0o700)
+    blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    commands = [block for block in blocks if block.startswith("vllm serve")]
+    (curl,) = (block for block in blocks if block.startswith("curl"))
+    ports = {"8100": _free_port(), "8200": _free_port()}
+    _install_command(folder)
+    env = os.environ | {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{folder}",
+    }  # fmt: skip
+
+    def filled(command: str) -> str:
+        for page, here in (
+            {"/run/kv": str(folder), "MODEL": str(model)} | {k: str(v) for k, v in ports.items()}
+        ).items():
+            command = command.replace(page, here)
+        return command
+
+    running = []
+    try:
+        for command, block in zip(commands, ("64", "32"), strict=True):
+            small = filled(command).replace(" --port", f" {_SMALL} {block} --port", 1)
+            server = ["bash", "-c", f"exec {small}"]
+            running.append(subprocess.Popen(server, env=env, cwd=folder, stdout=sys.stderr, start_new_session=True))
+        for port in ports.values():
+            _wait(port, running)
+        prompt, decode = "The sea", f"http://localhost:{ports['8200']}"
+        alone = _text(decode, model, prompt)
+        answer = subprocess.run(["bash", "-ec", filled(curl)], env=env, cwd=folder, capture_output=True, text=True)
+        by_hand = json.loads(answer.stdout)
+        if by_hand["choices"][0]["text"] != alone:
+            yield f"by curl {by_hand['choices'][0]['text']!r}, not {alone!r}"
+        port = _free_port()
+        proxy = [sys.executable, "-m", "tools.engines.proxy", str(port), f"http://localhost:{ports['8100']}", decode]
+        running.append(subprocess.Popen(proxy, env=env, cwd=_PAGE.parents[1]))
+        _wait(port, running, "")
+        long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
+        for text in (prompt, long):
+            if (through := _text(f"http://localhost:{port}", model, text)) != (alone := _text(decode, model, text)):
+                yield f"through a proxy {through!r}, not {alone!r}"
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                yield f"{process.args!r} does not end"
+                process.kill()
+
+
+def _text(server: str, model: Path, prompt: str) -> str:
+    body = {"model": str(model), "prompt": prompt, "max_tokens": 50, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: Any = json.load(answer)
+    return str(found["choices"][0]["text"])
+
+
+def _wait(port: int, running: list[subprocess.Popen[bytes]], path: str = "health") -> None:
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
+        if any(process.poll() is not None for process in running):
+            raise RuntimeError("a server has ended")
+        try:
+            if not path:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            with urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _install_command(folder: Path) -> None:
+    """The command `vllm`, which asks for a package of that name: builds for the CPU have another."""
+    import vllm
+
+    version = vllm.__version__.partition("+")[0] + "+cpu"  # by this it knows its platform
+    made = folder / f"vllm-{version}.dist-info"
+    made.mkdir()
+    made.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    command = folder / "vllm"
+    guarded = 'if __name__ == "__main__":\n    main()\n'  # its engine is a process that imports this again
+    command.write_text(f"#!{sys.executable}\nfrom vllm.entrypoints.cli.main import main\n\n{guarded}")
+    command.chmod(0o700)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
