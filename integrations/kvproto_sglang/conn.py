@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import (
@@ -93,7 +94,7 @@ class Manager(BaseKVManager):
             args.num_draft_entries, self.layout, settings, names,
         )  # fmt: skip
         if self.prefills:
-            listen = str(settings.listen).replace("{replica}", str(self.layout.replica))
+            listen = settings.address_of(self.layout.replica, parallel.num_dp_ranks)
             self.source = Source(settings.name, self.opened.pool, listen, settings.options)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
@@ -166,7 +167,7 @@ class Sender(BaseKVSender):
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
         manager = self.kv_mgr
         if self._sending is not None:
-            handoff = lambda: metadata.read(manager.buffers, self._row, manager.opened.parts)  # noqa: E731
+            handoff = partial(metadata.read, manager.buffers, self._row, manager.opened.parts)
             self._sending.send(kv_indices, num_kv_tokens or 0, handoff)
 
     def poll(self) -> Any:
@@ -197,8 +198,7 @@ class Receiver(BaseKVReceiver):
         self.abort_notified, self.conclude_state = False, None
         self._asked: Asked | None = None
         self._refused = ""
-        opened = mgr.opened
-        self._receiving = None if mgr.sink is None else Receiving(mgr.sink, opened.groups, opened.page)
+        self._receiving = None if mgr.sink is None else Receiving(mgr.sink, mgr.opened.groups, mgr.opened.page)
 
     def begin(self, request: Any) -> None:
         """SGLang's request, of which this receiver was made."""

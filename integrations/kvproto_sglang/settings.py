@@ -73,6 +73,17 @@ class Settings:
             )
         return cls(**made)
 
+    def address_of(self, replica: int, replicas: int) -> str:
+        """Where the ranks of a replica listen; raises LocalError where another one would listen there too."""
+        listen = str(self.listen)
+        if replicas > 1 and "{replica}" not in listen:
+            mine, advice = (
+                f'"{{replica}}" in it, as there are {replicas}',
+                'such as "ipc:///run/kv/prefill-{replica}-{rank}"',
+            )
+            raise _refuse("listen", mine, listen, advice)
+        return listen.replace("{replica}", str(replica))
+
     def source_of(self, address: str) -> str:
         """The name of the prefill engine that a request calls by `host:port`; raises LocalError(WRONG_PEER)."""
         names = {name for name, _ in self.sources}
