@@ -39,6 +39,8 @@ _POLL: dict[State, Any] = {
     State.SUCCESS: KVPoll.Success,
 }
 _WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
+_ONES = ("pp_size", "attn_cp_size", "attn_dcp_size", "num_dp_ranks")
+"""Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
 _NOT_ASKED = "the plug-in's hooks are not in place: SGLang's log says why"
 
 
@@ -86,16 +88,14 @@ class Manager(BaseKVManager):
         self.buffers = queue.metadata_buffers
         names = metadata.SETS["all" if self.prefills else settings.metadata]
         self.layout = Layout(
-            parallel.attn_tp_size, parallel.attn_tp_rank, _replica(parallel),
-            tuple((name, getattr(parallel, name)) for name in ("pp_size", "attn_cp_size", "attn_dcp_size")),
+            parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in _ONES),
         )  # fmt: skip
         self.opened: Opened = open_pool(
             queue.token_to_kv_pool, queue.scheduler.model_config, self._server, self.buffers, args.state_types,
             args.num_draft_entries, self.layout, settings, names,
         )  # fmt: skip
         if self.prefills:
-            listen = settings.address_of(self.layout.replica, parallel.num_dp_ranks)
-            self.source = Source(settings.name, self.opened.pool, listen, settings.options)
+            self.source = Source(settings.name, self.opened.pool, str(settings.listen), settings.options)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
 
@@ -130,11 +130,6 @@ class Manager(BaseKVManager):
         self._stopped.pop(bootstrap_room, None)
 
 
-def _replica(parallel: Any) -> int:
-    """Of attention or of the whole engine, whichever there are several of."""
-    return int(parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank or 0)
-
-
 class Sender(BaseKVSender):
     """A request of a prefill engine."""
 
@@ -151,9 +146,7 @@ class Sender(BaseKVSender):
             return
         try:
             asked = asked_of(request)
-            made = asked.ticket or ticket_of(
-                self._room, manager.settings.name, manager.layout.replica, manager.settings.deadline
-            )
+            made = asked.ticket or ticket_of(self._room, manager.settings.name, 0, manager.settings.deadline)
             sending.begin(made, asked.prompt)
         except KvprotoError as error:
             sending.error = error

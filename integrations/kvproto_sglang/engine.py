@@ -27,7 +27,6 @@ class Layout:
 
     tp: int = 1
     rank: int = 0
-    replica: int = 0
     refused: tuple[tuple[str, int], ...] = ()
 
 
@@ -74,7 +73,7 @@ def open_pool(
     cache, tensors, axes = _KINDS[kind](pool, model)
     facts = settings.facts if settings.facts is not None else _facts(model, server, settings)
     geometry = lay_out(
-        [cache, *metadata.cache_of(buffers, parts)], Parallel(tp=layout.tp), replica=layout.replica, facts=facts,
+        [cache, *metadata.cache_of(buffers, parts)], Parallel(tp=layout.tp), facts=facts,
         depth=model.num_hidden_layers,
     )  # fmt: skip
     made = Pool(geometry, {TARGET: tensors}, rank=layout.rank, axes=axes)

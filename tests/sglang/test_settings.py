@@ -36,14 +36,6 @@ def test_a_source_is_called_by_host_and_port_or_by_host_alone() -> None:
         made.source_of("h:2")
 
 
-def test_each_replica_listens_at_a_place_of_its_own() -> None:
-    made = Settings.read(PREFILL | {"listen": "ipc:///p-{replica}-{rank}"}, True)
-    assert [made.address_of(n, 2) for n in range(2)] == ["ipc:///p-0-{rank}", "ipc:///p-1-{rank}"]
-    assert Settings.read(PREFILL, True).address_of(0, 1) == PREFILL["listen"]
-    with pytest.raises(LocalError, match="replica"):
-        Settings.read(PREFILL, True).address_of(0, 2)
-
-
 @pytest.mark.parametrize(
     ("given", "prefill", "says"),
     [

@@ -77,7 +77,7 @@ def tried(models: Path, model: str, folder: str) -> int:
     path = shared["model_path"]
     own = {"metadata": "request", "deadline": sg.DEADLINE, "sources": {"vllm": f"ipc://{folder}/vllm-0"}}
     vllm = vl.Engine.of("vllm", folder, [], "fail", model=path, **MODELS[model])
-    vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0-0"}
+    vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
     vllm.start()
     sg.warm()
     prefill = sg.Engine.prefill("p64", folder, **shared, page_size=64, chunked_prefill_size=128)

@@ -16,7 +16,7 @@ __all__ = ["serve"]
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "skip_tokenizer_init": True, "dtype": "float32",
     "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 4096,
-    "mem_fraction_static": 0.1, "log_level": "warning", "page_size": 32, "random_seed": 0,
+    "mem_fraction_static": 0.5, "log_level": "warning", "page_size": 32, "random_seed": 0,
 }  # fmt: skip
 HAND_OVER = {"disaggregation_transfer_backend": "kvproto", "disaggregation_decode_retraction_backup": "cpu_tensor"}
 

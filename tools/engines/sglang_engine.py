@@ -69,17 +69,15 @@ class Engine:
     @classmethod
     def prefill(cls, name: str, folder: str, **settings: Any) -> Engine:
         """One that prefills, called NAME:1."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{replica}}-{{rank}}", "deadline": DEADLINE}
+        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": DEADLINE}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
-    def decode(cls, name: str, folder: str, sources: dict[str, int], **settings: Any) -> Engine:
-        """One that decodes what these prefill, of which there are so many replicas each."""
+    def decode(cls, name: str, folder: str, sources: list[str], **settings: Any) -> Engine:
+        """One that decodes what these prefill."""
         own = {
             "name": name, "deadline": DEADLINE,
-            "sources": {
-                f"{source}:1/{n}": f"ipc://{folder}/{source}-{n}-0" for source, number in sources.items() for n in range(number)
-            },
+            "sources": {f"{source}:1": f"ipc://{folder}/{source}-0" for source in sources},
         }  # fmt: skip
         return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
 

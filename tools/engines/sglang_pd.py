@@ -175,16 +175,9 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             {"page_size": 1},
             [same_tokens, one_bit, aborts, still_there, killed],
         ),
-        ("Llama, two replicas to one", {"page_size": 64, "dp_size": 2}, {"page_size": 16}, [same_tokens, one_bit]),
     ],
     "mla": [
         ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
-        (
-            "MLA, attention of two replicas, to one",
-            {"page_size": 32, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-            {"page_size": 16},
-            [same_tokens, one_bit],
-        ),
     ],
 }
 """By model: what two engines differ in, and what is tried with them. Engines of equal settings are one."""
@@ -192,7 +185,7 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
 
 def _title(settings: dict[str, Any]) -> str:
     """Engines with the same one are the same engine."""
-    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size"))
+    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size"))
 
 
 def tried(models: Path, chosen: str, folder: str) -> int:
@@ -203,7 +196,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     try:
         pairs = []
         chosen_pairs = MODELS[model][int(nth) :][:1] if nth else MODELS[model]
-        sources = {f"p{_title(first)}": first.get("dp_size", 1) for _, first, _, _ in chosen_pairs}
+        sources = list(dict.fromkeys(f"p{_title(first)}" for _, first, _, _ in chosen_pairs))
         for title, first, second, cases in chosen_pairs:
             names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
             if names[0] not in engines:

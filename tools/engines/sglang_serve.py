@@ -25,7 +25,7 @@ from tools.engines.vllm_models import make
 __all__ = ["main"]
 
 _PAGE = Path(__file__).parents[2] / "docs/sglang.md"
-_SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.1 --log-level warning --random-seed 0"
+_SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.5 --log-level warning --random-seed 0"
 _PATIENCE = 800.0
 """Seconds for a server to start."""
 
