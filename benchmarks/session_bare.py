@@ -51,7 +51,7 @@ def serve(pipe: Connection, place: Place) -> None:
                 endpoint.expect(ticket(n), PROMPT.digest, now, len(PROMPT))
                 endpoint.finish(bytes(ticket(n).key))
             pipe.send(state() | {"sessions": len(endpoint.sessions)} if not count else None)
-        for conn, frame in listener.receive():
+        for conn, frame in listener.receive([fd for fd, _ in ready]):
             endpoint.receive(conn, frame, now)
         endpoint.on_time(now)
         for conn, frame in endpoint.to_send(now):  # as a node does: Accepted is heard while Done is made

@@ -121,8 +121,9 @@ def _check_items(
     if items is None or need == had:
         return
     pool, new = columns[grant.group].items, items[had:]
-    if int(new.max()) >= pool:
-        raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(int(new.max())), "name items of the pool")
+    most = max(new.tolist()) if new.size <= _FEW else int(new.max())
+    if most >= pool:
+        raise RemoteError(ErrorCode.OUT_OF_REGION, at, f"below {pool}", str(most), "name items of the pool")
     if written and not (distinct(new) and not (had and np.isin(items[:had], new).any())):
         raise RemoteError(ErrorCode.ITEM_ALIAS, at, "each item once", "an item twice", "give each block its own item")
 
@@ -133,7 +134,7 @@ def size_of(grant: Grants) -> int:
 
 
 _FEW = 256
-"""Items up to which Python's own set is the faster."""
+"""Items up to which Python's own numbers are faster than calls of numpy."""
 
 
 def distinct(items: UIntArray | npt.NDArray[np.int64]) -> bool:

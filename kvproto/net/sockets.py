@@ -108,13 +108,15 @@ class Listener:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
         return [inbox.fd for inbox in self._inboxes]
 
-    def receive(self) -> Iterator[tuple[Hashable, bytes]]:
+    def receive(self, ready: Collection[int] = ()) -> Iterator[tuple[Hashable, bytes]]:
         """What has come, connection and frame, at most 256 of them, each taken when it is asked for; a message of
         several parts is ignored (KVP-NET-ONE), and so is a key that is not allowed any more (KVP-NET-REVOKE).
+
+        `ready`: the descriptors that were readable, where any were; who connects is looked at if theirs may be.
         """
-        self._connections.turn()
-        if self._handshakes is not None:
-            self._handshakes.turn()
+        for gate in (self._connections, self._handshakes):
+            if gate is not None and (not ready or gate.inbox.fd in ready):
+                gate.turn()
         for _ in range(limits.TURN_FRAMES):
             began = time.monotonic()
             frames = self._inbox.take(who=True)

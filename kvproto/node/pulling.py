@@ -84,6 +84,8 @@ class Puller:
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether the endpoint may have something to tell."""
+        if not (self._pulls or self._peers or self._unmapping):
+            return False
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
         used = {p.peer.key for p in self._pulls if p.peer is not None and p.copying is not None}

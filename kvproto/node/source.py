@@ -177,7 +177,7 @@ class SourceNode:
         now = time.monotonic()
         if self._listener.renew(now):
             self.endpoint.readmit()
-        for conn, frame in self._listener.receive():
+        for conn, frame in self._listener.receive(ready):
             self.endpoint.receive(conn, frame, now)
             if time.monotonic() - now > _TURN:  # the others are heard in the next, after what this one has to say
                 break

@@ -11,6 +11,7 @@ import attrs
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import PlanError, RemoteError, WireError
 from kvproto.planning.geometry import Geometry, decode_geometry, digest, encode_geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Proof
@@ -127,6 +128,16 @@ class Described:
     def drawn(self) -> tuple[int, ...]:
         """The source's groups from which these routes draw, ascending."""
         return tuple(sorted({box.source_group for route in self.routes for box in route.boxes}))
+
+    @cached_property
+    def handoff_bytes(self) -> dict[int, int]:
+        """Bytes of each routed hand-off group, by the sink's group id."""
+        groups = {g.id: g for g in self.sink.groups}
+        return {
+            route.group: sum(groups[route.group].parts[p].lane_bytes for p in {box.part for box in route.boxes})
+            for route in self.routes
+            if not kind_of(groups[route.group]).has_memory
+        }
 
     @cached_property
     def writers(self) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.planning.kinds import kind_of
 from kvproto.session.core import Hears, Part, Session
 from kvproto.session.phases import Described
 from kvproto.session.records import SinkAttempt, SourceAttempt
@@ -150,7 +149,7 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
     if isinstance(message, m.Done) and (done := tuple(message.groups[: len(routed) + 1].tolist())) != routed:
         mine, yours = f"groups {routed}", f"groups {done}"
         raise RemoteError(ErrorCode.WRONG_PEER, "groups", mine, yours, "state every group that is routed")
-    sizes = _handoff_bytes(described)
+    sizes = described.handoff_bytes
     groups = [h.group for h in message.handoff]
     if groups != sorted(sizes):
         advice = "state each routed hand-off group once, in ascending order"
@@ -180,13 +179,3 @@ def check_begins(attempt: SinkAttempt, begins: tuple[m.Begin, ...] | None) -> di
             mine, advice = f"above {first}, up to {end}", "state a token of the window that was asked for"
             raise RemoteError(ErrorCode.BAD_GRANT, f"begins[{i}].first", mine, str(begin.first), advice)
     return {begin.group: begin.first for begin in begins or ()}
-
-
-def _handoff_bytes(described: Described) -> dict[int, int]:
-    """Bytes of each routed hand-off group, by the sink's group id."""
-    groups = {g.id: g for g in described.sink.groups}
-    return {
-        route.group: sum(groups[route.group].parts[p].lane_bytes for p in {box.part for box in route.boxes})
-        for route in described.routes
-        if not kind_of(groups[route.group]).has_memory
-    }
