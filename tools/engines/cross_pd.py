@@ -79,7 +79,6 @@ def tried(models: Path, model: str, folder: str) -> int:
     vllm = vl.Engine.of("vllm", folder, [], "fail", model=path, **MODELS[model])
     vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
     vllm.start()
-    sg.warm()
     prefill = sg.Engine.prefill("p64", folder, **shared, page_size=64, chunked_prefill_size=128)
     decode = sg.Engine.start("d16", shared | {"page_size": 16, "disaggregation_mode": "decode"}, own)
     try:

@@ -26,7 +26,6 @@ __all__ = [
     "room",
     "settings_of",
     "told",
-    "warm",
     "where",
 ]
 
@@ -59,7 +58,7 @@ class Engine:
         """`kvproto` is what KVPROTO_SGLANG says."""
         from tools.engines.sglang_child import serve
 
-        context = multiprocessing.get_context("fork")  # its packages are imported once
+        context = multiprocessing.get_context("fork")
         pipe, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, settings, kvproto), daemon=False)
         process.start()
@@ -194,13 +193,6 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
     if model == "mla":  # later releases of transformers write its config without this
         found["json_model_override_args"] = '{"moe_layer_freq": 1}'
     return found
-
-
-def warm() -> None:
-    """Import once what each engine would import: they are forks of this process."""
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401
 
 
 def told(what: str, found: list[str]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
-from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, settings_of, told, warm, where
+from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, settings_of, told, where
 
 __all__ = ["main"]
 
@@ -223,7 +223,6 @@ def main(argv: list[str]) -> int:
     begun, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         plug_in(folder)
-        warm()
         for model in chosen:
             wrong += tried(models, model, folder)
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)
