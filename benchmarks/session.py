@@ -4,6 +4,7 @@
     many       2,000 transfers at once of 500 sinks of one source
     held       a transfer beside 4,096 that wait, and beside none
     floods     a transfer beside a peer that sends garbage, or requests, as fast as the source takes them
+    frames     the greatest frame of every message, in every state that hears it, by every way in which bytes move
     limits     what ZeroMQ does not bound: `floods.py`
     messages   1,000,000 transfers of sessions alone: do memory and descriptors grow?
     transfers  100,000 small ones of a Source and a Sink: likewise
@@ -35,6 +36,15 @@ from session_long import messages, recovery, sessions, transfers
 from session_peers import floods, held, many
 
 RESULTS = Path(__file__).parent / "results/session.json"
+
+
+def frames(ways: int) -> dict[str, Any]:
+    """The frames are made by the tests, which are imported for this part alone."""
+    from worst_frames import frames
+
+    return frames(ways)
+
+
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int, ...]]] = {
     "latency": (latency, (30, 100), (1, 20)),
     "many": (many, (500, 2000), (8, 32)),
@@ -44,14 +54,23 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int
     "transfers": (transfers, (100_000,), (2_000,)),
     "sessions": (sessions, (10_000,), (40,)),
     "recovery": (recovery, (3,), (1,)),
+    "frames": (frames, (6,), (1,)),
 }
 """What measures each part, with which numbers, and with which in a short run, which only shows that it works."""
+
+
+def ahead() -> bool:
+    """Whether the scheduler puts this process, or its session, before others."""
+    session = Path("/proc/self/autogroup")
+    nice = int(session.read_text().split()[-1]) if session.exists() else 0
+    return nice < 0 or os.sched_getscheduler(0) != os.SCHED_OTHER
 
 
 def facts() -> dict[str, Any]:
     """What samples are of."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 2),
+        "ahead": ahead(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("numpy", "pyzmq")} | {"zmq": zmq.zmq_version()},
     }  # fmt: skip
@@ -62,7 +81,13 @@ def shown(found: dict[str, Any], indent: str = "  ") -> None:
     for name, value in found.items():
         if name == "samples":
             continue
-        if isinstance(value, dict) and not name.endswith("frames"):
+        if name == "worst":
+            for row in value:
+                figures = f"{row['bytes']:12,}{row['seconds'] * 1e3:8.1f} ms{row['memory'] / 2**20:7.1f} MiB"
+                print(
+                    f"{indent}{row['message']:14}{row['field']:32}{figures}  {row['to']}, {row['state']}, {row['way']}"
+                )
+        elif isinstance(value, dict) and not name.endswith("frames"):
             print(f"{indent}{name}")
             shown(value, indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], float):

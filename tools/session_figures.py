@@ -29,11 +29,15 @@ def session_rows(parts: Mapping[str, Any]) -> list[str]:
         "unless a unit is named. `python benchmarks/session.py`",
         "The machine was at work on other things, at loads of "
         + ", ".join(f"{parts[name]['load']:.0f} ({name})" for name in parts)
-        + ": compare within a table, and with its first row.",
+        + ": compare within a table, and with its first row. The other things had to wait for "
+        + ", ".join(name for name in parts if parts[name].get("ahead"))
+        + ".",
         "",
         *_latency(found["latency"]),
         "",
         *_beside(found["floods"], found["held"]),
+        "",
+        *_frames(found["frames"]),
         "",
         *_many(found["many"]),
         "",
@@ -60,7 +64,23 @@ def _latency(found: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(floods: Mapping[str, Any], held: Mapping[str, Any]) -> list[str]:
-    rows = ["| a transfer of a good peer, with CURVE | p50 | p99 |", "|---|---|---|"]
+    p99 = {name: _cuts(floods[name])[1] for name in floods if not name.endswith("frames_s")}
+
+    def by(other: str) -> list[float]:
+        """p99 beside each flood here, over that beside the same flood there, or alone."""
+        return [p99[f"{kind} here"] / p99.get(f"{kind} {other}", p99["alone"]) for kind in ("garbage", "requests")]
+
+    here, alone = ("{:.2f} for garbage and {:.2f} for requests", "{:.1f} and {:.1f}")
+    here, alone = here.format(*by("elsewhere")), alone.format(*by("alone"))
+    rows = [
+        "A flood takes time of the machine wherever it goes: its sender and ZeroMQ's threads work on the cores of the",
+        "transfer. So a transfer is measured beside a flood of its own source, beside the same flood of another source",
+        f"of this machine, and alone. What the flooded source loses is the first over the second: p99 times {here}.",
+        f"Over a transfer that is alone on the two cores it is {alone} times, most of it the machine's share.",
+        "",
+        "| a transfer of a good peer, with CURVE | p50 | p99 |",
+        "|---|---|---|",
+    ]
     for name, samples in (
         ("alone", floods["alone"]),
         ("beside garbage at another source", floods["garbage elsewhere"]),
@@ -70,8 +90,17 @@ def _beside(floods: Mapping[str, Any], held: Mapping[str, Any]) -> list[str]:
         ("beside nothing", held["alone"]),
         (f"beside {held['held']:,} transfers that wait", held["beside"]),
     ):
-        p50, p99 = _cuts(samples)
-        rows.append(f"| {name} | {p50:,.0f} | {p99:,.0f} |")
+        rows.append("| {} | {:,.0f} | {:,.0f} |".format(name, *_cuts(samples)))
+    return rows
+
+
+def _frames(found: Mapping[str, Any]) -> list[str]:
+    """The five slowest."""
+    words = f"the greatest of {found['number']:,} frames, CPU of who hears it"
+    rows = [f"| {words} | bytes | ms | MiB |", "|---|---|---|---|"]
+    for row in found["worst"][:5]:
+        where = f"{row['message']}, {row['field']}: {row['to']}, {row['state']}, {row['way']}"
+        rows.append(f"| {where} | {row['bytes']:,} | {row['seconds'] * 1e3:.0f} | {row['memory'] / _MIB:.0f} |")
     return rows
 
 
