@@ -1,7 +1,9 @@
 """What the demo prints of a real model: a page for people who have not seen kvproto before."""
 
+import re
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,9 +27,10 @@ def show_page(
     folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
     target, draft = (load_config(folder, options.dtype) for folder in folders)
     name = smollm2.NAME if options.real else folders[0].name
+    if console.record:
+        console.export_text()  # a recording begins here
     console.print(
-        f"\n[bold]{escape(name)}[/bold]: {target.layers} layers, {target.heads} query heads, {target.dtype};"
-        f" the draft that proposes tokens: {draft.layers} layers\n"
+        f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; draft of {draft.layers} layers\n"
     )
     console.print(_engines(options, router, compared))
     console.print(_answers(compared, tokenizer))
@@ -37,10 +40,14 @@ def show_page(
     console.print(f"[dim]{sum(seconds.values()):.0f} s in all: {spent}[/dim]")
 
 
+_SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Without fonts from elsewhere."""
+
+
 def picture(console: Console, path: Path) -> None:
     """Write what a recording console has printed as SVG; raises EngineError where it cannot."""
     try:
-        console.save_svg(str(path), title="make demo ARGS=--real")
+        console.save_svg(str(path), title="make demo", code_format=_SVG, unique_id="kvproto")
     except OSError as error:
         raise EngineError(f"--picture {path} cannot be written: {error.strerror}") from error
 
@@ -105,9 +112,11 @@ def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
 
 
 def _short(said: str, most: int = 90) -> str:
-    """Both ends of what is long."""
+    """Whole words of both ends of what is long."""
     words = " ".join(said.split())
-    return words if len(words) <= most else f"{words[: most // 2]} ... {words[-most // 2 :]}"
+    if len(words) <= most:
+        return words
+    return f"{words[: most // 2].rpartition(' ')[0]} ... {words[-most // 2 :].partition(' ')[2]}"
 
 
 def _text(tokens: list[int], tokenizer: Tokenizer) -> str:
@@ -130,7 +139,7 @@ def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) ->
     equal = sum(m == o for c in compared for m, o in zip(c.request.tokens, c.tokens, strict=False))
     sums, due = sum(c.checksums for c in compared), sum(c.due for c in compared)
     says = {
-        "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} chats were answered",
+        "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} prompts were answered",
         "tokens": f"{equal:,} of {count:,} tokens are those that one undivided engine writes",
         "checksums": f"{sums} of {due} checksums of what arrived equal those of what was sent",
         "acceptance": "the draft's proposals were accepted as often",
