@@ -55,7 +55,7 @@ def picture(console: Console, path: Path) -> None:
 def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> Table:
     """The two engines, and between them what went from one to the other."""
     served = [c.request for c in compared if c.request.error is None]
-    read = sum(len(r.prompt.tokens) - r.cached for r in served)
+    read = sum(len(r.prompt.tokens) for r in served)
     wrote = sum(len(r.tokens) - 1 for r in served)
     moved = matrix(router)
     total, copies = sum(moved.values()), sum(word["seconds"] for word in router.sent)
