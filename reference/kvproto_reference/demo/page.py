@@ -23,7 +23,10 @@ def show_page(
     console: Console, options: DemoOptions, router: Router, compared: list[Compared], verdicts: dict[str, bool],
     tokenizer: Tokenizer, seconds: dict[str, float],
 ) -> None:  # fmt: skip
-    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo."""
+    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo.
+
+    A picture has no times, which are those of one machine on one day.
+    """
     folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
     target, draft = (load_config(folder, options.dtype) for folder in folders)
     name = smollm2.NAME if options.real else folders[0].name
@@ -36,6 +39,8 @@ def show_page(
     console.print(_answers(compared, tokenizer))
     for line in _proof(compared, verdicts, options.verify):
         console.print(line)
+    if options.picture:
+        return
     spent = ", ".join(f"{what} {many:.1f}" for what, many in seconds.items())
     console.print(f"[dim]{sum(seconds.values()):.0f} s in all: {spent}[/dim]")
 
@@ -59,18 +64,20 @@ def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> 
     wrote = sum(len(r.tokens) - 1 for r in served)
     moved = matrix(router)
     total, copies = sum(moved.values()), sum(word["seconds"] for word in router.sent)
+    times = [_lasted(served, "asked", "arrived"), f", copied in {1000 * copies:.0f} ms"]
+    times += [_lasted(served, "arrived", "finished", wrote)]
+    if options.picture:
+        times = [""] * 3
     table = Table.grid(padding=(0, 2))
     table.add_row("[bold]prefill engine", f"[bold]{_shape(options, 'prefill')}")
-    table.add_row("", f"read {read:,} tokens of {len(served)} prompts{_lasted(served, 'asked', 'arrived')}")
+    table.add_row("", f"read {read:,} tokens of {len(served)} prompts{times[0]}")
     for source, sink in sorted({(s, d) for s, d, _ in moved}):
         groups = {g: n for (s, d, g), n in moved.items() if (s, d) == (source, sink)}
         each = ", ".join(f"{g} {n / 1e6:.1f} MB" for g, n in groups.items() if n)
         table.add_row("[cyan]      │", f"[cyan]rank {source} to rank {sink}: {each}")
-    table.add_row(
-        "[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}, copied in {1000 * copies:.0f} ms"
-    )
+    table.add_row("[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}{times[1]}")
     table.add_row("[bold]decode engine", f"[bold]{_shape(options, 'decode')}")
-    table.add_row("", f"wrote {wrote:,} tokens{_lasted(served, 'arrived', 'finished', wrote)}")
+    table.add_row("", f"wrote {wrote:,} tokens{times[2]}")
     return table
 
 
