@@ -41,7 +41,6 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     core = engine.engine_core.engine_core
     pipe.send(("ready", time.monotonic() - began))
     preempted: dict[str, int] = {}
-    steps: list[float] = []
     while True:
         busy = core.scheduler.has_requests()
         while pipe.poll(0 if busy else 0.05):
@@ -60,9 +59,6 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
             elif name == "preempted":
                 pipe.send(("preempted", sum(preempted.values())))
-            elif name == "steps":
-                pipe.send(("steps", steps))
-                steps = []
             elif name == "stop":
                 core.shutdown()
                 return
@@ -71,10 +67,7 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             if request.num_preemptions:
                 preempted[request.request_id] = request.num_preemptions
         if engine.has_unfinished_requests():
-            began = time.perf_counter()
-            outs = engine.step()
-            steps.append(time.perf_counter() - began)
-            for out in outs:
+            for out in engine.step():
                 if out.finished:
                     found = out.outputs[0]
                     answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens

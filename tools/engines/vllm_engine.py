@@ -119,11 +119,6 @@ class Engine:
         self.pipe.send(("preempted",))
         return int(self._hear("preempted")[0])
 
-    def steps(self) -> list[float]:
-        """Seconds of each of its steps since the last call."""
-        self.pipe.send(("steps",))
-        return list(self._hear("steps")[0])
-
     def free(self) -> tuple[int, int]:
         """Free blocks, and requests that it has."""
         self.pipe.send(("free",))

@@ -23,12 +23,6 @@ def make(folder: Path, name: str) -> Path:
         return path
     torch.manual_seed(0)
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-    if name == "small":  # as SmolLM2-135M; weights are dummies
-        LlamaConfig(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-            architectures=["LlamaForCausalLM"], **shared | {"vocab_size": 49152},
-        ).save_pretrained(path)  # fmt: skip
-        return path
     if name in _HEADS:
         heads, kv_heads = _HEADS[name]
         layers = ["full_attention", "sliding_attention"] * 2
