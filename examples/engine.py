@@ -38,10 +38,19 @@ class Engine:
     def prefill(self, tokens: Sequence[int]) -> list[int]:
         """The page table of a prompt whose K and V are computed."""
         pages = self.take(len(tokens))
-        for layer, rows in zip(self.layers, _attention(tokens), strict=True):
-            for token, row in enumerate(np.moveaxis(rows, 1, 0)):
-                layer[:, pages[token // PAGE], token % PAGE] = row
+        self.compute(tokens, pages, 0, len(tokens))
         return pages
+
+    def compute(self, tokens: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
+        """K and V of some of a prompt's tokens, into its pages."""
+        for layer, rows in zip(self.layers, _attention(tokens), strict=True):
+            for token in range(start, stop):
+                layer[:, pages[token // PAGE], token % PAGE] = rows[:, token]
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
 
     def holds(self, tokens: Sequence[int], pages: Sequence[int]) -> bool:
         """Whether these pages hold what this engine itself would have computed for the prompt."""

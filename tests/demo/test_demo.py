@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,6 +189,37 @@ def test_first_token_that_ends_the_text() -> None:
     assert result.status == 0, result.said
     (request,) = [r for r in report(result)["requests"] if r["name"] == "a whole document"]
     assert request["tokens"] == [256]
+
+
+def test_a_page_for_people_and_its_picture(prompts: Path, tmp_path: Path) -> None:
+    """Pages of 8 tokens to pages of 32, both engines with two ranks."""
+    sizes = ["--prefill-page-size", "8", "--decode-page-size", "32", "--decode-tp", "2", "--max-new", "12"]
+    result = demo("--overview", "--prompt-file", prompts, *sizes, "--picture", tmp_path / "page.svg")
+    assert result.status == 0, result.said
+    for line in (
+        "prefill engine  torch, 2 processes, TP 2, pages of 8 tokens",
+        "decode engine   torch, 2 processes, TP 2, pages of 32 tokens",
+        "3 of 3 prompts were answered",
+        "36 of 36 tokens are those that one undivided engine writes",
+    ):
+        assert line in result.out
+    assert "<svg" in (tmp_path / "page.svg").read_text()
+
+
+@pytest.mark.usefixtures("faulty")
+def test_the_page_says_where_tokens_differ(prompts: Path) -> None:
+    args = ["--transport", "flips-target", "--no-verify", "--prefill-tp", "1", "--prompt-file", prompts]
+    result = demo("--overview", *args, "--max-new", "12")
+    assert result.status == 1
+    assert "NOT as one undivided engine" in result.out
+    assert re.search(r"from\W+token", result.out)
+    assert "of 36 tokens are those" in result.out
+
+
+def test_a_picture_that_cannot_be_written(prompts: Path, tmp_path: Path) -> None:
+    result = demo("--prompt-file", prompts, "--max-new", "1", "--picture", tmp_path / "none" / "page.svg")
+    assert result.status == 1
+    assert "page.svg cannot be written: No such file" in result.said
 
 
 @pytest.fixture

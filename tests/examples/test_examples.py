@@ -94,6 +94,11 @@ def test_a_sliding_window_whose_old_pages_are_given_up() -> None:
     assert forked("examples/sliding_window.py") == "15232 bytes, equal\n"
 
 
+def test_an_adapter_for_an_engine_that_steps() -> None:
+    """It says by itself whether every page came back."""
+    assert forked("examples/adapter.py") == "2 arrived, 1 ended: ABORTED (the client is gone)\n"
+
+
 def test_asyncio() -> None:
     assert forked("examples/asyncio_engine.py") == "8 requests, all equal\n"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import kvproto
 from tests.examples.test_examples import example
 from tests.processes import Command
 
@@ -26,12 +27,29 @@ def snippets(page: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _has(kind: str, name: str) -> bool:
+    """Whether a class of the door has a method or, from its beginning, an attribute of that name."""
+    cls = getattr(kvproto, kind)
+    return hasattr(cls, name) or name in cls.__init__.__code__.co_names
+
+
+def test_calls_that_the_page_of_adapters_names_are_there() -> None:
+    """`Class.method` of the door, and files of the two adapters."""
+    page = (ROOT / "docs/your-engine.md").read_text()
+    calls = set(re.findall(r"`(Source|Sink|Request|Fetch)\.(\w+)", page))
+    assert len(calls) > 8
+    assert not [call for call in calls if not _has(*call)]
+    files = set(re.findall(r"`(kvproto_\w+/\w+\.py)`", page))
+    assert len(files) > 8
+    assert not [file for file in files if not (ROOT / "integrations" / file).is_file()]
+
+
 def test_the_programs_of_embed_are_the_files() -> None:
     blocks = [block.rstrip() for block in BLOCK.findall((ROOT / "docs/embed.md").read_text())]
     assert blocks[:2] == [(ROOT / "examples" / name).read_text().rstrip() for name in ("source.py", "sink.py")]
 
 
-@pytest.mark.parametrize("page", ["docs/embed.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/embed.md", "docs/your-engine.md", "README.md"])
 def test_snippets_run(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
     program.write_text(snippets(page))
@@ -40,7 +58,17 @@ def test_snippets_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/embed.md", "docs/gpu.md", "docs/layouts.md", "README.md", "reference/README.md", "spec/v1/terms.md"]
+    "page",
+    [
+        "docs/embed.md",
+        "docs/gpu.md",
+        "docs/layouts.md",
+        "docs/real.md",
+        "docs/your-engine.md",
+        "README.md",
+        "reference/README.md",
+        "spec/v1/terms.md",
+    ],
 )
 def test_links_lead_somewhere_in_the_repository(page: str) -> None:
     here = ROOT / page

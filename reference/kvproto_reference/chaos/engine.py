@@ -17,6 +17,7 @@ import attrs
 
 from kvproto import KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
+from kvproto.session import limits as times
 from kvproto.withdrawal import Withdrawal
 
 from . import limits
@@ -119,7 +120,7 @@ class Engine:
             self._flush()
             for event in self._turn():
                 self.hear(event)
-            while self.conn.poll():
+            while not self.ending and self.conn.poll():
                 op, *arguments = self.conn.recv()
                 getattr(self, f"on_{op}")(*arguments)
             now = self.clock.real()
@@ -138,6 +139,7 @@ class Engine:
     def _turn(self) -> list[Event]:
         if self.setup.thread:
             self.conn.poll(_STEP)
+            self.door.fileno()  # raises what has ended its I/O thread
             return self.door.events()
         return self.door.step(_STEP)
 
@@ -164,9 +166,11 @@ class Engine:
         limits.memory(int(left))
         self.after(seconds, limits.lift)
 
-    def on_calm(self) -> None:
-        """Whatever is short is there again."""
+    def on_calm(self, slow: float) -> None:
+        """Whatever is short is there again; on a machine that is so `slow` peers are waited for longer."""
         limits.lift()
+        for name in ("PATIENCE", "TICKET_WAIT"):
+            setattr(times, name, slow * TIMES[name])
 
     def on_fork(self, seconds: float) -> None:
         """A child that calls the door, and lingers."""
@@ -280,8 +284,6 @@ def run(make: Callable[[Connection, Setup], Engine], conn: Connection, setup: Se
     os.close(log)
     faulthandler.enable()
     logging.basicConfig(level=logging.ERROR)  # whatever an engine says on stderr is a violation
-    from kvproto.session import limits as times
-
     for name, seconds in TIMES.items():
         setattr(times, name, seconds)
     before = limits.opened()

@@ -58,6 +58,8 @@ class World:
         self._idle: dict[str, tuple[Any, ...]] = {}
         self._ended: set[str] = set()
         self.calm = self._closing = False
+        self._slow = 1.0
+        """How much longer than on an idle machine engines wait for each other once the faults are over."""
         ports = dict(zip(PREFILLS, _ports(len(PREFILLS)), strict=True))
         listens = {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
         self.faults = Faults(self)
@@ -85,8 +87,7 @@ class World:
 
     def _ends(self, done: Callable[[], bool], seconds: float) -> bool:
         """Turns until it is true: whether it comes to be within a time that is longer where many share the machine."""
-        crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
-        return self._until(done, seconds * max(1.0, crowd))
+        return self._until(done, seconds * max(1.0, _crowd()))
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Turns until it is true, for so long at most."""
@@ -136,10 +137,10 @@ class World:
 
     def _end_of_faults(self) -> None:
         self.proxy.weather = Weather()
-        self.calm = True
+        self.calm, self._slow = True, max(1.0, _crowd() / 4)
         for name, engine in self.engines.items():
             engine.signal(signal.SIGCONT)
-            engine.tell("calm")
+            engine.tell("calm", self._slow)
             if engine.behind or name in self.judge.misled:  # until somebody sets the clock right, or has it forget
                 self.kill(name, 0.0)
         for pair in self.judge.liars:
@@ -177,7 +178,7 @@ class World:
         """Every pair completes a new request."""
         pairs = list(self.proxy.lanes)
         orders = [
-            Order(1000 + i, 0.0, pair.prefill, pair.decode, 20 + i, 0, 0.0, ((0.0, 20 + i),), 2.0, 1)
+            Order(1000 + i, 0.0, pair.prefill, pair.decode, 20 + i, 0, 0.0, ((0.0, 20 + i),), 2.0 * self._slow, 1)
             for i, pair in enumerate(pairs)
         ]
         for order in orders:
@@ -239,6 +240,8 @@ class World:
         match op:
             case "up":
                 engine.up = True
+                if self.calm:
+                    engine.tell("calm", self._slow)
                 self.judge.count("starts")
             case "refused to start":
                 self._gone(name)
@@ -307,6 +310,11 @@ class World:
             again = attrs.evolve(order, abort=None, fail=None, unheard="", other_prompt=False)
             if attempt < 200:
                 self.at(0.05, lambda: self._ask(again, attempt + 1))
+
+
+def _crowd() -> float:
+    """How many share each processor."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def _ports(count: int) -> list[int]:

@@ -174,6 +174,8 @@ def check(options: DemoOptions) -> None:
          "--real starts engines of its own: leave --attach out, or --real, and say by --model which models yours have"),
         (options.real and (options.target, options.draft) != (REAL["target"], REAL["draft"]),
          "--real brings a model and a draft of its own: leave --model and --draft-model out"),
+        (options.overview and options.attach is not None,
+         "--overview tells of engines that the demo starts: leave --attach out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
     ):  # fmt: skip
         if wrong:

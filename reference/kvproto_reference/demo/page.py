@@ -1,7 +1,9 @@
 """What the demo prints of a real model: a page for people who have not seen kvproto before."""
 
+import re
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,26 +23,36 @@ def show_page(
     console: Console, options: DemoOptions, router: Router, compared: list[Compared], verdicts: dict[str, bool],
     tokenizer: Tokenizer, seconds: dict[str, float],
 ) -> None:  # fmt: skip
-    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo."""
+    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo.
+
+    A picture has no times, which are those of one machine on one day.
+    """
     folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
     target, draft = (load_config(folder, options.dtype) for folder in folders)
     name = smollm2.NAME if options.real else folders[0].name
+    if console.record:
+        console.export_text()  # a recording begins here
     console.print(
-        f"\n[bold]{escape(name)}[/bold]: {target.layers} layers, {target.heads} query heads, {target.dtype};"
-        f" the draft that proposes tokens: {draft.layers} layers\n"
+        f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; draft of {draft.layers} layers\n"
     )
     console.print(_engines(options, router, compared))
     console.print(_answers(compared, tokenizer))
     for line in _proof(compared, verdicts, options.verify):
         console.print(line)
+    if options.picture:
+        return
     spent = ", ".join(f"{what} {many:.1f}" for what, many in seconds.items())
     console.print(f"[dim]{sum(seconds.values()):.0f} s in all: {spent}[/dim]")
+
+
+_SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Without fonts from elsewhere."""
 
 
 def picture(console: Console, path: Path) -> None:
     """Write what a recording console has printed as SVG; raises EngineError where it cannot."""
     try:
-        console.save_svg(str(path), title="make demo ARGS=--real")
+        console.save_svg(str(path), title="make demo", code_format=_SVG, unique_id="kvproto")
     except OSError as error:
         raise EngineError(f"--picture {path} cannot be written: {error.strerror}") from error
 
@@ -48,22 +60,24 @@ def picture(console: Console, path: Path) -> None:
 def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> Table:
     """The two engines, and between them what went from one to the other."""
     served = [c.request for c in compared if c.request.error is None]
-    read = sum(len(r.prompt.tokens) - r.cached for r in served)
+    read = sum(len(r.prompt.tokens) for r in served)
     wrote = sum(len(r.tokens) - 1 for r in served)
     moved = matrix(router)
     total, copies = sum(moved.values()), sum(word["seconds"] for word in router.sent)
+    times = [_lasted(served, "asked", "arrived"), f", copied in {1000 * copies:.0f} ms"]
+    times += [_lasted(served, "arrived", "finished", wrote)]
+    if options.picture:
+        times = [""] * 3
     table = Table.grid(padding=(0, 2))
     table.add_row("[bold]prefill engine", f"[bold]{_shape(options, 'prefill')}")
-    table.add_row("", f"read {read:,} tokens of {len(served)} prompts{_lasted(served, 'asked', 'arrived')}")
+    table.add_row("", f"read {read:,} tokens of {len(served)} prompts{times[0]}")
     for source, sink in sorted({(s, d) for s, d, _ in moved}):
         groups = {g: n for (s, d, g), n in moved.items() if (s, d) == (source, sink)}
         each = ", ".join(f"{g} {n / 1e6:.1f} MB" for g, n in groups.items() if n)
         table.add_row("[cyan]      │", f"[cyan]rank {source} to rank {sink}: {each}")
-    table.add_row(
-        "[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}, copied in {1000 * copies:.0f} ms"
-    )
+    table.add_row("[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}{times[1]}")
     table.add_row("[bold]decode engine", f"[bold]{_shape(options, 'decode')}")
-    table.add_row("", f"wrote {wrote:,} tokens{_lasted(served, 'arrived', 'finished', wrote)}")
+    table.add_row("", f"wrote {wrote:,} tokens{times[2]}")
     return table
 
 
@@ -105,9 +119,11 @@ def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
 
 
 def _short(said: str, most: int = 90) -> str:
-    """Both ends of what is long."""
+    """Whole words of both ends of what is long."""
     words = " ".join(said.split())
-    return words if len(words) <= most else f"{words[: most // 2]} ... {words[-most // 2 :]}"
+    if len(words) <= most:
+        return words
+    return f"{words[: most // 2].rpartition(' ')[0]} ... {words[-most // 2 :].partition(' ')[2]}"
 
 
 def _text(tokens: list[int], tokenizer: Tokenizer) -> str:
@@ -130,7 +146,7 @@ def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) ->
     equal = sum(m == o for c in compared for m, o in zip(c.request.tokens, c.tokens, strict=False))
     sums, due = sum(c.checksums for c in compared), sum(c.due for c in compared)
     says = {
-        "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} chats were answered",
+        "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} prompts were answered",
         "tokens": f"{equal:,} of {count:,} tokens are those that one undivided engine writes",
         "checksums": f"{sums} of {due} checksums of what arrived equal those of what was sent",
         "acceptance": "the draft's proposals were accepted as often",
