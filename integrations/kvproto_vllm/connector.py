@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from kvproto import Sink, Source
 from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
 from kvproto_vllm.caches import WINDOW
-from kvproto_vllm.engine import open_pool
+from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.memory import ShareableMemory
 from kvproto_vllm.orders import Orders, Tables
@@ -71,6 +71,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._targets: dict[str, Tables] = {}
         self._gpu: torch.device | None = None
+        self._opened: Opened | None = None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -115,11 +116,20 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return ShareableMemory() if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the pool, and begin to listen or to connect. Raises LocalError for caches that cannot be stated."""
-        settings, rank = self._settings, get_tensor_model_parallel_rank()
-        device = next(iter(kv_caches.values())).device
+        """Open the pool. Raises LocalError for caches that cannot be stated."""
+        rank, device = get_tensor_model_parallel_rank(), next(iter(kv_caches.values())).device
+        self._opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, self._settings)
         self._gpu = device if device.type == "cuda" else None
-        opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, settings)
+
+    def get_handshake_metadata(self) -> None:
+        """The engine has started: begin to listen, or to connect.
+
+        Not before: while it captures CUDA graphs, a call to the GPU from another thread would spoil them.
+        """
+        settings, opened = self._settings, self._opened
+        if opened is None:
+            return
+        self._opened = None
         if self._roles[0]:
             assert settings.listen is not None
             listen = settings.listen.replace("{replica}", str(self._replica))
@@ -136,6 +146,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._sending.preempt(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.get_handshake_metadata()
         if self._sending is not None:
             self._sending.take(self._bound)
         if self._loading is not None:

@@ -158,17 +158,40 @@ class Backend:
         return torch.stack(made).cpu()
 
 
-def hand_over(source: Backend, sink: Backend, place: str, device: str = "cpu") -> None:
-    """TOKENS tokens from scattered blocks of one engine into those of another: the rows are equal, byte by byte."""
+def hand_over(source: Backend, sink: Backend, place: str, device: str = "cpu", stream: Any = None) -> None:
+    """TOKENS tokens from scattered blocks of one engine into those of another: the rows are equal, byte by byte.
+
+    With a stream of a GPU the blocks are written there, a while after they are said to be.
+    """
     (one, stated, mine), (two, wanted, theirs) = source.open(device), sink.open(device)
     source.fill(mine)
+    after = _later(mine, stream) if stream is not None else None
     tables = [[5, 2, 6, 0, 3][: -(-TOKENS // each.block)] for each in (source, sink)]
     prompt, ticket = Prompt(range(TOKENS)), new_ticket("prefill")
     with Source("prefill", one, place) as here, Sink("decode", two, {"prefill": place}) as there:
         request = here.request(ticket, prompt)
         fetch = there.fetch(ticket, prompt, {sink.name.lower(): Table(0, wanted.pages).of((tables[1],))})
-        request.finish({source.name.lower(): Table(0, stated.pages).of((tables[0],))})
+        request.finish({source.name.lower(): Table(0, stated.pages).of((tables[0],))}, after=after)
         fetch.wait(20)
     sent, got = source.rows(mine, tables[0]), sink.rows(theirs, tables[1])
     assert sent.any()
     assert torch.equal(sent, got)
+
+
+def _later(tensors: list[torch.Tensor], stream: Any) -> int:
+    """The event after which the tensors have their bytes again; until then they have none."""
+    made = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for tensor, before in zip(tensors, made, strict=True):
+            tensor.copy_(before)
+    event = stream.record_event()
+    KEPT.append(event)
+    return int(event.cuda_event)
+
+
+KEPT: list[Any] = []
+"""Events that copies may wait for."""

@@ -13,6 +13,9 @@ __all__ = ["FETCHED", "CorruptingConnector"]
 FETCHED: set[str] = set()
 """Requests whose prompts have arrived, by the names that the engine gave them."""
 
+_LARGE = 1 << 30
+"""The bit that makes a small number a large one."""
+
 
 class CorruptingConnector(KvprotoConnector):
     """Shows that tokens are equal because of the pages that were handed over."""
@@ -37,6 +40,7 @@ class CorruptingConnector(KvprotoConnector):
         for name in results.finished_recving:
             if name.startswith("corrupt"):
                 for block in self._blocks[name]:
-                    first = next(iter(self._tensors.values()))[block]
-                    first.view(torch.int32)[0, 0, 0] ^= 1 << 30
+                    head = next(iter(self._tensors.values()))[block][0].view(torch.int32)
+                    row, at = torch.nonzero(head & _LARGE == 0)[0].tolist()
+                    head[row, at] ^= _LARGE
         return results
