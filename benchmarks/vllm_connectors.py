@@ -1,0 +1,66 @@
+"""Connectors of benchmarks/vllm_gpu.py: ours and vLLM's own, whose free blocks a request may put into another order.
+
+A request with `kv_transfer_params` {"order": n} sorts an engine's free blocks (n 0), or scatters them by the seed n.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Any
+
+from kvproto.events import Arrived, Sent
+from tools.engines.vllm_corrupting import CorruptingConnector
+
+__all__ = ["Nixl", "Ours"]
+
+
+class _Ordering:
+    """The scheduler's side has the pool of blocks."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)  # type: ignore[misc]
+        self._blocks = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        seed = (request.kv_transfer_params or {}).pop("order", None)
+        if seed is not None:
+            queue = self._blocks.free_block_queue
+            free = queue.popleft_n(queue.num_free_blocks)
+            free.sort(key=lambda block: block.block_id)
+            if seed:
+                random.Random(seed).shuffle(free)
+            queue.append_n(free)
+        super().on_new_request(request)  # type: ignore[misc]
+
+
+class Ours(_Ordering, CorruptingConnector):
+    """Says how long copies took, as both ends saw them."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._bound.loads:
+            print(f"{time.monotonic():.6f} loads {len(self._bound.loads)}", file=sys.stderr, flush=True)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if results.finished_recving:
+            print(f"{time.monotonic():.6f} arrived {len(results.finished_recving)}", file=sys.stderr, flush=True)
+        return results
+
+    def _log(self, events: list[Any]) -> None:
+        for event in events:
+            if isinstance(event, Sent | Arrived):
+                name, ms = type(event).__name__, event.seconds * 1e3
+                print(f"{time.monotonic():.6f} {name} {event.bytes} bytes {ms:.3f} ms", file=sys.stderr, flush=True)
+        super()._log(events)
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+    class Nixl(_Ordering, NixlPullConnector):
+        """vLLM's own connector, pull."""
+except ImportError:
+    pass

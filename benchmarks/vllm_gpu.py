@@ -1,0 +1,449 @@
+"""Two vLLM engines hand prompts over on GPUs: equal tokens, then how long it takes, beside vLLM's own connector.
+
+`python benchmarks/vllm_gpu.py [--write] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
+For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
+decode engine alone, also with prefix hits and scattered blocks, and other ones where a bit of a page is flipped. `unlike`:
+other block sizes and chunks too, which alone make two engines differ at near ties: how many first tokens the engines' own
+answers have in common stands beside. `ours` and `nixl`: bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in
+rounds of three, blocks scattered in the second; from asking the decode engine until it has the first token of each. Then the
+first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps raw samples in
+benchmarks/results/vllm_gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results/vllm_gpu.json"
+ASK = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What a proxy sends to a prefill engine, for either connector."""
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "VLLM_HOST_IP": "127.0.0.1", "NO_COLOR": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "max_model_len": 33_024, "max_num_seqs": 64, "enable_prefix_caching": False, "seed": 0,
+    "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.35,
+}  # fmt: skip
+TRITON = {"attention_backend": "TRITON_ATTN", "enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
+FLASH = {
+    "attention_backend": "FLASH_ATTN",
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+EXACT = {"dtype": "float32", **TRITON}
+Pair = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
+
+
+def _same(given: dict[str, Any]) -> Pair:
+    return given, given, {}
+
+
+PAIRS: dict[str, Pair] = {
+    "exact": (EXACT, EXACT | {"enable_prefix_caching": True}, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
+    "unlike": (
+        EXACT | {"block_size": 32, "max_num_batched_tokens": 1024},
+        EXACT | {"block_size": 16, "enable_prefix_caching": True},
+        {"VLLM_KV_CACHE_LAYOUT": "HND"},
+    ),
+    "ours": _same({"dtype": "bfloat16", **FLASH}),
+    "nixl": _same({"dtype": "bfloat16", **FLASH}),
+    "ours, no checksums": _same({"dtype": "bfloat16", **FLASH}),
+    "fp8_e4m3": _same(EXACT | {"kv_cache_dtype": "fp8_e4m3"}),
+    "int8_per_token_head": _same(EXACT | {"kv_cache_dtype": "int8_per_token_head"}),
+}
+"""Settings of the prefill engine, of the decode engine, and of the prefill engine's environment."""
+SMALL: dict[str, Any] = {
+    "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32", "enforce_eager": True,
+}  # fmt: skip
+"""On the CPU, to try this script."""
+
+
+TIE = 0.2
+"""Logits of two tokens that are closer than this are a tie between engines that compute in another order."""
+
+
+def make_model(folder: Path, small: bool) -> Path:
+    """A Llama of 8 layers and 8 KV heads of 128, as a folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    layers, width, heads, kv, dim, inner, words = (
+        (4, 128, 4, 2, 32, 256, 512) if small else (8, 1024, 16, 8, 128, 2816, 8192)
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim,
+        "vocab_size": words, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(7)
+
+    def some(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    ones = torch.ones(width, dtype=torch.bfloat16)
+    weights = {"model.embed_tokens.weight": some(words, width, scale=1), "lm_head.weight": some(words, width, scale=1)}
+    weights["model.norm.weight"] = ones
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        weights |= {
+            f"{at}self_attn.q_proj.weight": some(heads * dim, width, scale=1.5 * width**-0.5),
+            f"{at}self_attn.k_proj.weight": some(kv * dim, width, scale=1.5 * width**-0.5),
+            f"{at}self_attn.v_proj.weight": some(kv * dim, width, scale=2 * width**-0.5),
+            f"{at}self_attn.o_proj.weight": some(width, heads * dim, scale=2 * (heads * dim) ** -0.5),
+            f"{at}mlp.gate_proj.weight": some(inner, width, scale=width**-0.5),
+            f"{at}mlp.up_proj.weight": some(inner, width, scale=width**-0.5),
+            f"{at}mlp.down_proj.weight": some(width, inner, scale=inner**-0.5),
+            f"{at}input_layernorm.weight": ones.clone(), f"{at}post_attention_layernorm.weight": ones.clone(),
+        }  # fmt: skip
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@attrs.frozen
+class Ask:
+    """A request: `after` counts steps of the engine before it comes."""
+
+    name: str
+    tokens: list[int]
+    most: int = 1
+    params: Any = None
+    after: int = 0
+
+
+@attrs.frozen
+class Got:
+    """Of a request: its tokens, why it ended, its parameters, for each token how far its logit is above the next one's, and
+    seconds from its coming to its first token.
+    """
+
+    tokens: list[int]
+    reason: str
+    params: Any
+    gaps: list[float]
+    first: float
+
+
+def gap(logprobs: Any) -> float:
+    """Between the two best tokens."""
+    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
+    return float(best - second)
+
+
+def serve(pipe: Any, settings: dict[str, Any]) -> None:
+    """An engine in a process of its own: batches come over the pipe, and what became of them goes back."""
+    import vllm
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    settings["kv_transfer_config"] = KVTransferConfig(**settings.pop("kv"))
+    engine = LLM(**settings).llm_engine
+    pipe.send(vllm.__version__)
+    for batch in iter(pipe.recv, None):
+        if batch == "forget":
+            pipe.send(engine.reset_prefix_cache())
+            continue
+        waiting, begun, got, steps = sorted(batch, key=lambda ask: -ask.after), {}, {}, []
+        start = last = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[-1].after <= len(steps):
+                ask = waiting.pop()
+                extra = {"kv_transfer_params": ask.params} if ask.params else None
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=ask.most, ignore_eos=True, detokenize=False, extra_args=extra,
+                    logprobs=2 if ask.most > 1 and not ask.params else None,
+                )  # fmt: skip
+                begun[ask.name] = time.perf_counter()
+                engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, sampling)
+            outs = engine.step()
+            now = time.perf_counter()
+            for out in outs:
+                name, found = out.request_id, out.outputs[0]
+                first = got[name].first if name in got else now - begun[name]
+                gaps = [gap(each) for each in found.logprobs or ()] if out.finished else []
+                got[name] = Got(list(found.token_ids), found.finish_reason, out.kv_transfer_params, gaps, first)
+            if outs:
+                steps.append(now - last)
+                last = now
+        pipe.send((got, time.perf_counter() - start, steps))
+
+
+class Engine:
+    """One vLLM."""
+
+    def __init__(self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_start, args=(theirs, settings, environment, str(log)))
+        self._process.start()
+        theirs.close()
+        self._count = 0
+
+    def send(
+        self, prompts: list[list[int]], most: int = 1, params: Any = None, after: int = 0, prefix: str = "r"
+    ) -> list[str]:
+        """Ask for a batch; `params` of all, or of each. Returns the requests' names."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        batch = [
+            Ask(f"{prefix}{self._count + i}", tokens, most, one, after)
+            for i, (tokens, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+        self._count += len(batch)
+        self.give(batch)
+        return [ask.name for ask in batch]
+
+    def give(self, batch: list[Ask]) -> None:
+        self._pipe.send(batch)
+
+    def wait(self, seconds: float = 240) -> Any:
+        """What became of the batch by request, its seconds, and those of each step."""
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"{self.name} says nothing")
+        return self._pipe.recv()
+
+    def run(self, *args: Any, **named: Any) -> tuple[list[Got], float]:
+        names = self.send(*args, **named)
+        got, seconds, _ = self.wait()
+        return [got[name] for name in names], seconds
+
+    def order(self, seed: int) -> None:
+        """Free blocks in order, or scattered by a seed."""
+        self.run([[5, 6, 7]], params={"order": seed})
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._pipe.send("forget")
+        if self.wait() is False:
+            raise RuntimeError(f"{self.name} has requests whose blocks it cannot forget")
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+        self._process.join(20)
+        self._process.kill()
+
+
+def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    os.environ.update(environment)
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    serve(pipe, settings)
+
+
+def tokens_of(lengths: list[int], seed: int) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+def over(
+    prefill: Engine, decode: Engine, prompts: list[list[int]], most: int, prefix: str = "r"
+) -> tuple[list[Got], float]:
+    """Prompts through both, prefill first; seconds of the decode engine."""
+    params = [got.params for got in prefill.run(prompts, params=ASK)[0]]
+    got, seconds = decode.run(prompts, most, params, prefix=prefix)
+    if bad := [one.reason for one in got if one.reason != "length"]:
+        raise RuntimeError(f"{len(bad)} requests ended by {bad[0]!r}: see the logs")
+    return got, seconds
+
+
+def exact(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
+    """Whether tokens are those of the decode engine alone."""
+    lengths, most = ([40, 64, 100, 200], 16) if small else ([40, 100, 200, 333, 512, 1000, 2000, 8192], 48)
+
+    def same(prompts: list[list[int]], prefix: str = "r", known: int = 0) -> dict[str, list[Any]]:
+        decode.forget()
+        alone = decode.run(prompts, most)[0]
+        other = prefill.run(prompts, most)[0]
+        decode.forget()
+        if known:
+            decode.run([tokens[: len(tokens) // known] for tokens in prompts])
+        got = over(prefill, decode, prompts, most, prefix)[0]
+        first, apart = alike(got, alone), alike(other, alone)
+        found = {"equal": [n == most for n in first], "equal tokens": first, "of both engines alone": apart}
+        found["gap"] = [one.gaps[n] if n < most else None for n, one in zip(first, alone, strict=True)]
+        return found | {"different tokens": [len({*one.tokens}) for one in alone]}
+
+    def alike(some: list[Got], others: list[Got]) -> list[int]:
+        both = [list(zip(a.tokens, b.tokens, strict=True)) for a, b in zip(some, others, strict=True)]
+        return [next((i for i, (a, b) in enumerate(pairs) if a != b), most) for pairs in both]
+
+    def order(*seeds: int) -> None:
+        for engine, seed in zip((prefill, decode), seeds, strict=True):
+            engine.order(seed)
+
+    found = {"tokens": same(tokens_of(lengths, 1)), "prefix": same(tokens_of(lengths, 2), known=2)}
+    order(3, 4)
+    found["scattered"] = same(tokens_of(lengths, 5))
+    found["one bit"] = same(tokens_of(lengths[2:3], 6), "corrupt")
+    order(0, 0)
+    found["afterwards"] = same(tokens_of(lengths, 7))
+    return found
+
+
+def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
+    """Seconds of rounds, of first tokens, and of steps while prompts arrive."""
+    number, length, times = (4, 200, 2) if small else (8, 8192, 5)
+    found: dict[str, Any] = {"ordered": [], "scattered": [], "again": [], "equal": []}
+    for turn in range(times):
+        for kind, seed in (("ordered", 0), ("scattered", 7 + turn), ("again", 0)):
+            prefill.order(seed)
+            decode.order(seed and seed + 100)
+            got, seconds = over(prefill, decode, tokens_of([length] * number, 20 + turn), 1)
+            found[kind].append(seconds)
+    prompts = tokens_of([length] * number, 20 + times - 1)
+    found["equal"] = [a.tokens == b.tokens for a, b in zip(got, decode.run(prompts)[0], strict=True)]
+    found["first token"] = {}
+    for size in (100, 400) if small else (1024, 8192, 32_768):
+        found["first token"][size] = [over(prefill, decode, tokens_of([size], 50 + i), 1)[1] for i in range(times + 1)][
+            1:
+        ]
+    # decode steps of other requests while the prompts arrive
+    params = [one.params for one in prefill.run(prompts, params=ASK)[0]]
+    local, come = tokens_of([64] * 8, 60), 60 if small else 200
+    batch = [Ask(f"l{i}", tokens, 2 * come) for i, tokens in enumerate(local)]
+    batch += [Ask(f"h{i}", tokens, 1, one, come) for i, (tokens, one) in enumerate(zip(prompts, params, strict=True))]
+    decode.give(batch)
+    got_, _, steps = decode.wait()
+    first = max(one.first for name, one in got_.items() if name[0] == "h")
+    during, left = [], first
+    for step in steps[come:]:
+        during.append(step)
+        left -= step
+        if left <= 0:
+            break
+    found["steps before"], found["steps during"], found["arrived after"] = steps[20:come], during, first
+    return found
+
+
+def pair(
+    name: str, model: Path, logs: Path, folder: str, devices: tuple[int, int], small: bool
+) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine, starting."""
+    given = PAIRS[name]
+    engines = []
+    for at, role in enumerate(("prefill", "decode")):
+        settings = SETTINGS | {"model": str(model)} | ({} if small else given[at])
+        environment = ENVIRONMENT | (given[2] if at == 0 else {}) | {
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 100 * at), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        }  # fmt: skip
+        if small:
+            settings |= SMALL | {"block_size": given[at].get("block_size", 16) * 2, "max_num_batched_tokens": 1024}
+            settings.pop("gpu_memory_utilization")
+            environment |= {
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
+            environment.pop("VLLM_KV_CACHE_LAYOUT", None)
+        else:
+            # a process of ours sees the other's GPU, which it writes
+            seen = devices[at : at + 1] if name == "nixl" else dict.fromkeys(devices[at:] + devices[:at])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seen))
+        kind = "kv_producer" if at == 0 else "kv_consumer"
+        settings["kv"] = {"kv_connector_module_path": "vllm_connectors", "kv_role": kind}
+        if name == "nixl":
+            settings["kv"] |= {"kv_connector": "Nixl", "kv_buffer_device": "cpu" if small else "cuda"}
+        else:
+            options = {"transports": ["shm" if small else "cuda"], "verify": "no checksums" not in name}
+            extra: dict[str, Any] = {"name": role, "options": options}
+            place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
+            extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
+            settings["kv"] |= {"kv_connector": "Ours", "kv_connector_extra_config": extra}
+        engines.append(Engine(role, settings, environment, logs / f"{name}.{role}.log"))
+    return engines
+
+
+def loads(log: Path) -> list[float]:
+    """Seconds from the engine's order to load until it knows that all prompts of a round have arrived, of each round."""
+    found, begun, left = [], 0.0, 0
+    for line in log.read_text(errors="replace").splitlines():
+        if (said := re.search(r"(\d+\.\d+) (loads|arrived) (\d+)$", line)) is None:
+            continue
+        now, number = float(said[1]), int(said[3]) * (1 if said[2] == "loads" else -1)
+        begun, left = (begun if left else now), left + number
+        if not left:
+            found.append(now - begun)
+    return found
+
+
+def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path, small: bool) -> bool:
+    """What a pair shows, into `found`; whether tokens are not as they should be."""
+    try:
+        for engine in engines:
+            found["vllm"] = engine.wait(600)
+        if name.startswith(("ours", "nixl")):
+            told = found[name] = rounds(*engines, small)
+            said = {k: f"{median(v) * 1e3:.2f}" for k, v in told.items() if isinstance(v, list) and k != "equal"}
+            said |= {str(k): f"{median(v) * 1e3:.2f}" for k, v in told["first token"].items()}
+            print(f"{name}, ms: {said} equal {told['equal']}", flush=True)
+            if name != "nixl":
+                told["loads"] = loads(logs / f"{name}.decode.log")
+            return False
+        told = found[name] = exact(*engines, small)
+        print(name, json.dumps(told), flush=True)
+        bad = [gap for k, v in told.items() for gap in v["gap"] if k != "one bit" and gap is not None and gap > TIE]
+        return bool(bad) or any(told["one bit"]["equal"])
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the pairs; the exit status says whether tokens were as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", nargs="*", default=list(PAIRS))
+    parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    given = parser.parse_args(argv)
+    given.logs.mkdir(parents=True, exist_ok=True)
+    import torch
+    from facts import facts
+
+    gpus = torch.cuda.device_count() if not given.cpu else 0
+    devices = (0, 1) if gpus > 1 else (0, 0)
+    found: dict[str, Any] = {
+        "machine": {} if given.cpu else facts(),
+        "engines on": "one GPU" if gpus < 2 else "two GPUs",
+    }
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", given.cpu)
+        for name in given.only:
+            try:
+                engines = pair(name, model, given.logs, folder, devices, given.cpu)
+                wrong += measure(name, found, engines, given.logs, given.cpu)
+            except Exception:
+                wrong += 1
+                traceback.print_exc()
+            if given.write:
+                given.out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
