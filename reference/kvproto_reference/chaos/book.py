@@ -43,6 +43,10 @@ class Shelf:
             some[list(pages)] = blank(self._number, len(pages), *place, self._whose)
         self._number += len(pages)
 
+    def tables(self, pages: Sequence[int]) -> dict[str, Sequence[int]]:
+        """Page tables of every cache of the pool: a draft has pages of the same numbers."""
+        return {group.name: pages for group in self.pool.geometry.groups}
+
     def take(self, tokens: int) -> list[int] | None:
         """Pages for so many tokens; None while there are too few."""
         count = -(-tokens // PAGE)

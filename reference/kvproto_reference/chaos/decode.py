@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, KvprotoError, Pool, Seed, Sink, read_ticket
+from kvproto import Fetch, Geometry, KvprotoError, Pool, Seed, Sink, read_ticket
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted, PoolFree
 from kvproto.withdrawal import Withdrawal
 
 from .book import Book, Finding, Name, Shelf
-from .engine import Engine, Setup, prompt_of
+from .engine import PAGES, Engine, Setup, prompt_of
 from .labels import GROUP, PAGE
 from .plan import Order
 
@@ -55,7 +55,7 @@ class Decode(Engine):
             self.say("lost", name, "no pages", True)
             return
         prompt = prompt_of(order.number, order.tokens, order.other_prompt)
-        table = {GROUP: pages} if pages else None
+        table = book.tables(pages) if pages else None
         cached = order.cached if pages else 0
         book.write(name, pages, 0, cached)
         book.grant(name, pages)
@@ -78,7 +78,7 @@ class Decode(Engine):
             self.after(0.02, lambda: self._name(job, count))
             return
         job.book.grant(job.name, more)
-        if job.fetch.grant({GROUP: [*job.pages, *more]}):
+        if job.fetch.grant(job.book.tables([*job.pages, *more])):
             job.pages += more
         else:
             job.book.free(more)
@@ -90,8 +90,17 @@ class Decode(Engine):
 
     def on_move(self) -> None:
         """Go on with other memory; what is under way ends in the old one."""
+        self._move(self.pool.geometry)
+
+    def on_caches(self, seconds: float) -> None:
+        if seconds:
+            super().on_caches(seconds)
+        else:
+            self._move(self.other_caches())
+
+    def _move(self, geometry: Geometry) -> None:
         if not self.door.asleep:
-            pool = Pool.allocate(self.pool.geometry, self.pool.pages(GROUP))
+            pool = Pool.allocate(geometry, PAGES)
             self.retire(self.door.move(pool))
             self.use(pool)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvproto import KvprotoError, Options, Pool, Prompt, Sink, Source
+from kvproto import Geometry, KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
 from kvproto.session import limits as times
 from kvproto.withdrawal import Withdrawal
@@ -23,7 +23,7 @@ from kvproto.withdrawal import Withdrawal
 from . import limits
 from .book import Finding, Name, Shelf
 from .clock import Clock
-from .labels import GEOMETRY, LAYERS
+from .labels import GEOMETRY, LAYERS, WITH_DRAFT
 from .slow import SlowShm
 
 __all__ = ["TIMES", "Engine", "Setup"]
@@ -68,7 +68,7 @@ class Setup:
             transports = [SlowShm(LAYERS, pause, self.broken == "late write")]
         return Options(
             keys=f"{self.folder}/{self.name}", transports=transports, pull=self.pull, thread=self.thread,
-            verify=self.verify, lease=LEASE,  # type: ignore[arg-type]
+            verify=self.verify, lease=LEASE, cold_draft=True,  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -185,15 +185,26 @@ class Engine:
 
     def on_sleep(self, seconds: float) -> None:
         """Give the memory up for a while."""
+        self._sleep(seconds, self.pool.geometry)
+
+    def on_caches(self, seconds: float) -> None:
+        """Give the memory up for a while, and come back with a draft, or without it."""
+        self._sleep(seconds, self.other_caches())
+
+    def other_caches(self) -> Geometry:
+        """What this engine has not."""
+        return GEOMETRY if self.pool.geometry == WITH_DRAFT else WITH_DRAFT
+
+    def _sleep(self, seconds: float, geometry: Geometry) -> None:
         if not self.door.asleep:
             self.retire(self.door.sleep())
-            self.after(seconds, self._wake)
+            self.after(seconds, lambda: self._wake(geometry))
 
-    def _wake(self) -> None:
+    def _wake(self, geometry: Geometry) -> None:
         try:
-            pool = Pool.allocate(GEOMETRY, PAGES)
+            pool = Pool.allocate(geometry, PAGES)
         except KvprotoError:  # memory is short
-            self.after(0.05, self._wake)
+            self.after(0.05, lambda: self._wake(geometry))
             return
         self.door.wake(pool)
         self.use(pool)

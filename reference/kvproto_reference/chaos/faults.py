@@ -59,8 +59,8 @@ class Faults:
             case "abort all":
                 if names[0] in DECODES:
                     engine.tell("abort_all")
-            case "sleep":
-                engine.tell("sleep", fault.seconds)
+            case "sleep" | "caches":
+                engine.tell(fault.kind, fault.seconds)
             case "shorten" | "drain" | "move":
                 engine.tell(fault.kind)
 

@@ -21,6 +21,7 @@ __all__ = [
     "HEADS",
     "LAYERS",
     "PAGE",
+    "WITH_DRAFT",
     "Cells",
     "Found",
     "blank",
@@ -32,8 +33,12 @@ __all__ = [
 
 LAYERS, HEADS, PAGE = 3, 2, 8
 GROUP = "kv"
-GEOMETRY: Geometry = lay_out([Cache.gqa(GROUP, LAYERS, kv_heads=HEADS, head_dim=16, page=PAGE, dtype=DType.U8)])
+_KV = Cache.gqa(GROUP, LAYERS, kv_heads=HEADS, head_dim=16, page=PAGE, dtype=DType.U8)
+_DRAFT = Cache.gqa("draft", 1, kv_heads=HEADS, head_dim=16, page=PAGE, dtype=DType.U8, model=1)
+GEOMETRY: Geometry = lay_out([_KV])
 """Both sides' cache: 16 bytes a head and token."""
+WITH_DRAFT: Geometry = lay_out([_DRAFT, _KV])
+"""The same beside that of a draft, by which its group has another id; nobody looks at what a draft holds."""
 _PARTS = "k", "v"
 _FREE = 0xFFFFFFFF
 """Stands for a request where nobody owns the page."""

@@ -213,7 +213,14 @@ def _faults(rng: random.Random, seed: int, seconds: float, way: str) -> list[Fau
                 found.append(Fault(kind, rng.choice(DECODES), at))
             case "cut" | "unsealed":
                 found.append(Fault(kind, f"{rng.choice(PREFILLS)} {rng.choice(DECODES)}", at))
-    return sorted(found, key=lambda fault: fault.at)
+    return sorted([*found, *_caches(random.Random(f"caches {seed}"), seconds)], key=lambda fault: fault.at)
+
+
+def _caches(rng: random.Random, seconds: float) -> list[Fault]:
+    """Of engines whose caches change, in every other seed; drawn apart, so that the rest is as it was without them."""
+    count = rng.choice((0, 1, 2, 3)) if rng.random() < 0.67 else 0
+    times = [round(rng.uniform(0.2, seconds), 3) for _ in range(count)]
+    return [Fault("caches", rng.choice(ENGINES), at, rng.choice((0.0, 0.01, 0.1))) for at in times]
 
 
 def _dead(rng: random.Random) -> float:

@@ -13,7 +13,6 @@ from kvproto.events import Event, Expired, Freed, PoolFree, Sent, Undelivered
 
 from .book import Name, Shelf
 from .engine import Engine, Setup, prompt_of
-from .labels import GROUP
 from .plan import Order
 
 __all__ = ["Prefill"]
@@ -74,10 +73,10 @@ class Prefill(Engine):
         if self.setup.broken == "wrong byte" and job.order.number % 2 == 0:
             job.shelf.cells[0, 0][job.pages[0], 0, 0, 2] ^= 1
         if job.done < len(job.order.chunks):
-            job.request.computed({GROUP: job.pages}, end)
+            job.request.computed(job.shelf.tables(job.pages), end)
             self.after(job.order.chunks[job.done][0], lambda: self._compute(job))
             return
-        job.request.finish({GROUP: job.pages})
+        job.request.finish(job.shelf.tables(job.pages))
         if self.setup.broken == "freed too early":
             job.shelf.free(job.pages)
             job.pages = []
