@@ -13,6 +13,7 @@ from kvproto.node.pool import RankPool
 from kvproto.node.registrar import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.events import RegisterAsked, UnmapAsked
+from kvproto.session.phases import Described
 from kvproto.session.registering import Owner
 from kvproto.session.source import SourceSession
 from kvproto.transport import default
@@ -54,14 +55,17 @@ class Peers:
     def map(self, event: RegisterAsked) -> None:
         """Map a sink's memory by the first of its transports that works here, or let it read ours."""
         described, columns = event.described, {c.group: c for c in event.register.columns}
-        sink = RankLayout(described.sink, described.ranks[1], columns)
+        sink, source = RankLayout(described.sink, described.ranks[1], columns), self._pool.layout
 
         def pair() -> Pair:
-            made = Pair(described.routes, self._pool.layout, sink)
+            made = Pair(described.routes, source, sink)
             assert made.nothing.runs is not None  # made here, and not in a turn
             return made
 
-        self._defer(pair, partial(self._reach, event))
+        if described.of_source is self._endpoint.stated:
+            self._defer(pair, partial(self._reach, event))
+        else:
+            self._reach(event, self._changed(described))
 
     def _reach(self, event: RegisterAsked, pair: Pair | KvprotoError) -> None:
         session = self._registering(event)
@@ -71,8 +75,7 @@ class Peers:
             if isinstance(pair, KvprotoError):
                 raise pair
             if event.described.of_source is not self._endpoint.stated:
-                mine, yours = (s.digest.hex() for s in (self._endpoint.stated, event.described.of_source))
-                raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source", mine, yours, "describe again")
+                raise self._changed(event.described)
             if pair.source is not self._pool.layout:  # it has been replaced meanwhile
                 pair = Pair(pair.routes, self._pool.layout, pair.sink)
             if Feature.PULL in session.features:
@@ -87,6 +90,11 @@ class Peers:
         capabilities = peer.transport.capabilities
         process = self._endpoint.process if capabilities.death_is_proof else None
         session.accept_register(capabilities.code, peer.connection.link, process)
+
+    def _changed(self, described: Described) -> RemoteError:
+        """This side describes itself otherwise than when the sink registered."""
+        mine, yours = (stated.digest.hex() for stated in (self._endpoint.stated, described.of_source))
+        return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source", mine, yours, "describe again")
 
     def _expose(self, session: SourceSession, event: RegisterAsked, pair: Pair) -> None:
         """The sink reads: nothing of it is mapped, and a copy of nothing waits for the rows."""

@@ -21,7 +21,7 @@ from kvproto.session.events import SessionRefused
 from kvproto.session.records import Census
 from kvproto.transport import default
 from kvproto.transport.base import Transport
-from kvproto.transport.process import Watch
+from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -46,6 +46,7 @@ class SinkNode:
         spread: Spread = "even", cold_draft: bool = False, eager: bool = True,
     ) -> None:  # fmt: skip
         """As `kvproto.Options` says; the transports are offered in order of preference."""
+        boot_id()  # a turn that has no descriptor left could not ask for it
         self._dialer, self._share, self._eager = dialer, quarantine, eager
         self.pool = pool
         """The last one."""

@@ -143,9 +143,11 @@ def prepared(
     """How a link's endpoint has its plans made: beside turns, with what the present terms need of them."""
 
     def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
+        present = terms()  # of the Description that is planned with; the pool may move before the plan is made
+
         def both() -> Planned:
             made = work()
-            if (present := terms()) is not None:
+            if present is not None:
                 present.prepare(made)
             return made
 

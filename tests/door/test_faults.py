@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ import pytest
 import kvproto.session.limits
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
-from kvproto.transport.process import Watch
+from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 from tests.processes import FORKED, imported
 
@@ -275,6 +276,20 @@ def test_an_engine_that_computes_is_no_suspect(tmp_path: Path, monkeypatch: pyte
             sum(range(10_000))
         both.turn()
         assert not any(isinstance(e, told.Suspected) for e in both.told)
+
+
+def test_without_a_descriptor_memory_is_refused_and_a_sink_registers_what_it_has(tmp_path: Path) -> None:
+    """Whatever a turn needs of /proc is read before."""
+    boot_id.cache_clear()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), options=STEPPED) as sink:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            assert {region.boot for region in (each.region for each in sink.pool.memories.values())} == {boot_id()}
+            with pytest.raises(KvprotoError, match="ulimit"):
+                Pool.allocate(GEOMETRY, PAGES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -32,6 +32,7 @@ from kvproto import (
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
 from kvproto.node import registrar
+from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, places, rows, two
@@ -521,6 +522,30 @@ def test_fetches_that_cross_a_change_of_the_sources_caches_go_on(pair: Two) -> N
         each.wait(0)
         assert np.array_equal(rows(pair.sink.pool, table), rows(pair.source.pool, HERE))
     assert pair.sink.quarantined == {}
+
+
+def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
+    """KVP-REG-DIGESTS: nobody works out where rows of the old plan lie in the new pool."""
+    with two(tmp_path, STEPPED) as pair:
+        node, held = pair.source._node, threading.Event()
+
+        def state() -> list[SessionState]:
+            return [session.state for session in node.endpoint.sessions.values()]
+
+        pair.until(lambda: state() == [SessionState.DESCRIBED])
+        node._backstage.defer(lambda: held.wait(60), lambda done: None)
+        pair.until(lambda: state() == [SessionState.REGISTERING])
+        end = pair.source.sleep()
+        pair.until(lambda: end.done)
+        pair.source.wake(draft_first())
+        held.set()
+        later(pair)
+        made = new_ticket("prefill")
+        pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
+        fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+        pair.until(lambda: fetch.done)
+        fetch.wait(0)
+        assert np.array_equal(rows(pair.sink.pool, THERE), rows(pair.source.pool, HERE))
 
 
 def planned(pair: Two) -> bool:

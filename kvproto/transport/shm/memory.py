@@ -92,18 +92,19 @@ class SharedMemory:
     kind, device = MemoryKind.HOST, None
 
     def __init__(self, length: int, id: int = 0) -> None:
-        self._nonce = secrets.token_hex(16)
-        self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._nonce, self._fd = secrets.token_hex(16), -1
         try:
+            self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(self._fd, 0, length)
             # a peer that has mapped it must not be killed by our making it shorter
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._bytes = Mapping(self._fd, length)
         except OSError as e:
-            os.close(self._fd)
-            raise LocalError(
-                ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), "make the pools smaller"
-            ) from e
+            advice = "raise the limit of open files (ulimit -n)"
+            if self._fd >= 0:
+                advice = "make the pools smaller"
+                os.close(self._fd)
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), advice) from e
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self.id, self.length = id, length
         self.address = self._bytes.address
