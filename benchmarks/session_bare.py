@@ -54,8 +54,6 @@ def serve(pipe: Connection, place: Place) -> None:
         for conn, frame in listener.receive([fd for fd, _ in ready]):
             endpoint.receive(conn, frame, now)
         endpoint.on_time(now)
-        for conn, frame in endpoint.to_send(now):  # as a node does: Accepted is heard while Done is made
-            listener.send(conn, frame)
         for event in endpoint.take_events():
             if isinstance(event, RegisterAsked):
                 endpoint.sessions[event.session].accept_register(Transport.SHM)

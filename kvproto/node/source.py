@@ -183,7 +183,6 @@ class SourceNode:
                 break
         self._backstage.turn()
         self.endpoint.on_time(now)
-        self._flush()  # who is accepted hears it while its rows are copied
         while True:
             events = self.endpoint.take_events()
             for event in events:
