@@ -45,7 +45,7 @@ class Request(OfTicket[Over]):
         super().__init__(source, ticket)
         self.prompt = prompt
         """What is computed."""
-        self._source = source
+        self._source, self._pool = source, source.pool
         self.computed_at: float | None = None
         """When prefill was over, by time.monotonic."""
         self._finished = False
@@ -70,6 +70,8 @@ class Request(OfTicket[Over]):
         (KVP-GRANT-HELD). Harmless once the request is over, as it is when its deadline passes. Raises LocalError for
         pages or tokens that cannot be, and for fewer tokens than before of one of the layers.
         """
+        if self._pool is not self._source.pool:  # it was taken back, and the request ended by that
+            return
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
         layout, axes = self._source.pool.layout, NO_AXES
@@ -102,6 +104,8 @@ class Request(OfTicket[Over]):
         that the first token ends the text; `since` is as for `computed`. The pages from there on stay as they are until
         this handle is done. Harmless once the request is over. Raises LocalError.
         """
+        if self._pool is not self._source.pool:
+            return
         layout, axes = self._source.pool.layout, self.prompt.axes
         number = self._checked(len(self.prompt) if tokens is None else tokens)
         held = since_of(layout, since, self._since, number, axes)

@@ -524,6 +524,21 @@ def test_fetches_that_cross_a_change_of_the_sources_caches_go_on(pair: Two) -> N
     assert pair.sink.quarantined == {}
 
 
+def test_pages_of_a_pool_that_was_taken_back_are_named_in_vain(pair: Two) -> None:
+    """Whatever the caches of the next pool are: the request is over."""
+    end = pair.source.sleep()
+    pair.until(lambda: end.done)
+    pair.source.wake(with_draft(fill=True))
+    request = pair.source.request(new_ticket("prefill"), PROMPT)
+    last = pair.source.sleep()
+    pair.until(lambda: last.done)
+    pair.source.wake(filled())
+    tables = {"kv": HERE, "draft": HERE}
+    request.computed(tables, 4)
+    request.finish(tables)
+    pair.until(lambda: request.done)
+
+
 def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
     """KVP-REG-DIGESTS: nobody works out where rows of the old plan lie in the new pool."""
     with two(tmp_path, STEPPED) as pair:
