@@ -6,8 +6,7 @@ decode engine alone, also with prefix hits and scattered blocks, and other ones 
 other block sizes and chunks too, which alone make two engines differ at near ties: how many first tokens the engines' own
 answers have in common stands beside. `ours` and `nixl`: bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in
 rounds of three, blocks scattered in the second; from asking the decode engine until it has the first token of each. Then the
-first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps raw samples in
-benchmarks/results/vllm_gpu.json.
+first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps results/vllm_gpu.json.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.35,
 }  # fmt: skip
 TRITON = {"attention_backend": "TRITON_ATTN", "enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
-FLASH = {
-    "attention_backend": "FLASH_ATTN",
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-}
+FLASH = {"attention_backend": "FLASH_ATTN", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 EXACT = {"dtype": "float32", **TRITON}
 Pair = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
 
@@ -161,13 +157,11 @@ class Engine:
         theirs.close()
         self._count = 0
 
-    def send(
-        self, prompts: list[list[int]], most: int = 1, params: Any = None, after: int = 0, prefix: str = "r"
-    ) -> list[str]:
+    def send(self, prompts: list[list[int]], most: int = 1, params: Any = None, prefix: str = "r") -> list[str]:
         """Ask for a batch; `params` of all, or of each. Returns the requests' names."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         batch = [
-            Ask(f"{prefix}{self._count + i}", tokens, most, one, after)
+            Ask(f"{prefix}{self._count + i}", tokens, most, one)
             for i, (tokens, one) in enumerate(zip(prompts, each, strict=True))
         ]
         self._count += len(batch)
@@ -312,11 +306,8 @@ def pair(
         if small:
             settings |= SMALL | {"block_size": given[at].get("block_size", 16) * 2, "max_num_batched_tokens": 1024}
             settings.pop("gpu_memory_utilization")
-            environment |= {
-                "OMP_NUM_THREADS": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            }
+            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_KV_CACHE_LAYOUT", None)
         else:
             # a process of ours sees the other's GPU, which it writes
