@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import attrs
@@ -14,6 +15,8 @@ __all__ = ["Receiving"]
 
 _HOLE = -1
 """In place of a page into which nothing is fetched."""
+_PADDING = 0
+"""The page that SGLang gives to no request."""
 
 
 class Receiving:
@@ -85,10 +88,13 @@ class Receiving:
         return fetch is None or (fetch.done and (self.arrived is not None or fetch.pages_free))
 
     def abort(self, reason: str) -> None:
-        """Stop it; one that was not begun is told to its source, which would keep its pages until the deadline."""
+        """Stop it; of one that was not begun its source is told that nothing is needed, so that it keeps no pages."""
         if self._fetch is None and self.error is None and self._about is not None and self._resolved:
             prompt = self._about[1]
-            self._begin([_HOLE] * -(-len(prompt) // self._page), len(prompt))
+            pages = [_HOLE] * (len(prompt) // self._page) + [_PADDING]
+            tables = dict.fromkeys(self._groups, pages)
+            with contextlib.suppress(KvprotoError):
+                self.sink.fetch(*self._about, tables, cached=len(prompt))
         self.error = self.error or RuntimeError(reason)
         if self._fetch is not None:
             self._fetch.abort(reason)
