@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -61,9 +62,11 @@ def fill_shm() -> bool:
 
 
 def shorten() -> str:
-    """Try to make each memory shorter that peers may have mapped: what came of it."""
-    done = []
-    for name in os.listdir("/proc/self/fd"):
+    """Try to make each memory shorter that peers may have mapped: what came of it, nothing without a descriptor."""
+    done, names = [], list[str]()
+    with contextlib.suppress(OSError):
+        names = os.listdir("/proc/self/fd")
+    for name in names:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:kvproto"):
                 continue
