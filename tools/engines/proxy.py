@@ -6,7 +6,9 @@ knows nothing of kvproto: what it says is what vLLM's own example says for any c
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -54,7 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
 def main(argv: list[str]) -> int:
     """Serve until interrupted."""
     port, _Handler.prefill, _Handler.decode = int(argv[0]), *argv[1:]
-    ThreadingHTTPServer(("127.0.0.1", port), _Handler).serve_forever()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background is born to ignore
+    with contextlib.suppress(KeyboardInterrupt):
+        ThreadingHTTPServer(("127.0.0.1", port), _Handler).serve_forever()
     return 0
 
 
