@@ -236,7 +236,7 @@ class Dialer:
 
     def holds(self, link: Hashable) -> bool:
         """Whether frames of connections whose keys begin with this are still to be taken."""
-        return any(line.inbox.pending for key, line in self._lines.items() if key[0] == link)
+        return any(line.inbox.readable for key, line in self._lines.items() if key[0] == link)
 
     def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
         """Connections whose handshake can never succeed, and why; NOT_ALLOWED is the source's own word."""
