@@ -179,13 +179,16 @@ class DecodeProcess(EngineProcess):
         self._tell_ready()
 
     def _tell_ready(self) -> None:
-        """Requests of a replica may come once every rank can fetch from it."""
+        """Requests of a replica may come once every rank can fetch from it, and the first has heard of a plan."""
         if self._asked and len(self._answering) == self.ranks:
-            self.tell("ready", sources=sorted(set.intersection(*self._answering.values())), **self._plan)
+            answering = set.intersection(*self._answering.values()) if self._plan else set[int]()
+            self.tell("ready", sources=sorted(answering), **self._plan)
 
     def on_peer(self, rank: int, word: dict[str, Any]) -> None:
         """What has become of a source rank; one that never was of use and never will be ends the engine."""
         self.tell("peer", rank=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
+        if word["event"] == "connected":
+            self._tell_ready()
         if word.get("misfit") and len(self.options.seeds) == 1:
             self.tell("fatal", error=word["error"])
             if 0 in self.pools:
