@@ -115,6 +115,8 @@ class SinkPull(Delivery):
             return
         if attempt.lease is not None and attempt.lease.offer == message:
             return
+        if self._holder.mapping(message.epoch):
+            return  # it has overtaken the Registered of its epoch, and comes again
         if attempt.state != TransferState.ABORTING:
             self._check(attempt, message)
         transfers.heard(attempt)

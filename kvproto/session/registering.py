@@ -202,6 +202,12 @@ class Holder(Part):
         """The epochs that new transfers may name."""
         return [number for number, epoch in self.epochs.items() if epoch.back is None]
 
+    def mapping(self, number: int) -> bool:
+        """Whether a Register of this epoch has come, and its answer has not gone."""
+        early = self._early[0] if self._early is not None else None
+        asked = self._asked.register if self._asked is not None else early
+        return asked is not None and asked.epoch == number
+
     def credited(self, credit: m.Credit) -> Epoch | None:
         """The epoch that a Credit is of; None: it was given back."""
         return self.epochs.get(credit.epoch or self._first)
