@@ -159,7 +159,7 @@ class Connections:
 
     def cut_unknown(self) -> None:
         """End the connections of clients that may not connect any more."""
-        for fd in [fd for fd, key in self._clients.items() if self._allow is None or not self._allow.knows(key)]:
+        for fd in [fd for fd, key in self._clients.items() if self._allow is not None and not self._allow.knows(key)]:
             self.cut(fd)
 
     def cut(self, fd: int) -> None:
