@@ -13,10 +13,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvproto.errors import KvprotoError
 from kvproto.planning.engines import Pools, Setup, pools
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.engines", description=__doc__)
     parser.add_argument("--at", type=Path, default=ROOT / ".engines", help="the environment that install.sh made")
     args = parser.parse_args(argv)
-    begun, wrong = time.monotonic(), 0
+    begun = time.monotonic()
+    wrong: list[list[str]] = []
     for engine, release, path, asked, compare in (
         ("vllm", "0.32.0", "", cases.vllm_cases([(1, "LBNHC"), (2, "LBHNC")]), vllm_differences),
         ("vllm", "0.33.0", "vllm-0.33.0", cases.vllm_cases([(1, "BLHNC"), (2, "LBNHC")]), vllm_differences),
@@ -51,35 +53,37 @@ def main(argv: list[str] | None = None) -> int:
             if "release" in row:
                 found = [f"release {row['release']}, not {release}"] * (row["release"] != release)
                 found += backend_differences(row.get("backends", {}))
-                wrong += report(f"{engine} {row['release']}: {len(asked)} cases", found)
+                wrong.append(report(f"{engine} {row['release']}: {len(asked)} cases", found))
                 continue
             case = by_id[row["id"]]
             seen.add(row["id"])
             found = [f"not run: {row['not_run']}"] if "not_run" in row else compare(case, row)
-            wrong += report(f"{engine} {release}, {row['id']}", found)
-        wrong += report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
+            wrong.append(report(f"{engine} {release}, {row['id']}", found))
+        wrong.append(report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen)))
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
-        wrong += report(f"{engine} {release}: the frames of the captures", found)
+        wrong.append(report(f"{engine} {release}: the frames of the captures", found))
     for module, path in (
         ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("vllm_serve", ""), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"),
         ("cross_pd", "sgt"),
     ):  # fmt: skip
-        wrong += handed_over(module, path, args.at.resolve())
-    print(f"{wrong} differ, {time.monotonic() - begun:.0f} s")
+        wrong.append(handed_over(module, path, args.at.resolve()))
+    wrong = [lines for lines in wrong if lines]
+    for lines in wrong:  # again, for who reads the end alone
+        print("\n".join(lines))
+    print(f"{len(wrong)} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
 
-def report(what: str, found: list[str]) -> int:
-    """Print one line, or what differs; whether it does."""
-    print(f"{'DIFFERS' if found else 'same'}  {what}", flush=True)
-    for line in found[:6]:
-        print(f"         {line}")
-    return bool(found)
+def report(what: str, found: list[str]) -> list[str]:
+    """Print one line, or what differs; the lines that say what differs."""
+    lines = [f"{'DIFFERS' if found else 'same'}  {what}", *(f"         {line}" for line in found[:6])]
+    print("\n".join(lines), flush=True)
+    return lines if found else []
 
 
-def handed_over(module: str, path: str, at: Path) -> bool:
-    """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; whether something
-    differs. `module` is one beside this.
+def handed_over(module: str, path: str, at: Path) -> list[str]:
+    """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; what differs, and
+    the last lines that the engines said. `module` is one beside this.
     """
     sglang = path == "sgt"
     paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
@@ -91,9 +95,27 @@ def handed_over(module: str, path: str, at: Path) -> bool:
         "PYTHONDONTWRITEBYTECODE": "",
         "SGLANG_USE_CPU_ENGINE": str(int(sglang)),
     }
-    with (at / f"{module}.log").open("a") as log:  # what the engines say, of bad input too
-        command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models")]
-        return subprocess.run(command, env=env, stderr=log, cwd=ROOT).returncode != 0
+    command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models")]
+    log = at / f"{module}.log"
+    told: list[str] = []
+    with log.open("a") as said:  # what the engines say, of bad input too
+        run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, cwd=ROOT, text=True)
+    assert run.stdout is not None
+    reader = threading.Thread(target=_pass_on, args=(run.stdout, told), daemon=True)
+    reader.start()
+    status = run.wait()
+    reader.join(10)  # a server that did not end holds its standard output open
+    if not status:
+        return []
+    first = [n for n, line in enumerate(told) if line.startswith("DIFFERS")]
+    lines = [line for n in first for line in told[n : n + 3]] or told[-3:]
+    return [f"DIFFERS  {module} {path}, exit status {status}", *lines, *log.read_text().splitlines()[-12:]]
+
+
+def _pass_on(lines: IO[str], told: list[str]) -> None:
+    for line in lines:
+        print(line, end="", flush=True)
+        told.append(line.rstrip())
 
 
 def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.engines.serving import free_port, wait
 from tools.engines.sglang_engine import MOST, Alone, prompts, told
 from tools.engines.vllm_models import make
 
@@ -26,8 +26,6 @@ __all__ = ["main"]
 
 _PAGE = Path(__file__).parents[2] / "docs/sglang.md"
 _SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.5 --log-level warning --random-seed 0"
-_PATIENCE = 800.0
-"""Seconds for a server to start."""
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +46,7 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
     router, curl = both.split("\n\n")
     (flags,) = re.findall(r"`CPU=\"(.*?)\"`", page)
     known = {"/run/kv": str(folder), "MODEL": f"{model} {_SMALL}", "$CPU": flags, "python ": f"{sys.executable} "}
-    known |= {port: str(_free_port()) for port in ("30000", "30100", "30200", "8998")}
+    known |= {port: str(free_port()) for port in ("30000", "30100", "30200", "8998")}
 
     def filled(command: str) -> str:
         for there, here in known.items():
@@ -62,9 +60,9 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
     try:
         running += [started(command) for command in servers]
         for port in ("30100", "30200"):
-            _wait(known[port], running)
+            wait(known[port], running)
         running.append(started(router))
-        _wait(known["30000"], running)
+        wait(known["30000"], running)
         alone = Alone(model)
         for prompt in prompts(2, 40, 200):
             if (found := _ids(known["30000"], prompt)) != (wanted := alone.run(prompt)[0]):
@@ -83,25 +81,6 @@ def _ids(port: str, prompt: list[int]) -> Any:
     request = urllib.request.Request(f"http://localhost:{port}/generate", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)["output_ids"]
-
-
-def _wait(port: str, running: list[subprocess.Popen[bytes]]) -> None:
-    until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until:
-        if any(process.poll() is not None for process in running):
-            raise RuntimeError("a server has ended")
-        try:
-            with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise TimeoutError(f"nothing answers on port {port}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

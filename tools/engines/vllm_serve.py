@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,14 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.engines.serving import free_port, wait
 from tools.engines.vllm_models import make
 
 __all__ = ["main"]
 
 _PAGE = Path(__file__).parents[2] / "docs/vllm.md"
 _SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 8388608 --block-size"
-_PATIENCE = 400.0
-"""Seconds for a server to start."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +44,7 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
     blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     commands = [block for block in blocks if block.startswith("vllm serve")]
     (curl,) = (block for block in blocks if block.startswith("curl"))
-    ports = {"8100": _free_port(), "8200": _free_port()}
+    ports = {"8100": free_port(), "8200": free_port()}
     _install_command(folder)
     env = os.environ | {
         "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -68,17 +66,17 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
             server = ["bash", "-c", f"exec {small}"]
             running.append(subprocess.Popen(server, env=env, cwd=folder, stdout=sys.stderr, start_new_session=True))
         for port in ports.values():
-            _wait(port, running)
+            wait(port, running)
         prompt, decode = "The sea", f"http://localhost:{ports['8200']}"
         alone = _text(decode, model, prompt)
         answer = subprocess.run(["bash", "-ec", filled(curl)], env=env, cwd=folder, capture_output=True, text=True)
         by_hand = json.loads(answer.stdout)
         if by_hand["choices"][0]["text"] != alone:
             yield f"by curl {by_hand['choices'][0]['text']!r}, not {alone!r}"
-        port = _free_port()
+        port = free_port()
         proxy = [sys.executable, "-m", "tools.engines.proxy", str(port), f"http://localhost:{ports['8100']}", decode]
         running.append(subprocess.Popen(proxy, env=env, cwd=_PAGE.parents[1]))
-        _wait(port, running, "")
+        wait(port, running, "")
         long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
         for text in (prompt, long):
             if (through := _text(f"http://localhost:{port}", model, text)) != (alone := _text(decode, model, text)):
@@ -102,28 +100,6 @@ def _text(server: str, model: Path, prompt: str) -> str:
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: Any = json.load(answer)
     return str(found["choices"][0]["text"])
-
-
-def _wait(port: int, running: list[subprocess.Popen[bytes]], path: str = "health") -> None:
-    until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until:
-        if any(process.poll() is not None for process in running):
-            raise RuntimeError("a server has ended")
-        try:
-            if not path:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                return
-            with urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(f"nothing listens on port {port}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _install_command(folder: Path) -> None:
