@@ -16,6 +16,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import (
     Credit,
     Error,
+    Offer,
     Refused,
     Register,
     Registered,
@@ -512,3 +513,26 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     session.expose(2, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), world.now)
     world.run()
     assert world.sinks["d0"].ready
+
+
+def test_an_offer_from_memory_that_is_being_mapped() -> None:
+    """KVP-PUL-EARLY: it is neither refused nor read, and is heard when it comes again."""
+    world = PullEpochs(geometry(1)).ready(1)
+    asked(world)
+    (session,) = world.sources["s0"].sessions.values()
+    new = allocate(geometry(1), 0, {0: 8, 1: 8, 2: 8})
+    session.expose(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
+    world.kept["s0"] = new
+    (serve,) = world.events("s0", "TransferRequested")
+    world.offer("s0", serve)
+    World.run(world)  # Register and Offer have come; nothing is mapped yet
+    assert [m.epoch for m in world.of(Offer)] == [2]
+    assert not world.events("d0", "Offered")
+    assert not world.of(Error)
+    world.run()
+    assert not world.events("d0", "Offered")
+    world.pass_time(world.now + RESEND)
+    world.run()
+    assert [m.epoch for m in world.of(Offer)] == [2, 2]
+    world.read("d0")
+    assert len(world.events("d0", "Arrived")) == 1
