@@ -235,7 +235,8 @@ class Door:
     def events(self) -> list[Event]:
         """What has happened since the last call, in order; handles tell the same of their own requests.
 
-        The latest 4,096 are kept, and with them the handles that they name; what is older is gone.
+        The latest 4,096 are kept, and with them the handles that they name; what is older is gone. Once all is told,
+        raises what has ended the node, if anything has: a GPU whose context is lost, a file that cannot be read.
         """
         if self._bell is not None:
             with contextlib.suppress(BlockingIOError):
@@ -243,6 +244,8 @@ class Door:
         found = []
         while self._told:
             found.append(self._told.popleft())
+        if not found and self._driver.failure is not None:
+            raise self._driver.failure
         return found
 
     def metrics(self) -> list[Sample]:
@@ -278,11 +281,12 @@ class Door:
         with self._handles_lock:
             if self._bell is None:
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._ring()  # of what came before
+                if self._told:
+                    self._ring()
             return self._bell
 
     def _ring(self) -> None:
-        if self._bell is not None and self._told:
+        if self._bell is not None:
             os.eventfd_write(self._bell, 1)
 
     def next_timer(self) -> float | None:
@@ -357,6 +361,7 @@ class Door:
             self._observer.failed(event)
             for handle in self._all_handles():
                 handle._end(None, event)
+            self._ring()
             return
         told = self._tell(event)
         self._told.append(told)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import socket
 import time
@@ -16,6 +17,8 @@ import pytest
 import kvproto.session.limits
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
+from kvproto.errors import DeviceFault, LocalError
+from kvproto.node.sink import SinkNode
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 from tests.processes import FORKED, imported
@@ -314,3 +317,32 @@ def test_a_fork(tmp_path: Path) -> None:
         request.finish({"kv": [3, 1, 2]})
         assert found.wait(10).bytes == {0: 320}
         served(both)
+
+
+def test_what_ends_an_io_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the descriptor, and by `events` once what came before is told, to an engine that waits for nothing else."""
+
+    def lost(node: SinkNode, ready: object) -> list[object]:
+        raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", "copy", "CUDA_ERROR_ILLEGAL_ADDRESS", ""))
+
+    with two(tmp_path, Options()) as both:
+        served(both)
+        both.sink.events()
+        asked = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [9, 0, 5]})
+        bell = both.sink.fileno()
+        monkeypatch.setattr(SinkNode, "turn", lost)
+        with pytest.raises(LocalError, match="ILLEGAL_ADDRESS"):
+            asked.wait(30)
+        assert select.select([bell], [], [], 30)[0]
+        while (found := raised(both.sink.events)) is None:
+            pass
+        assert "ILLEGAL_ADDRESS" in str(found)
+        monkeypatch.undo()
+
+
+def raised(call: Callable[[], object]) -> KvprotoError | None:
+    try:
+        call()
+    except KvprotoError as error:
+        return error
+    return None
