@@ -20,6 +20,7 @@ from kvproto.node.request import Computed
 from kvproto.node.told import Received, TransferLost
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.session import limits
 from kvproto.session.events import SessionRefused
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
 from kvproto.wire.enums import ErrorCode
@@ -92,7 +93,8 @@ def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch
     (link,) = fleet.sink._links.values()
     fleet.until(lambda: all(map(link.endpoint.accepted, link._numbers)) and link._numbers)
     with monkeypatch.context() as patch:
-        for seconds in (6, 6 + TICKET_WAIT + PATIENCE - 2):
+        patch.setattr(limits, "PING_SILENCE", 1000.0)
+        for seconds in (6, TICKET_WAIT + PATIENCE - 1):
             ahead(patch, seconds, *SINK)
             for _ in range(3):
                 fleet.turn()
@@ -156,8 +158,8 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_that_it_waits_for(fleet: Fl
         made = attrs.evolve(ticket(300.0), engine="p")
         source.expect(made, CONTENT, TOKENS)
         fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=300.0)
-    fleet.until(lambda: sum(len(claim.waiting) for claim in source.endpoint._claims.values()) == 300)
-    fleet.turn(fleet.sink)
+    (link,) = fleet.sink._links.values()
+    fleet.until(lambda: len(link._numbers) == 300 and all(map(link.endpoint.accepted, link._numbers)))
     assert least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5) < 1.5 * alone
 
 

@@ -7,10 +7,12 @@ import subprocess
 import time
 import urllib.request
 
-__all__ = ["free_port", "wait"]
+__all__ = ["ANSWERS", "ENDS", "free_port", "wait"]
 
 _PATIENCE = 800.0
 """Seconds for a server to start."""
+ANSWERS, ENDS = 300.0, 120.0
+"""Seconds for it to answer a request, and to end once it is interrupted."""
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.engines.serving import free_port, wait
+from tools.engines.serving import ANSWERS, free_port, wait
 from tools.engines.sglang_engine import MOST, Alone, prompts, told
 from tools.engines.vllm_models import make
 
@@ -79,7 +79,7 @@ def _ids(port: str, prompt: list[int]) -> Any:
     sampling = {"temperature": 0, "max_new_tokens": MOST, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
     request = urllib.request.Request(f"http://localhost:{port}/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWERS) as answer:
         return json.load(answer)["output_ids"]
 
 

@@ -50,7 +50,7 @@ def ticket_beforehand(one: Engine, two: Engine) -> Iterator[str]:
     (prompt,) = prompts(1, 300, 301, 2)
     alone = two.run(new_name(), prompt, 16)[0]
     for order in ((one, two), (two, one)):
-        ticket, names = write_ticket(new_ticket(one.name, deadline=30)), {}
+        ticket, names = write_ticket(new_ticket(one.name, deadline=120)), {}
         for engine in order:
             names[engine.name] = new_name()
             params = {"do_remote_decode": True} if engine is one else {"do_remote_prefill": True}

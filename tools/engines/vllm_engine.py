@@ -21,7 +21,7 @@ os.environ |= {
 DEADLINE = 20
 """Seconds of a ticket."""
 ASK = {"do_remote_decode": True}
-PATIENCE = 300.0
+PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
 
 Result = tuple[list[int], str, Any, int]
@@ -125,7 +125,7 @@ class Engine:
         free, requests = self._hear("free")
         return free, requests
 
-    def idle(self, seconds: float = 40) -> bool:
+    def idle(self, seconds: float = 120) -> bool:
         """Whether all blocks are free and no request is left, at most so many seconds later."""
         until = time.monotonic() + seconds
         while self.free() != (self.blocks, 0) and time.monotonic() < until:
@@ -147,7 +147,7 @@ class Engine:
     def stop(self) -> None:
         if self.process is not None and self.process.is_alive():
             self.pipe.send(("stop",))
-            self.process.join(20)
+            self.process.join(60)
             self.process.kill()
 
 

@@ -93,7 +93,7 @@ class _Crowd:
         elif made.way == "prefill first":
             self._add(made, "prefill", ASK)
         else:
-            ticket = {"ticket": write_ticket(new_ticket(prefill.name, deadline=DEADLINE))}
+            ticket = {"ticket": write_ticket(new_ticket(prefill.name, deadline=2 * DEADLINE))}
             stages = [("prefill", ASK | ticket), ("decode", {"do_remote_prefill": True} | ticket)]
             for stage, params in stages if made.way == "both at once" else reversed(stages):
                 self._add(made, stage, params)
@@ -138,7 +138,7 @@ def crowd(one: Engine, two: Engine, number: int = 200, most: int = 16, seed: int
     """Send so many requests, so many of them at a time, and wait until both engines have all their blocks again."""
     figures = _Crowd((one, two), number, most, seed).run()
     for engine in (one, two):
-        if not engine.idle(DEADLINE + 10):
+        if not engine.idle(2 * DEADLINE + 20):
             figures.lost.append(f"{engine.name} has {engine.free()}, not {engine.blocks} free blocks")
         figures.preempted += engine.preempted()
     return figures

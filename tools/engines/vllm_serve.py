@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.engines.serving import free_port, wait
+from tools.engines.serving import ANSWERS, ENDS, free_port, wait
 from tools.engines.vllm_models import make
 
 __all__ = ["main"]
@@ -86,7 +86,7 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
         for process in running:
             try:
-                process.wait(30)
+                process.wait(ENDS)
             except subprocess.TimeoutExpired:
                 yield f"{process.args!r} does not end"
                 process.kill()
@@ -97,7 +97,7 @@ def _text(server: str, model: Path, prompt: str) -> str:
     request = urllib.request.Request(
         f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWERS) as answer:
         found: Any = json.load(answer)
     return str(found["choices"][0]["text"])
 
