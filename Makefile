@@ -17,6 +17,7 @@ $(VENV)/.bench: EXTRAS = bench
 $(VENV)/.fuzz: EXTRAS = fuzz
 $(VENV)/.gpu: EXTRAS = cuda
 $(VENV)/.real: EXTRAS = real
+$(VENV)/.jax: EXTRAS = torch,jax
 $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
 	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, half a minute or less from a near mirror"
@@ -82,7 +83,7 @@ fuzz: $(VENV)/.test $(VENV)/.fuzz
 
 # vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`,
 # and engines that hand prompts over to each other through integrations/.
-engines: $(VENV)/.demo
+engines: $(VENV)/.demo $(VENV)/.jax
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines
 

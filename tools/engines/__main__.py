@@ -8,6 +8,7 @@ says why, and counts as a difference. Backends that cannot be imported here are 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -62,11 +63,12 @@ def main(argv: list[str] | None = None) -> int:
         wrong.append(report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen)))
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong.append(report(f"{engine} {release}: the frames of the captures", found))
-    for module, path in (
+    jax = ["--jax", sys.executable] if importlib.util.find_spec("jax") else []
+    for module, path, *more in (
         ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("vllm_serve", ""), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"),
-        ("cross_pd", "sgt"),
+        ("cross_pd", "sgt", *jax),
     ):  # fmt: skip
-        wrong.append(handed_over(module, path, args.at.resolve()))
+        wrong.append(handed_over(module, path, args.at.resolve(), *more))
     wrong = [lines for lines in wrong if lines]
     for lines in wrong:  # again, for who reads the end alone
         print("\n".join(lines))
@@ -81,9 +83,9 @@ def report(what: str, found: list[str]) -> list[str]:
     return lines if found else []
 
 
-def handed_over(module: str, path: str, at: Path) -> list[str]:
+def handed_over(module: str, path: str, at: Path, *more: str) -> list[str]:
     """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; what differs, and
-    the last lines that the engines said. `module` is one beside this.
+    the last lines that the engines said. `module` is one beside this, which takes `more` arguments.
     """
     sglang = path == "sgt"
     paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
@@ -95,7 +97,7 @@ def handed_over(module: str, path: str, at: Path) -> list[str]:
         "PYTHONDONTWRITEBYTECODE": "",
         "SGLANG_USE_CPU_ENGINE": str(int(sglang)),
     }
-    command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models")]
+    command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models"), *more]
     log = at / f"{module}.log"
     told: list[str] = []
     with log.open("a") as said:  # what the engines say, of bad input too

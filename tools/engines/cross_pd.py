@@ -1,15 +1,16 @@
-"""vLLM and SGLang hand prompts over to each other: `ENGINE/python -m tools.engines.cross_pd FOLDER [MODEL ...]`.
+"""vLLM, SGLang and the reference engines hand prompts over to each other: `ENGINE/python -m tools.engines.cross_pd FOLDER [MODEL ...] [--jax PYTHON]`.
 
 As sglang_pd.py; the router is this program: it makes the ticket of a room, or hands on what the prefill engine answered.
+The reference engine in JAX runs by a Python that has JAX; without one it is left out, and a line says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +18,62 @@ from kvproto import write_ticket
 from kvproto_sglang import ticket_of
 from tools.engines import sglang_engine as sg
 from tools.engines import vllm_engine as vl
+from tools.engines.child import new_name, prompts
 from tools.engines.sglang_bench import CORRUPT
 
-__all__ = ["main"]
+__all__ = ["Over", "from_sglang", "main", "to_sglang"]
 
 
-def to_vllm(prefill: sg.Engine, decode: vl.Engine, prompt: list[int], corrupt: bool = False) -> Any:
-    """SGLang prefills, vLLM decodes: both are asked at once, one with the room and one with its ticket."""
-    number = sg.room()
-    ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
-    first, second = sg.name(), ("corrupt-" if corrupt else "") + sg.name()
-    decode.add(second, prompt, sg.MOST, {"do_remote_prefill": True, "ticket": ticket})
-    prefill.add(first, prompt, **sg.where(prefill, number))
-    tokens, reason, _, cached = decode.result(second)
-    prefill.result(first)
-    return tokens, f"{reason}, {cached} cached"
+Answers = list[tuple[list[int], str]]
+"""Tokens of each prompt, and what its decode engine says of it."""
+Over = Callable[..., Answers]
 
 
-def to_sglang(prefill: vl.Engine, decode: sg.Engine, prompt: list[int], corrupt: bool = False) -> Any:
-    """vLLM prefills, SGLang decodes: it gets the ticket and the token that vLLM answered."""
-    answer, _, params, _ = prefill.run(sg.name(), prompt, 1, vl.ASK)
-    given = {"ticket": json.dumps(params["ticket"]), "first_token": answer[0]}
-    body: dict[str, Any] = {
-        "bootstrap_host": "router",
-        "bootstrap_port": 0,
-        "bootstrap_room": sg.room() | CORRUPT * corrupt,
-    }
-    request = sg.name()
-    decode.add(request, prompt, sampling={"custom_params": {"kvproto": given}}, **body)
-    tokens, said = decode.result(request)
-    return tokens, str(said["finish_reason"])
+def from_sglang(
+    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+) -> Answers:  # fmt: skip
+    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
+    first, second = [new_name() for _ in asked], [("corrupt-" if corrupt else "") + new_name() for _ in asked]
+    for one, two, prompt in zip(first, second, asked, strict=True):
+        number = sg.room()
+        ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
+        decode.add(two, prompt, most, {"do_remote_prefill": True, "ticket": ticket})
+        prefill.add(one, prompt, **sg.where(prefill, number))
+    answers = [decode.result(two) for two in second]
+    for one in first:
+        prefill.result(one)
+    return [(tokens, f"{reason}, {cached} cached") for tokens, reason, _, cached in answers]
 
 
-def same_tokens(alone: sg.Alone, over: Callable[..., Any], one: Any, two: Any) -> Iterator[str]:
-    """The tokens are those of the model alone."""
-    for prompt in sg.prompts(4, 40, 200):
-        (tokens, said), wanted = over(one, two, prompt), alone.run(prompt)[0]
-        if tokens != wanted:
+def to_sglang(
+    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+) -> Answers:  # fmt: skip
+    """SGLang decodes: it gets the ticket and the token that the prefill engine answered."""
+    first, second = [new_name() for _ in asked], [new_name() for _ in asked]
+    for one, prompt in zip(first, asked, strict=True):
+        prefill.add(one, prompt, 1, vl.ASK)
+    for one, two, prompt in zip(first, second, asked, strict=True):
+        (token, *_), _, params, _ = prefill.result(one)
+        given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
+        place = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
+        decode.add(two, prompt, most, sampling={"custom_params": {"kvproto": given}}, **place)
+    return [(tokens, str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
+
+
+def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
+    """Several prompts at once: the tokens are those of the model alone."""
+    asked = prompts(4, 40, 200)
+    for prompt, (tokens, said) in zip(asked, over(one, two, asked), strict=True):
+        if tokens != (wanted := alone.run(prompt)[0]):
             yield f"prompt of {len(prompt)}: {tokens}, not {wanted}: {said}"
 
 
-def one_bit(alone: sg.Alone, over: Callable[..., Any], one: Any, two: Any) -> Iterator[str]:
+def one_bit(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
     """A bit of a page that arrived is flipped: other tokens."""
-    (prompt,) = sg.prompts(1, 100, 101, 1)
-    if over(one, two, prompt, corrupt=True)[0] == alone.run(prompt)[0]:
-        yield "the same tokens: the pages were not used"
+    (prompt,) = prompts(1, 100, 101, 1)
+    ((tokens, said),) = over(one, two, [prompt], corrupt=True)
+    if len(tokens) != sg.MOST or tokens == alone.run(prompt)[0]:
+        yield f"{tokens}, {said}: the pages were not used"
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,47 +81,64 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model."""
+REFERENCES = {"torch": 16, "jax": 32}
+"""Rows of a page of a reference engine, by its framework."""
 
 
-def tried(models: Path, model: str, folder: str) -> int:
-    """Both ways; how many cases differ."""
+def tried(jax: str, models: Path, model: str, folder: str) -> int:
+    """To and from SGLang; how many cases differ. `jax` is a Python."""
     shared, wrong = sg.settings_of(models, model), 0
-    path = shared["model_path"]
-    own = {"metadata": "request", "deadline": sg.DEADLINE, "sources": {"vllm": f"ipc://{folder}/vllm-0"}}
-    vllm = vl.Engine.of("vllm", folder, [], "fail", model=path, **MODELS[model])
-    vllm.settings["kv"]["kv_connector_extra_config"]["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
-    vllm.start()
-    prefill = sg.Engine.prefill("p64", folder, **shared, page_size=64, chunked_prefill_size=128)
-    decode = sg.Engine.start("d16", shared | {"page_size": 16, "disaggregation_mode": "decode"}, own)
+    path, named = shared["model_path"], {"weights": model}
+    others: dict[str, tuple[str, dict[str, Any]]] = {
+        "vllm": (f"vLLM, block {MODELS[model]['block_size']}", MODELS[model])
+    }
+    for framework, rows in REFERENCES.items():
+        python = jax if framework == "jax" else ""
+        if framework == "jax" and not python:
+            print(f"NOT RUN {model}: the reference engine in JAX, which needs --jax PYTHON", flush=True)
+            continue
+        own = {"kind": "reference_child", "framework": framework, "block_size": rows, "python": python}
+        others[framework] = f"the reference engine in {framework}, page {rows}", own
+    engines: dict[str, vl.Engine] = {}
+    for name, (_, given) in others.items():
+        engines[name] = vl.Engine.of(name, folder, [], "fail", extra=named, model=path, **given)
+        about = engines[name].settings["kv"]["kv_connector_extra_config"]
+        about["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
+        engines[name].start()
+    prefill = sg.Engine.prefill("p64", folder, named, **shared, page_size=64, chunked_prefill_size=128)
+    decode = sg.Engine.decode("d64", folder, [*engines], named | {"metadata": "request"}, **shared, page_size=64)
     try:
         alone = sg.Alone(path)
-        for engine in (vllm, prefill, decode):
+        for engine in (*engines.values(), prefill, decode):
             engine.ready()
-        block = MODELS[model]["block_size"]
-        for title, over, one, two in (
-            (f"SGLang, page 64, to vLLM, block {block}", to_vllm, prefill, vllm),
-            (f"vLLM, block {block}, to SGLang, page 16", to_sglang, vllm, decode),
-        ):
-            for case in (same_tokens, one_bit, same_tokens):
-                found = list(case(alone, over, one, two))
-                wrong += sg.told(f"{model}: {title}: {case.__name__.replace('_', ' ')}", found)
+        for name, (title, _) in others.items():
+            routes: list[tuple[str, Over, Any, Any]] = [
+                (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),
+                (f"{title}, to SGLang, page 64", to_sglang, engines[name], decode),
+            ]
+            for route, over, one, two in routes:
+                for case in (same_tokens, one_bit, same_tokens):
+                    found = list(case(alone, over, one, two))
+                    wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
+        for engine in engines.values():
+            if not engine.idle():
+                wrong += sg.told(f"{model}: {engine.name} at the end", [f"{engine.free()}, not {engine.blocks} free"])
     finally:
         prefill.kill()
         decode.kill()
-        vllm.stop()
+        for engine in engines.values():
+            engine.stop()
     return wrong
 
 
 def main(argv: list[str]) -> int:
     """Print each case and whether it went well; the exit status."""
-    models, chosen = Path(argv[0]), argv[1:] or list(MODELS)
-    begun, wrong = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        sg.plug_in(folder)
-        for model in chosen:
-            wrong += tried(models, model, folder)
-    print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)
-    return 1 if wrong else 0
+    parser = argparse.ArgumentParser(prog="python -m tools.engines.cross_pd", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", nargs="*", default=list(MODELS))
+    parser.add_argument("--jax", default="")
+    args = parser.parse_args(argv)
+    return sg.run(args.folder, args.model, partial(tried, args.jax))
 
 
 if __name__ == "__main__":

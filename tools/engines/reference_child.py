@@ -1,35 +1,54 @@
-"""The torch reference engine in a process of its own, that takes the orders that `vllm_child` takes.
+"""A reference engine, in torch or JAX, in a process of its own that takes the orders that `vllm_child` takes.
 
 It prefills and decodes, one step for all requests at a time, and hands over as vLLM does: all but the last token of a
-prompt, which the decode engine computes itself.
+prompt, which the decode engine computes itself. JAX is not in the environment of the engines, so that one runs by
+another Python: `PYTHON -m tools.engines.reference_child PIPE SETTINGS`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
 
-from kvproto import Fetch, KvprotoError, Prompt, Request, Sink, Source, lay_out, new_ticket, read_ticket, write_ticket
+from kvproto import (
+    Fetch,
+    Geometry,
+    KvprotoError,
+    Pool,
+    Prompt,
+    Request,
+    Sink,
+    Source,
+    lay_out,
+    new_ticket,
+    read_ticket,
+    write_ticket,
+)
+from kvproto_engines.facts import rope_of
 from kvproto_reference import checkpoint
 from kvproto_reference.cache import KVPool, PageAllocator, Shard
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import TARGET, Layout, cache, hand_over
 from kvproto_reference.engine.prefill import Prefiller
-from kvproto_reference.engine.runner import Chunk
+from kvproto_reference.engine.runner import Chunk, Runner
 from kvproto_reference.engine.sequence import Sequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 
 __all__ = ["serve"]
 
 PAGES = 128
+ROOT = Path(__file__).parents[2]
 
 
 @attrs.define(eq=False)
@@ -44,7 +63,12 @@ class _Job:
 
 
 def serve(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Open an engine, then step it and answer orders until the pipe is closed."""
+    """Open an engine, then step it and answer orders until the pipe is closed; `python` is who runs it, if not we."""
+    if python := settings.pop("python", ""):
+        os.set_inheritable(pipe.fileno(), True)
+        paths = os.pathsep.join(str(ROOT / each) for each in ("", "integrations", "reference"))
+        command = [python, "-m", __name__, str(pipe.fileno()), json.dumps(settings)]
+        os.execve(python, command, os.environ | {"PYTHONPATH": paths})
     try:
         torch.set_num_threads(1)
         _Served(pipe, settings).run()
@@ -55,13 +79,20 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _rope(folder: Path) -> str:
-    """As the engine on the other side names it."""
-    from transformers import AutoConfig
+def _in_torch(folder: Path, geometry: Geometry, rows: int) -> tuple[Pool, Runner]:
+    loaded = checkpoint.load(folder)
+    cached = KVPool.allocate(loaded.config, PAGES, rows, memory=shareable)
+    return hand_over(geometry, {TARGET: cached}, 0), torch_runner(loaded, cached, Shard(geometry.groups[0], 0))
 
-    from kvproto_engines.facts import rope_of
 
-    return rope_of(AutoConfig.from_pretrained(folder))
+def _in_jax(folder: Path, geometry: Geometry, rows: int) -> tuple[Pool, Runner]:
+    from kvproto_reference.jax_engine.build import jax_runner
+
+    pool = Pool.allocate(geometry, PAGES, rank=0)
+    return pool, jax_runner(folder, [pool], TARGET, Layout())
+
+
+_FRAMEWORKS = {"torch": _in_torch, "jax": _in_jax}
 
 
 class _Served:
@@ -71,14 +102,13 @@ class _Served:
         self.pipe, self.name, self.deadline = pipe, extra["name"], extra["deadline"]
         self.recompute = transfer["kv_load_failure_policy"] == "recompute"
         folder = Path(settings["model"])
-        loaded = checkpoint.load(folder)
-        facts = {"weights.target": extra["weights"], "rope.target": _rope(folder)}
-        geometry = lay_out([cache(0, loaded.config, Layout(), settings["block_size"])], facts=facts)
-        self.kv = KVPool.allocate(loaded.config, PAGES, settings["block_size"], memory=shareable)
-        pool = hand_over(geometry, {TARGET: self.kv}, 0)
-        self.source = Source(self.name, pool, extra["listen"])
-        self.sink = Sink(self.name, pool, extra["sources"])
-        self.runner = torch_runner(loaded, self.kv, Shard(geometry.groups[0], 0))
+        rope = rope_of(SimpleNamespace(**json.loads((folder / checkpoint.CONFIG_FILE).read_text())))
+        facts = {"weights.target": extra["weights"], "rope.target": rope}
+        rows, config = settings["block_size"], checkpoint.load_config(folder)
+        geometry = lay_out([cache(0, config, Layout(), rows)], facts=facts)
+        self.pool, self.runner = _FRAMEWORKS[settings.get("framework", "torch")](folder, geometry, rows)
+        self.source = Source(self.name, self.pool, extra["listen"])
+        self.sink = Sink(self.name, self.pool, extra["sources"])
         self.prefiller, self.decoder = Prefiller(self.runner, None, 64), SpeculativeDecoder(self.runner)
         self.pages = PageAllocator(PAGES)
         self.jobs: dict[str, _Job] = {}
@@ -166,8 +196,8 @@ class _Served:
             return
         job.fetch, job.cached = None, len(sequence.prompt) - 1
         if job.name.startswith("corrupt"):
-            first = next(iter(self.kv.tensors.values()))[sequence.target_pages[0]]
-            first.view(torch.int32)[0, 0, 0] ^= 1 << 30
+            part = self.pool.group(TARGET).parts[0].name
+            self.pool.array(TARGET, 0, part)[sequence.target_pages[0], 0, 0, 3] ^= 0x40
         logits = self.runner.run([Chunk(sequence.prompt[-1:], job.cached, sequence.target_pages)])
         sequence.append([int(logits.best()[0])])
 
@@ -180,3 +210,7 @@ class _Served:
         else:
             self.pages.free(job.sequence.target_pages)
         self.pipe.send(("done", job.name, job.sequence.generated, reason, params, job.cached, bool(job.cached)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import multiprocessing
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import attrs
+
+from tools.engines.child import Child, new_name, prompts
 
 __all__ = [
     "DEADLINE",
     "MOST",
     "Alone",
     "Engine",
-    "name",
+    "new_name",
     "plug_in",
     "prompts",
     "room",
+    "run",
     "settings_of",
     "told",
     "where",
@@ -38,77 +41,40 @@ os.environ |= {
 
 DEADLINE = 120
 """Seconds of a ticket."""
-_PATIENCE = 600.0
-"""Seconds for an engine to start or to answer."""
 MOST = 16
 """Tokens of an answer."""
 
 
 @attrs.define
-class Engine:
+class Engine(Child):
     """An SGLang: a group of processes."""
-
-    name: str
-    pipe: Any
-    process: Any
-    done: dict[str, Any] = attrs.Factory(dict)
 
     @classmethod
     def start(cls, name: str, settings: dict[str, Any], kvproto: dict[str, Any]) -> Engine:
         """`kvproto` is what KVPROTO_SGLANG says."""
         from tools.engines.sglang_child import serve
 
-        context = multiprocessing.get_context("fork")
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, settings, kvproto), daemon=False)
-        process.start()
-        theirs.close()
-        return cls(name, pipe, process)
+        made = cls(name=name)
+        made.fork(serve, settings, kvproto)
+        return made
 
     @classmethod
-    def prefill(cls, name: str, folder: str, **settings: Any) -> Engine:
-        """One that prefills, called NAME:1."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": DEADLINE}
+    def prefill(cls, name: str, folder: str, about: dict[str, Any] | None = None, **settings: Any) -> Engine:
+        """One that prefills, called NAME:1; `about` are more settings of the back end."""
+        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": DEADLINE, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
-    def decode(cls, name: str, folder: str, sources: list[str], **settings: Any) -> Engine:
-        """One that decodes what these prefill."""
-        own = {
-            "name": name, "deadline": DEADLINE,
-            "sources": {f"{source}:1": f"ipc://{folder}/{source}-0" for source in sources},
-        }  # fmt: skip
+    def decode(
+        cls, name: str, folder: str, sources: list[str], about: dict[str, Any] | None = None, **settings: Any
+    ) -> Engine:  # fmt: skip
+        """One that decodes what these prefill, each called NAME:1 or, where it is no SGLang, NAME."""
+        where = {each: f"ipc://{folder}/{each.removesuffix(':1')}-0" for each in sources}
+        own = {"name": name, "deadline": DEADLINE, "sources": where, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
-
-    def ready(self) -> float:
-        """Wait until it has started: seconds that it took."""
-        (found,) = self._hear("ready")
-        return float(found)
 
     def add(self, request: str, tokens: list[int], most: int = MOST, **more: Any) -> None:
         self.pipe.send(("add", request, tokens, most, more))
-
-    def abort(self, request: str) -> None:
-        self.pipe.send(("abort", request))
-
-    def result(self, request: str) -> tuple[list[int], dict[str, Any]]:
-        """Tokens of a request, and what SGLang says of it."""
-        until = time.monotonic() + _PATIENCE
-        while request not in self.done and time.monotonic() < until:
-            self._hear("done")
-        tokens, said = self.done.pop(request)
-        return tokens, said
-
-    def _hear(self, kind: str) -> Any:
-        while self.pipe.poll(_PATIENCE):
-            got, *said = self.pipe.recv()
-            if got == "died":
-                raise RuntimeError(f"{self.name}: {said[0]}")
-            if got == "done":
-                self.done[said[0]] = tuple(said[1:])
-            if got == kind:
-                return said
-        raise TimeoutError(f"{self.name} says nothing")
 
     def kill(self) -> None:
         """All of its processes, at once."""
@@ -150,12 +116,7 @@ class Alone:
         return made, values
 
 
-_numbers = itertools.count()
 _dice = random.Random(time.monotonic_ns())
-
-
-def name() -> str:
-    return f"r{next(_numbers)}"
 
 
 def room() -> int:
@@ -163,26 +124,9 @@ def room() -> int:
     return _dice.getrandbits(62)
 
 
-def prompts(number: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(3, 512) for _ in range(dice.randrange(low, high))] for _ in range(number)]
-
-
 def where(engine: Engine, number: int) -> dict[str, Any]:
     """What a load balancer adds to a request that this engine prefills."""
     return {"bootstrap_host": engine.name, "bootstrap_port": 1, "bootstrap_room": number}
-
-
-def plug_in(folder: str) -> None:
-    """Have SGLang find the plug-in of the tests."""
-    place = Path(folder) / "kvproto_bench-0.dist-info"
-    place.mkdir()
-    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproto-bench\nVersion: 0\n")
-    (place / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nkvproto_bench = tools.engines.sglang_bench:register\n"
-    )
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    sys.path.insert(0, folder)
 
 
 def settings_of(models: Path, model: str) -> dict[str, Any]:
@@ -199,3 +143,29 @@ def told(what: str, found: list[str]) -> bool:
     """Print a line, or what differs; whether it does."""
     print(f"{'DIFFERS' if found else 'same   '} {what}", *found, sep="\n        ", flush=True)
     return bool(found)
+
+
+def run(models: Path, names: Iterable[str], tried: Callable[[Path, str, str], int]) -> int:
+    """Try each of these names; the exit status.
+
+    `tried` takes the folder of models, a name, and a folder for sockets; it prints each case and says how many differ.
+    """
+    begun, wrong = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        plug_in(folder)
+        for name in names:
+            wrong += tried(models, name, folder)
+    print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)
+    return 1 if wrong else 0
+
+
+def plug_in(folder: str) -> None:
+    """Have SGLang find the plug-in of the tests."""
+    place = Path(folder) / "kvproto_bench-0.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproto-bench\nVersion: 0\n")
+    (place / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nkvproto_bench = tools.engines.sglang_bench:register\n"
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, folder)

@@ -8,14 +8,13 @@ line for each case.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
-from tools.engines.sglang_engine import Alone, Engine, name, plug_in, prompts, room, settings_of, told, where
+from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, room, run, settings_of, told, where
 
 __all__ = ["main"]
 
@@ -23,7 +22,7 @@ __all__ = ["main"]
 def begin(one: Engine, two: Engine, prompt: list[int], number: int | None = None, **more: Any) -> tuple[str, str]:
     """Both engines get one body, as the load balancer does it; the names of the request at both."""
     body = where(one, room() if number is None else number)
-    names = name(), name()
+    names = new_name(), new_name()
     for engine, request in zip((one, two), names, strict=True):
         engine.add(request, prompt, **body, **more)
     return names
@@ -66,7 +65,7 @@ def one_after_the_other(alone: Alone, one: Engine, two: Engine) -> Iterator[str]
     for order in ((one, two), (two, one)):
         body, names = where(one, room()), {}
         for engine in order:
-            names[engine.name] = name()
+            names[engine.name] = new_name()
             engine.add(names[engine.name], prompt, **body)
             time.sleep(0.5)
         tokens = two.result(names[two.name])[0]
@@ -85,7 +84,7 @@ def aborts(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
             engine.abort(names[engine.name])
         for engine in (one, two):
             engine.result(names[engine.name])
-    lonely = name()
+    lonely = new_name()
     two.add(lonely, prompt, **where(one, room()))  # prefill never comes
     two.abort(lonely)
     two.result(lonely)
@@ -102,12 +101,12 @@ def bad_input(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
         ({"sampling": {"custom_params": {"kvproto": 7}}}, "kvproto"),
         ({}, "UNKNOWN_TICKET"),
     ):
-        request = name()
+        request = new_name()
         two.add(request, prompt, **where(one, room()) | wrong)
         reason = two.result(request)[1]["finish_reason"]
         if reason["type"] == "length" or says not in reason["message"]:
             yield f"{wrong}: {reason}"
-    first, second, number = name(), name(), room()
+    first, second, number = new_name(), new_name(), room()
     one.add(first, prompt, **where(one, number))
     two.add(second, list(reversed(prompt)), **where(one, number))
     if "CONTENT_MISMATCH" not in str(two.result(second)[1]["finish_reason"]):
@@ -137,7 +136,7 @@ def still_there(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
 def killed(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     """The prefill engine dies with a request that decode waits for: that request fails, the decode engine lives."""
     (prompt,) = prompts(1, 150, 151, 7)
-    request = name()
+    request = new_name()
     two.add(request, prompt, **where(one, room()))
     one.kill()
     begun = time.monotonic()
@@ -196,7 +195,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     try:
         pairs = []
         chosen_pairs = MODELS[model][int(nth) :][:1] if nth else MODELS[model]
-        sources = list(dict.fromkeys(f"p{_title(first)}" for _, first, _, _ in chosen_pairs))
+        sources = list(dict.fromkeys(f"p{_title(first)}:1" for _, first, _, _ in chosen_pairs))
         for title, first, second, cases in chosen_pairs:
             names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
             if names[0] not in engines:
@@ -219,14 +218,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
 
 def main(argv: list[str]) -> int:
     """Print each case and whether it went well; the exit status."""
-    models, chosen = Path(argv[0]), argv[1:] or list(MODELS)
-    begun, wrong = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        plug_in(folder)
-        for model in chosen:
-            wrong += tried(models, model, folder)
-    print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)
-    return 1 if wrong else 0
+    return run(Path(argv[0]), argv[1:] or MODELS, tried)
 
 
 if __name__ == "__main__":

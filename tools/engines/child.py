@@ -1,0 +1,99 @@
+"""An engine in a process of its own, as a test sees it: orders go in over a pipe, and what came of them comes out."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+__all__ = ["PATIENCE", "Child", "new_name", "prompts"]
+
+PATIENCE = 600.0
+"""Seconds for an engine to start or to answer."""
+
+
+@attrs.define(kw_only=True)
+class Child:
+    """One process, or the first of a group.
+
+    Fields:
+        done: What came of requests that are over, by their names, until it is asked for.
+    """
+
+    name: str
+    pipe: Any = None
+    process: Any = None
+    done: dict[str, Any] = attrs.Factory(dict)
+
+    def fork(self, serve: Callable[..., None], *given: Any) -> None:
+        """Run `serve(pipe, *given)` in a process of its own; packages that are imported already are there."""
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, *given), daemon=False)
+        self.process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Wait until it has started."""
+        self.hear("ready")
+
+    def hear(self, kind: str) -> list[Any]:
+        """What it says next of this kind; raises RuntimeError where it has ended, or TimeoutError."""
+        while self.pipe.poll(PATIENCE):
+            try:
+                got, *said = list[Any](self.pipe.recv())
+            except EOFError:
+                raise RuntimeError(f"{self.name} has ended") from None
+            if got == "died":
+                raise RuntimeError(f"{self.name}: {said[0]}")
+            if got == "done":
+                self.ended(*said)
+            if got == kind:
+                return said
+        raise TimeoutError(f"{self.name} says nothing")
+
+    def ended(self, request: str, *result: Any) -> None:
+        """A request is over."""
+        self.done[request] = result
+
+    def result(self, request: str) -> Any:
+        """Of a request, once it is over."""
+        until = time.monotonic() + PATIENCE
+        while request not in self.done and time.monotonic() < until:
+            self.hear("done")
+        return self.done.pop(request)
+
+    def finished(self) -> list[tuple[str, Any]]:
+        """Requests that are over since the last call, with their results; waits a moment where there are none."""
+        while self.pipe.poll(0 if self.done else 0.002):
+            self.hear("done")
+        found, self.done = list(self.done.items()), {}
+        return found
+
+    def abort(self, request: str) -> None:
+        self.pipe.send(("abort", request))
+
+    def free(self) -> tuple[int, int]:
+        """Free pages or tokens, and requests that it has."""
+        self.pipe.send(("free",))
+        free, requests = self.hear("free")
+        return free, requests
+
+
+_numbers = itertools.count()
+
+
+def new_name() -> str:
+    """Of a request."""
+    return f"r{next(_numbers)}"
+
+
+def prompts(number: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    """So many prompts of at least `low` tokens and fewer than `high`."""
+    dice = random.Random(seed)
+    return [[dice.randrange(3, 512) for _ in range(dice.randrange(low, high))] for _ in range(number)]
