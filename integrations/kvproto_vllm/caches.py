@@ -17,7 +17,7 @@ from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_vllm.pages import cache_of, measured, views_of
 
-__all__ = ["WINDOW", "Layers", "Stated", "refuse_cache", "state"]
+__all__ = ["WINDOW", "Layers", "Stated", "check_sizes", "state"]
 
 WINDOW = "SlidingWindowSpec"
 """vLLM's name of caches whose blocks the engine gives up when a window has left them."""
@@ -44,13 +44,13 @@ class Layers:
         title: Of the group.
         layer: The first of them, as the engine runs it.
         backend: Name of its attention back end.
-        ids: Numbers of the layers.
+        ids: Numbers of the layers, also of those on other pipeline stages.
         heads: KV heads of all ranks.
         blocks: Of the engine.
         computed: Element type of what is computed.
         stored: vLLM's name of the cache's element type.
         scales: Of K and of V of each layer, where a cache is quantized by them.
-        depth: Layers of the target; those beyond, and those named so, are a draft's.
+        model: 0 the target, 1 its draft.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Layers:
     computed: torch.dtype
     stored: str
     scales: list[tuple[float, float]]
-    depth: int
+    model: int = 0
 
 
 @attrs.frozen
@@ -73,30 +73,32 @@ class Stated:
     """Layers as kvproto sees them.
 
     Fields:
-        tensors: Of each layer, in the order of the layers, or such by part.
-        axes: Of the tensors.
+        tensors: Of each layer [page, head, token, dim], in the order of the layers, or such by part.
         pages: Of one block of the engine: more than 1 where the back end's kernels take smaller ones.
     """
 
     cache: Cache
     tensors: Any
-    axes: str
     pages: int = 1
+
+
+def check_sizes(parallel: Any, kinds: int) -> None:
+    """Raise LocalError for a vLLM that divides caches, of so many kinds, as this connector does not state."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) != 1:
+            raise _refused(name, "1", str(size))
+    if parallel.pipeline_parallel_size > 1 and kinds > 1:
+        mine = "1 with drafts, or with layers of several kinds"
+        raise _refused("pipeline_parallel_size", mine, str(parallel.pipeline_parallel_size))
 
 
 def state(layers: Layers, strides: bool) -> Stated:
     """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
     kind = type(layers.spec).__name__
     if kind not in (known := ("FullAttentionSpec", "MLAAttentionSpec", WINDOW)):
-        raise refuse_cache(layers.names[0], f"caches {', '.join(known)}", kind)
-    if drafts := [
-        n for n, i in zip(layers.names, layers.ids, strict=True) if i >= layers.depth or n.startswith("draft")
-    ]:
-        raise refuse_cache(drafts[0], f"the {layers.depth} layers of the target", "a layer of a draft model")
+        raise _refused(layers.names[0], f"caches {', '.join(known)}", kind)
     pages = _pages(layers)
-    if layers.backend == "CPU_ATTN":
-        return _packed(layers, strides)
-    return _latent(layers, pages) if kind == "MLAAttentionSpec" else _attention(layers, pages)
+    return _packed(layers, strides) if layers.backend == "CPU_ATTN" else _rows(layers, pages)
 
 
 def _pages(layers: Layers) -> int:
@@ -106,7 +108,7 @@ def _pages(layers: Layers) -> int:
     wanted = layers.blocks * pages, spec.block_size // max(pages, 1)
     if len({tensor.shape for tensor in layers.tensors}) > 1 or wanted != (shape[0], shape[-2]):
         expected = f"{layers.blocks} blocks of {spec.block_size} tokens in each layer"
-        raise refuse_cache(layers.names[0], expected, f"a tensor of shape {shape}")
+        raise _refused(layers.names[0], expected, f"a tensor of shape {shape}")
     return pages
 
 
@@ -117,29 +119,32 @@ def _element(layers: Layers) -> tuple[DType, torch.dtype]:
         return _FLOATS[found], found
     if (element := _QUANTIZED.get((mode, layers.stored))) is None or found.itemsize != 1:
         mine = ", ".join(sorted([str(each) for each in _FLOATS] + [name for _, name in _QUANTIZED]))
-        raise refuse_cache(layers.names[0], mine, f"{found}, {mode}, {layers.stored}")
+        raise _refused(layers.names[0], mine, f"{found}, {mode}, {layers.stored}")
     if getattr(layers.layer, "calculate_kv_scales", False):
-        raise refuse_cache(layers.names[0], "scales of the checkpoint", "scales that the first forward decides")
+        raise _refused(layers.names[0], "scales of the checkpoint", "scales that the first forward decides")
     return element
 
 
-def _attention(layers: Layers, pages: int) -> Stated:
-    """K and V of each head side by side, with their scales where these are in the cache."""
-    spec, tensor = layers.spec, layers.tensors[0]
-    kind, dtype = _element(layers)
+def _rows(layers: Layers, pages: int) -> Stated:
+    """K and V of each head side by side, with their scales where these are in the cache; or the one row of MLA, latent
+    and rotary key.
+    """
+    spec, (kind, dtype) = layers.spec, _element(layers)
+    tensors = [each.unsqueeze(1) if each.dim() == 3 else each for each in layers.tensors]  # MLA of some releases
+    shape = tuple(tensors[0].shape)
     apart = kind is DType.I8 or layers.stored.endswith("per_token_head")
-    dims = {"k": spec.head_size, "v": spec.head_size_v}
+    dims = {"latent": spec.head_size} if _mla(layers) else {"k": spec.head_size, "v": spec.head_size_v}
     parts: dict[str, tuple[DType, int, int]] = {}
     for part, dim in dims.items():
         parts[part] = kind, layers.heads, dim * dtype.itemsize
         if apart:
             parts[f"{part}_scale"] = DType.F32, layers.heads, _SCALE
-    size, shape = sum(size for _, _, size in parts.values()), tuple(tensor.shape)
-    if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensor.itemsize != size:
+    size = sum(size for _, _, size in parts.values())
+    if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensors[0].itemsize != size:
         expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {size} bytes of {', '.join(parts)}]"
-        raise refuse_cache(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensor.dtype}")
-    rows = [_numbers((shape[2], shape[1], dim), tensor.device) for dim in dims.values()]
-    page = _written(layers, rows).view(torch.uint8)
+        raise _refused(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensors[0].dtype}")
+    rows = [_numbers((shape[2], shape[1], dim), tensors[0].device) for dim in dims.values()]
+    page = _written(layers, tensors[0], rows).view(torch.uint8)
     at = 0
     for row, (part, dim) in zip(rows, dims.items(), strict=True):
         got = page[..., at : at + dim * dtype.itemsize].contiguous().view(dtype).float()
@@ -147,27 +152,16 @@ def _attention(layers: Layers, pages: int) -> Stated:
         if apart:
             got = (got * page[..., at : at + _SCALE].contiguous().view(torch.float32)).round()
             at += _SCALE
-        _compare(layers, part, got, row.transpose(0, 1))
-    cache = Cache.paged(layers.title, layers.ids, parts=parts, page=shape[2])
-    return Stated(cache, layers.tensors, "page head token dim", pages)
+        if not torch.equal(got, row.transpose(0, 1)):
+            found, advice = f"{layers.backend} stores it elsewhere", "choose another back end"
+            mine = f"{part} where the shape of its tensor says"
+            raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], mine, found, advice)
+    cache = Cache.paged(layers.title, layers.ids, parts=parts, page=shape[2], model=layers.model)
+    return Stated(cache, tensors, pages)
 
 
-def _latent(layers: Layers, pages: int) -> Stated:
-    """Latent and rotary key of MLA, a row for each token."""
-    spec, tensor = layers.spec, layers.tensors[0]
-    kind, dtype = _element(layers)
-    one_head = tensor.dim() == 4 and tensor.shape[1] == 1
-    rows = [each[:, 0] for each in layers.tensors] if one_head else layers.tensors
-    if rows[0].dim() != 3 or rows[0].shape[2] * tensor.itemsize != spec.head_size * dtype.itemsize:
-        expected = f"[blocks, tokens, {spec.head_size} elements of {dtype}]"
-        raise refuse_cache(layers.names[0], expected, f"{layers.backend}, shape {tuple(tensor.shape)}")
-    wanted = _numbers((rows[0].shape[1], spec.head_size), tensor.device)
-    got = _written(attrs.evolve(layers, tensors=rows), [wanted]).view(torch.uint8).view(dtype).float()
-    _compare(layers, "latent", got, wanted)
-    parts = {"latent": (kind, 1, spec.head_size * dtype.itemsize)}
-    return Stated(
-        Cache.paged(layers.title, layers.ids, parts=parts, page=rows[0].shape[1]), rows, "page token dim", pages
-    )
+def _mla(layers: Layers) -> bool:
+    return type(layers.spec).__name__ == "MLAAttentionSpec"
 
 
 def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -175,35 +169,25 @@ def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(1)).float().to(device)
 
 
-def _written(layers: Layers, rows: list[torch.Tensor]) -> torch.Tensor:
+def _written(layers: Layers, tensor: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
     """What the engine's own function makes of block 0, which holds no request's tokens, when it stores these rows."""
-    layer, tensor = layers.layer, layers.tensors[0]
-    slots = torch.arange(len(rows[0]), device=tensor.device)
+    layer, slots = layers.layer, torch.arange(len(rows[0]), device=tensor.device)
     given = [(row * scale).to(layers.computed) for row, scale in zip(rows, layers.scales[0], strict=False)]
     with torch.inference_mode():
         before = tensor[0].clone()
         try:
-            if len(rows) == 2:
-                layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
-            else:
-                latent, rope = given[0][:, : layer.kv_lora_rank], given[0][:, None, layer.kv_lora_rank :]
+            if _mla(layers):
+                latent, rope = given[0][:, 0, : layer.kv_lora_rank], given[0][..., layer.kv_lora_rank :]
                 rest = slots, layer.kv_cache_dtype, layer._k_scale
-                layer.impl.do_kv_cache_update(latent.contiguous(), rope.contiguous(), tensor, *rest)
+                layer.impl.do_kv_cache_update(latent.contiguous(), rope.contiguous(), tensor[:, 0], *rest)
+            else:
+                layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
         except (AttributeError, NotImplementedError, TypeError) as error:
             mine = "a back end with a function that stores K and V"
-            raise refuse_cache(layers.names[0], mine, f"{layers.backend}: {error}") from error
+            raise _refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
         page = tensor[0].clone(memory_format=torch.contiguous_format)
         tensor[0].copy_(before)
     return page
-
-
-def _compare(layers: Layers, part: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
-    if not torch.equal(got, wanted):
-        expected = f"{part} where the shape of its tensor says"
-        advice = "this connector cannot state the pages of this back end: choose another"
-        raise LocalError(
-            ErrorCode.LAYOUT_OPAQUE, layers.names[0], expected, f"{layers.backend} stores it elsewhere", advice
-        )
 
 
 def _packed(layers: Layers, strides: bool) -> Stated:
@@ -223,10 +207,12 @@ def _packed(layers: Layers, strides: bool) -> Stated:
         raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], "pages of strides", halves["k"].encoding, advice)
     if not strides:
         halves = {part: half.whole(dim) for part, half in halves.items()}
-    cache = cache_of(layers.title, layers.ids, layers.heads, tokens, kind, first.itemsize, halves, not strides)
-    return Stated(cache, views_of(layers.tensors, halves), "page head token dim")
+    cache = cache_of(
+        layers.title, layers.ids, layers.heads, tokens, kind, first.itemsize, halves, not strides, layers.model
+    )
+    return Stated(cache, views_of(layers.tensors, halves))
 
 
-def refuse_cache(path: str, mine: str, yours: str) -> LocalError:
+def _refused(path: str, mine: str, yours: str) -> LocalError:
     """An error of what this connector cannot state."""
     return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm.md lists what this connector states")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
@@ -117,7 +117,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the pool. Raises LocalError for caches that cannot be stated."""
-        rank, device = get_tensor_model_parallel_rank(), next(iter(kv_caches.values())).device
+        device, tp = next(iter(kv_caches.values())).device, self._vllm_config.parallel_config.tensor_parallel_size
+        rank = get_pp_group().rank_in_group * tp + get_tensor_model_parallel_rank()
         self._opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, self._settings)
         self._gpu = device if device.type == "cuda" else None
 

@@ -8,23 +8,19 @@ from typing import Any
 
 import attrs
 import torch
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
 from kvproto_engines.facts import digest_of, rope_of, weights_of
-from kvproto_vllm.caches import WINDOW, Layers, refuse_cache, state
+from kvproto_vllm.caches import WINDOW, Layers, check_sizes, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.settings import Settings
 
 __all__ = ["Opened", "open_pool"]
 
 logger = logging.getLogger("vllm.kvproto")
-
-UNSUPPORTED = (
-    "data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
-)  # fmt: skip
-"""Sizes of vLLM's parallel configuration that have to be 1 until engines with them were tried."""
 
 
 @attrs.frozen
@@ -41,10 +37,7 @@ class Opened:
 
 
 def open_pool(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], rank: int, settings: Settings) -> Opened:
-    """The pool of one tensor-parallel rank; raises LocalError for caches that this connector cannot state."""
-    for name in UNSUPPORTED:
-        if (size := getattr(config.parallel_config, name, 1)) != 1:
-            raise refuse_cache(name, "1", str(size))
+    """The pool of one rank; raises LocalError for caches that this connector cannot state."""
     for form in {"auto": ("strides", "whole")}.get(settings.pages, (settings.pages,)):
         try:
             opened = _open(config, kv_config, tensors, rank, settings, form == "strides")
@@ -65,16 +58,19 @@ _BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY)
 def _open(
     config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], rank: int, settings: Settings, strides: bool
 ) -> Opened:  # fmt: skip
-    groups = list(_layers(config, kv_config, tensors))
+    groups, parallel = list(_layers(config, kv_config, tensors)), config.parallel_config
+    check_sizes(parallel, len(groups) + (config.speculative_config is not None))
     stated = {each.title: state(each, strides) for _, each in groups}
+    depth, pp = _depth(config), parallel.pipeline_parallel_size
+    stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
+    target, draft = _facts(config, settings, [each for _, each in groups])
+    facts = (target, draft) if settings.options.cold_draft else (target | draft, {})
     geometry = lay_out(
-        [each.cache for each in stated.values()], Parallel(tp=config.parallel_config.tensor_parallel_size),
-        replica=config.parallel_config.data_parallel_index,
-        facts=_facts(config, settings, [each for _, each in groups]),
-        depth=groups[0][1].depth,
+        [each.cache for each in stated.values()],
+        Parallel(tp=parallel.tensor_parallel_size, pp=pp, stages=stages if pp > 1 else None),
+        replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1], depth=depth,
     )  # fmt: skip
-    given = {title: each.tensors for title, each in stated.items()}
-    pool = Pool(geometry, given, rank=rank, axes={title: each.axes for title, each in stated.items()})
+    pool = Pool(geometry, {n: each.tensors for n, each in stated.items()}, rank=rank, axes="page head token dim")
     windows = {each.title: each.spec.block_size for _, each in groups if type(each.spec).__name__ == WINDOW}
     tables = {each.title: Table(i, stated[each.title].pages, windows.get(each.title, 0)) for i, each in groups}
     return Opened(pool, tables)
@@ -82,26 +78,36 @@ def _open(
 
 def _layers(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Layers]]:
     """Layers that one group can state, and their block table."""
-    running = config.compilation_config.static_forward_context
-    heads, titles = config.model_config.get_total_num_kv_heads(), 0
+    running, depth, titles = config.compilation_config.static_forward_context, _depth(config), 0
     for index, group in enumerate(kv_config.kv_cache_groups):
         kinds: dict[Any, list[str]] = {}
         for name in group.layer_names:
             spec = group.kv_cache_spec
-            kinds.setdefault(getattr(spec, "kv_cache_specs", {}).get(name, spec), []).append(name)
-        for spec, names in kinds.items():
+            draft = extract_layer_index(name) >= depth or name.startswith("draft_model.")
+            kinds.setdefault((getattr(spec, "kv_cache_specs", {}).get(name, spec), int(draft)), []).append(name)
+        for (spec, number), names in kinds.items():
             names.sort(key=extract_layer_index)
-            layer = running[names[0]]
-            backend = layer.get_attn_backend().get_name()
+            layer, model = running[names[0]], _models(config)[number]
+            backend, ids = layer.get_attn_backend().get_name(), [extract_layer_index(name) % depth for name in names]
+            if config.parallel_config.pipeline_parallel_size > 1:
+                ids = list(range(depth))
             yield index, Layers(
                 title=f"{backend.lower()} {titles}" if titles else backend.lower(), layer=layer, backend=backend,
-                spec=spec, names=names, ids=[extract_layer_index(name) for name in names],
-                tensors=[tensors[name] for name in names], heads=heads, blocks=kv_config.num_blocks,
-                computed=config.model_config.dtype, stored=config.cache_config.cache_dtype,
-                scales=[_scales(running[name]) for name in names],
-                depth=config.model_config.hf_text_config.num_hidden_layers,
+                spec=spec, names=names, ids=ids, tensors=[tensors[name] for name in names],
+                heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
+                stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=number,
             )  # fmt: skip
             titles += 1
+
+
+def _depth(config: Any) -> int:
+    """Layers of the target: those beyond are a draft's."""
+    return int(config.model_config.hf_text_config.num_hidden_layers)
+
+
+def _models(config: Any) -> list[Any]:
+    """What vLLM knows of the target, and of its draft."""
+    return [config.model_config, getattr(config.speculative_config, "draft_model_config", None)]
 
 
 def _scales(layer: Any) -> tuple[float, float]:
@@ -109,13 +115,17 @@ def _scales(layer: Any) -> tuple[float, float]:
     return getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
 
 
-def _facts(config: Any, settings: Settings, layers: list[Layers]) -> dict[str, str]:
-    """What has to be equal so that bytes mean the same."""
-    model = config.model_config
-    weights = settings.weights or weights_of(model.model, model.revision, [model.quantization, _dummy(config)])
-    facts = {"weights.target": weights, "rope.target": rope_of(model.hf_text_config)}
-    if scales := [each.scales for each in layers if each.spec.kv_quant_mode]:
-        facts["kv_scales.target"] = digest_of(scales)
+def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[str, str]]:
+    """What has to be equal so that bytes mean the same, of the target and of a draft."""
+    facts: list[dict[str, str]] = [{}, {}]
+    for number in {each.model for each in layers}:
+        model, of = _models(config)[number], ("target", "draft")[number]
+        words = [model.quantization, _dummy(config)]
+        named = settings.weights if of == "target" else None
+        facts[number][f"weights.{of}"] = named or weights_of(model.model, model.revision, words)
+        facts[number][f"rope.{of}"] = rope_of(model.hf_text_config)
+        if scales := [each.scales for each in layers if each.model == number and each.spec.kv_quant_mode]:
+            facts[number][f"kv_scales.{of}"] = digest_of(scales)
     return facts
 
 

@@ -82,14 +82,14 @@ def measured(pack: Callable[[IntArray], IntArray], tokens: int, dim: int, name: 
 
 def cache_of(
     name: str, layers: Sequence[int], heads: int, tokens: int, dtype: DType, size: int, halves: Mapping[str, Half],
-    encoded: bool = False,
+    encoded: bool = False, model: int = 0,
 ) -> Cache:  # fmt: skip
     """K and V of `layers` in pages of `tokens`, elements of `size` bytes; `encoded`: of an order without strides."""
     parts = {}
     for part, half in halves.items():
         sizes = tuple((hi - lo) * size for lo, hi, _ in half.sections)
         parts[part] = dtype, heads, sizes if len(sizes) > 1 else sizes[0]
-    made = Cache.paged(name, layers, parts=parts, page=tokens)
+    made = Cache.paged(name, layers, parts=parts, page=tokens, model=model)
     if not encoded:
         return made
     named = tuple(attrs.evolve(part, encoding=halves[part.name].encoding) for part in made.group.parts)

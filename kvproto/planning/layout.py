@@ -19,8 +19,7 @@ from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.limits import MAX_RANKS
-from kvproto.wire.enums import ErrorCode, FactRule
-from kvproto.wire.messages import Fact
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["BITS", "DEALS", "Block", "Cache", "Parallel", "bytes_of", "lay_out"]
 
@@ -117,12 +116,12 @@ _NO_TABLE = (
 
 def lay_out(
     specs: Sequence[Cache], parallel: Parallel | None = None, replica: int = 0,
-    facts: Mapping[str, str] | None = None, depth: int | None = None,
+    facts: Mapping[str, str] | None = None, depth: int | None = None, warn: Mapping[str, str] | None = None,
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
 
-    `facts` are compared for equality by the other side. Raises LocalError: no layer or lane is nobody's, and what is
-    returned is a Description that `validate` accepts.
+    `facts` are compared for equality by the other side, and differences in those of `warn` reported. Raises
+    LocalError: no layer or lane is nobody's, and what is returned is a Description that `validate` accepts.
     """
     check_type("specs", specs, Sequence, "a list of kvproto.Cache")
     for i, spec in enumerate(specs):
@@ -145,7 +144,7 @@ def lay_out(
     ]
     geometry = Geometry(
         replica=replica,
-        facts=tuple(Fact(name=n, value=v, rule=FactRule.EQUAL) for n, v in sorted((facts or {}).items())),
+        facts=g.facts(facts or {}, warn),
         groups=tuple(laid.group for laid in made),
         ranks=tuple(Rank(rank=i, owns=shares) for i, shares in enumerate(ranks)),
     )

@@ -20,9 +20,10 @@ PROMPT, POISON = Prompt(range(10)), 0xA5
 def test_the_target_arrives_and_the_draft_is_left_alone(options: Options, tmp_path: Path) -> None:
     """KVP-PLAN-COLD: the engine hears which model starts cold, before any request."""
     address, ticket = address_in(tmp_path), new_ticket("prefill")
+    both = lay_out([TARGET, DRAFT], warn={"weights.draft": "of which the source knows nothing"})
     with (
         Source("prefill", Pool.allocate(lay_out([TARGET]), 4), address, options) as source,
-        Sink("decode", Pool.allocate(lay_out([TARGET, DRAFT]), 4), {"prefill": address}, options) as sink,
+        Sink("decode", Pool.allocate(both, 4), {"prefill": address}, options) as sink,
     ):
         source.pool.array("target", 1, "k")[:] = 7
         sink.pool.array("draft", 0, "k")[:] = POISON

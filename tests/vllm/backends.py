@@ -128,13 +128,13 @@ class Backend:
         return Layers(
             title=self.name.lower(), layer=layer, backend=self.name, spec=spec, names=names, ids=list(range(LAYERS)),
             tensors=tensors, heads=1 if self.mla else HEADS, blocks=self.blocks, computed=torch.bfloat16,
-            stored=self.stored, scales=[self.scales] * LAYERS, depth=LAYERS,
+            stored=self.stored, scales=[self.scales] * LAYERS,
         )  # fmt: skip
 
     def open(self, device: str) -> tuple[Pool, Stated, list[torch.Tensor]]:
         tensors = self.tensors(device)
         stated = state(self.layers(tensors), True)
-        pool = Pool(lay_out([stated.cache]), {self.name.lower(): stated.tensors}, axes=stated.axes)
+        pool = Pool(lay_out([stated.cache]), {self.name.lower(): stated.tensors}, axes="page head token dim")
         return pool, stated, tensors
 
     def fill(self, tensors: list[torch.Tensor]) -> None:

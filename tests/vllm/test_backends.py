@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvproto import LocalError, RemoteError
-from kvproto_vllm.caches import state
+from kvproto_vllm.caches import check_sizes, state
 from kvproto_vllm.releases import layers_of
 from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over
 
@@ -91,6 +91,36 @@ def test_the_block_that_was_tried_is_left_as_it_was() -> None:
     before = [tensor.clone() for tensor in tensors]
     state(NHD.layers(tensors), True)
     assert all(torch.equal(*both) for both in zip(before, tensors, strict=True))
+
+
+def test_a_draft_is_a_model_of_its_own() -> None:
+    layers = NHD.layers(NHD.tensors("cpu"))
+    assert [state(attrs.evolve(layers, model=n), True).cache.group.model for n in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "says"),
+    [
+        ("decode_context_parallel_size", 1, "decode_context_parallel_size"),
+        ("prefill_context_parallel_size", 1, "prefill_context_parallel_size"),
+        ("pipeline_parallel_size", 2, "with drafts, or with layers of several kinds"),
+    ],
+)
+def test_sizes_that_are_not_stated_are_refused_by_name(name: str, kinds: int, says: str) -> None:
+    sizes = SimpleNamespace(pipeline_parallel_size=1)
+    check_sizes(sizes, kinds)
+    setattr(sizes, name, 2)
+    with pytest.raises(LocalError, match=says):
+        check_sizes(sizes, kinds)
+    if name == "pipeline_parallel_size":
+        check_sizes(sizes, 1)
+
+
+def test_states_of_mamba_are_refused_by_name() -> None:
+    layers = NHD.layers(NHD.tensors("cpu"))
+    layers.spec.__class__ = type("MambaSpec", (), {})
+    with pytest.raises(LocalError, match="MambaSpec"):
+        state(layers, True)
 
 
 def test_other_element_types_refuse_each_other(tmp_path: Path) -> None:

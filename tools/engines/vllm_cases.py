@@ -115,6 +115,17 @@ def prefix_hits(one: Engine, two: Engine) -> Iterator[str]:
         yield "other tokens after a full hit, or its source was not told"
 
 
+def speculates(one: Engine, two: Engine) -> Iterator[str]:
+    """Decode proposes tokens by a draft whose pages came too: in as few steps as in the engine that computed them."""
+    (prompt,) = prompts(1, 120, 121, 9)
+    for prefill, decode in ((one, two), (two, one)):
+        names = new_name(), new_name()
+        alone, found = prefill.run(names[0], prompt, 48)[0], over(prefill, decode, prompt, 48, names[1])[0]
+        steps = prefill.rounds(names[0]), decode.rounds(names[1])
+        if alone != found or not steps[1] <= steps[0] <= 24:
+            yield f"{prefill.name} to {decode.name}: {found} in {steps[1]} steps, not {alone} in {steps[0]}"
+
+
 def stored(one: Engine, two: Engine) -> Iterator[str]:
     """A prompt that nobody hands over is stored by the other connector, and read when it comes again."""
     (prompt,) = prompts(1, 130, 131, 8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import traceback
+from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,11 +30,17 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
 
 
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    import vllm
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
     from tools.engines.vllm_corrupting import FETCHED
 
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.kvproto").addHandler(handler)
+    vllm.__version__ = settings.pop("release", vllm.__version__)
     transfer = settings.pop("kv", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -41,6 +49,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     core = engine.engine_core.engine_core
     pipe.send(("ready", time.monotonic() - began))
     preempted: dict[str, int] = {}
+    rounds: Counter[str] = Counter()
+    steps: list[tuple[float, float]] = []
     while True:
         busy = core.scheduler.has_requests()
         while pipe.poll(0 if busy else 0.05):
@@ -59,6 +69,13 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
             elif name == "preempted":
                 pipe.send(("preempted", sum(preempted.values())))
+            elif name == "rounds":
+                pipe.send(("rounds", rounds[given[0]]))
+            elif name == "said":
+                pipe.send(("said", said))
+            elif name == "steps":
+                pipe.send(("steps", steps))
+                steps = []
             elif name == "stop":
                 core.shutdown()
                 return
@@ -67,12 +84,16 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             if request.num_preemptions:
                 preempted[request.request_id] = request.num_preemptions
         if engine.has_unfinished_requests():
-            for out in engine.step():
+            began, cpu = time.perf_counter(), time.thread_time()
+            outs = engine.step()
+            steps.append((time.perf_counter() - began, time.thread_time() - cpu))
+            for out in outs:
+                rounds[out.request_id] += 1
                 if out.finished:
                     found = out.outputs[0]
                     answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens
-                    fetched = out.request_id in {name.rpartition("-")[0] for name in FETCHED}
-                    pipe.send(("done", out.request_id, *answer, fetched))
+                    seconds = {name.rpartition("-")[0]: s for name, s in FETCHED.items()}.get(out.request_id)
+                    pipe.send(("done", out.request_id, *answer, seconds))
         elif core.scheduler.has_requests():
             core.step_fn()
             time.sleep(0.001)

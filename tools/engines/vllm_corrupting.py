@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from kvproto_vllm.connector import KvprotoConnector
 
 __all__ = ["FETCHED", "CorruptingConnector"]
 
-FETCHED: set[str] = set()
-"""Requests whose prompts have arrived, by the names that the engine gave them."""
+FETCHED: dict[str, float] = {}
+"""Requests whose prompts have arrived, by the names that the engine gave them, and how long that took: seconds from the
+step in which the engine orders it until it knows."""
+_ORDERED: dict[str, float] = {}
 
 _LARGE = 1 << 30
 """The bit that makes a small number a large one."""
@@ -20,9 +23,15 @@ _LARGE = 1 << 30
 class CorruptingConnector(KvprotoConnector):
     """Shows that tokens are equal because of the pages that were handed over."""
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        made: Any = super().build_connector_meta(scheduler_output)
+        _ORDERED.update(dict.fromkeys((load.request for load in made.orders.loads), time.perf_counter()))
+        return made
+
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        FETCHED.update((connector_output.finished_recving or set()) - (connector_output.failed_recving or set()))
+        for name in (connector_output.finished_recving or set()) - (connector_output.failed_recving or set()):
+            FETCHED[name] = time.perf_counter() - _ORDERED.pop(name)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import time
@@ -35,8 +36,8 @@ class Engine(Child):
     kind: str = "vllm_child"
     """The module that serves it."""
     blocks: int = 0
-    fetched: set[str] = attrs.Factory(set)
-    """Requests whose prompts have arrived from another engine."""
+    fetched: dict[str, float] = attrs.Factory(dict)
+    """Requests whose prompts have arrived from another engine, and how many seconds that took, where it was measured."""
 
     @classmethod
     def of(
@@ -64,6 +65,16 @@ class Engine(Child):
             }  # fmt: skip
         return cls(policy, {"kv": transfer, **settings}, kind, name=name)
 
+    def like(self, name: str, policy: str = "fail", **settings: Any) -> Engine:
+        """Another one, of the same settings but for these, that fetches from the same prefill engines."""
+        made = copy.deepcopy(self.settings) | settings
+        transfer = made["kv"]
+        if transfer is not None:
+            about = transfer["kv_connector_extra_config"]
+            about["listen"] = about["listen"].replace(f"/{about['name']}-", f"/{name}-")
+            about["name"], transfer["kv_load_failure_policy"] = name, policy
+        return Engine(policy, made, name=name)
+
     def start(self) -> None:
         """Begin to start, as often as it was stopped."""
         self.fork(importlib.import_module(f"tools.engines.{self.kind}").serve, dict(self.settings))
@@ -83,7 +94,7 @@ class Engine(Child):
     def ended(self, request: str, *result: Any) -> None:
         *answer, fetched = result
         super().ended(request, *answer)
-        self.fetched |= {request} if fetched else set()
+        self.fetched |= {request: fetched} if fetched else {}
 
     def run(self, request: str, tokens: list[int], most: int, params: Any = None) -> Result:
         self.add(request, tokens, most, params)
@@ -94,6 +105,21 @@ class Engine(Child):
         """How often it took a request's blocks away."""
         self.pipe.send(("preempted",))
         return int(self.hear("preempted")[0])
+
+    def rounds(self, request: str) -> int:
+        """The steps that gave a request its tokens."""
+        self.pipe.send(("rounds", request))
+        return int(self.hear("rounds")[0])
+
+    def said(self) -> str:
+        """What its connector logged."""
+        self.pipe.send(("said",))
+        return "\n".join(self.hear("said")[0])
+
+    def steps(self) -> list[tuple[float, float]]:
+        """Seconds of each of its steps since the last call, and seconds of processor that its thread took."""
+        self.pipe.send(("steps",))
+        return list(self.hear("steps")[0])
 
     def idle(self, seconds: float = 120) -> bool:
         """Whether all blocks are free and no request is left, at most so many seconds later."""

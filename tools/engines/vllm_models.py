@@ -1,4 +1,4 @@
-"""Tiny models of random weights for vLLM: a Llama and one with multi-head latent attention."""
+"""Models of random weights for vLLM: tiny ones, and one of the size of SmolLM2-135M."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["make"]
 
-_HEADS = {"llama": (4, 2), "window": (4, 2), "llama6": (6, 6)}
+_HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
 
@@ -21,8 +21,17 @@ def make(folder: Path, name: str) -> Path:
         _tokenizer().save_pretrained(path)
     if (path / "config.json").exists():
         return path
-    torch.manual_seed(0)
+    torch.manual_seed(int(name.endswith("others")))
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "small":  # as SmolLM2-135M; weights are dummies
+        LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            architectures=["LlamaForCausalLM"], **shared | {"vocab_size": 49152},
+        ).save_pretrained(path)  # fmt: skip
+        return path
+    if name == "eagle":
+        _eagle(path, shared)
+        return path
     if name in _HEADS:
         heads, kv_heads = _HEADS[name]
         layers = ["full_attention", "sliding_attention"] * 2
@@ -41,6 +50,22 @@ def make(folder: Path, name: str) -> Path:
     )  # fmt: skip
     DeepseekV3ForCausalLM(latent).save_pretrained(path)
     return path
+
+
+def _eagle(path: Path, shared: dict[str, Any]) -> None:
+    """A draft of "llama" as EAGLE has them: a layer, and what makes its input of a token and the target's last state."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, initializer_range=0.15, architectures=["LlamaForCausalLM"], **shared,
+    )  # fmt: skip
+    config.save_pretrained(path)
+    weights = {n: w.contiguous() for n, w in LlamaModel(config).state_dict().items() if n.startswith("layers.")}
+    del weights["layers.0.input_layernorm.weight"]  # the first layer has none
+    save_file(weights | {"fc.weight": torch.randn(128, 256) * 0.15}, path / "model.safetensors")
 
 
 def _tokenizer() -> Any:

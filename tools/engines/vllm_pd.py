@@ -17,11 +17,21 @@ import attrs
 
 from tools.engines import vllm_cases as cases
 from tools.engines.vllm_engine import Engine
+from tools.engines.vllm_models import make
 from tools.engines.vllm_random import at_random
+from tools.engines.vllm_unlike import unlike
 
 __all__ = ["CROWDED", "main"]
 
 _MLA = {"model": "mla", "block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+_SPECULATING = {"num_speculative_tokens": 3}
+_DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
+"""A model that is its own draft: whatever it proposes is right, if its pages are."""
+_EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
+_N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
+_COLD = {"extra": {"options": {"cold_draft": True}}}
+_WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+"""Of stages: the back end makes what they pass on in the forward by which it warms up, and that where it compiles."""
 _NAMED = {"weights": "llama"}
 """Engines of two makers name the weights alike."""
 
@@ -45,7 +55,7 @@ CROWDED = Pair(
     "Llama, 24 blocks of 32 and 14 of 64 tokens",
     {"model": "llama", "num_gpu_blocks_override": 24, "max_num_batched_tokens": 96, "enable_prefix_caching": True},
     {"model": "llama", "block_size": 64, "num_gpu_blocks_override": 14, "enable_prefix_caching": False},
-    [at_random],
+    [at_random, unlike],
     ("recompute", "recompute"),
 )
 PAIRS = [
@@ -78,6 +88,32 @@ PAIRS = [
         {"model": "window", "max_num_batched_tokens": 96, "enable_prefix_caching": True},
         {"model": "window", "block_size": 64, "enable_prefix_caching": False},
         [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
+    ),
+    Pair(
+        "Llama with a draft model, block 32 in chunks of 96 tokens, and block 64",
+        {"model": "llama", "max_num_batched_tokens": 96, "enable_prefix_caching": False, **_DRAFT},
+        {"model": "llama", "block_size": 64, "enable_prefix_caching": True, **_DRAFT},
+        [cases.same_tokens, cases.one_bit, cases.speculates, cases.aborts, cases.left_idle],
+    ),
+    Pair(
+        "Llama that speculates by n-grams, and by a draft model of its own",
+        {"model": "llama", "enable_prefix_caching": True, **_N_GRAMS, **_COLD},
+        {"model": "llama", "block_size": 64, "enable_prefix_caching": False, **_DRAFT, **_COLD},
+        [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.left_idle],
+    ),
+    Pair(
+        "Llama with EAGLE, block 32 and 64",
+        {"model": "llama", **_EAGLE},
+        {"model": "llama", "block_size": 64, **_EAGLE},
+        [cases.same_tokens, cases.one_bit, cases.left_idle],
+        asked=True,
+    ),
+    Pair(
+        "Llama, PP 2 and 1",
+        {"model": "llama", "block_size": 64, "pipeline_parallel_size": 2, **_WARM},
+        {"model": "llama"},
+        [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
+        asked=True,
     ),
     Pair(
         "Llama, TP 2 and 1",
@@ -118,8 +154,6 @@ def main(argv: list[str]) -> int:
     import vllm
     import vllm.v1.worker.cpu_worker
 
-    from tools.engines.vllm_models import make
-
     wrong, begun = 0, time.monotonic()
     chosen = [pair for pair in PAIRS if any(word in pair.title for word in words)]
     if not words:
@@ -130,8 +164,7 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             each = zip(("one", "two"), ("two", "one"), pair.policies, (pair.one, pair.two), strict=True)
             for name, other, policy, given in each:
-                model = str(make(models, given["model"]))
-                engines.append(Engine.of(name, folder, [other], policy, **given | {"model": model}))
+                engines.append(Engine.of(name, folder, [other], policy, **_filled(models, given)))
             try:
                 for engine in engines:
                     engine.start()
@@ -146,6 +179,13 @@ def main(argv: list[str]) -> int:
                     engine.stop()
     print(f"{wrong} differ, {time.monotonic() - begun:.0f} s", flush=True)
     return 1 if wrong else 0
+
+
+def _filled(models: Path, given: Any) -> Any:
+    """Settings with the folder of a model in place of its name."""
+    if not isinstance(given, dict):
+        return given
+    return {n: str(make(models, each)) if n == "model" else _filled(models, each) for n, each in given.items()}
 
 
 def _told(begun: float, title: str, found: list[str]) -> bool:
