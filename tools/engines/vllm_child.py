@@ -36,16 +36,16 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
 
     from tools.engines.vllm_corrupting import FETCHED
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.kvproto").addHandler(handler)
     vllm.__version__ = settings.pop("release", vllm.__version__)
     transfer = settings.pop("kv", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     began = time.monotonic()
     engine = LLM(**SETTINGS | settings).llm_engine
+    said: list[str] = []
+    handler = logging.Handler()  # after vLLM has configured its own
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.kvproto").addHandler(handler)
     core = engine.engine_core.engine_core
     pipe.send(("ready", time.monotonic() - began))
     preempted: dict[str, int] = {}

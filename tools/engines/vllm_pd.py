@@ -55,7 +55,7 @@ CROWDED = Pair(
     "Llama, 24 blocks of 32 and 14 of 64 tokens",
     {"model": "llama", "num_gpu_blocks_override": 24, "max_num_batched_tokens": 96, "enable_prefix_caching": True},
     {"model": "llama", "block_size": 64, "num_gpu_blocks_override": 14, "enable_prefix_caching": False},
-    [at_random, unlike],
+    [unlike, at_random],
     ("recompute", "recompute"),
 )
 PAIRS = [
