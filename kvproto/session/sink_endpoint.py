@@ -107,11 +107,16 @@ class SinkEndpoint(Reading):
         self._after(now)
 
     def _prove_late(self, session: SinkSession, message: m.Message) -> None:
-        """Done, or Drained as PROVEN, is proof however late it comes."""
-        if not self._unproven or not isinstance(message, m.Done | m.Drained) or message.session != session.session:
+        """Done, and Drained or Unregistered as PROVEN, are proof however late they come (KVP-EPO-PROOF)."""
+        if not self._unproven:
             return
-        if isinstance(message, m.Done) or message.proof == Proof.PROVEN:
-            self._prove({(session.session, message.sequence)})
+        match message:
+            case m.Done(session=session.session) | m.Drained(session=session.session, proof=Proof.PROVEN):
+                self._prove({(session.session, message.sequence)})
+            case m.Unregistered(session=session.session, proof=Proof.PROVEN):
+                pools = [each.memory for each in session.owner.epochs.values() if each.asking == message.request]
+                parts = (missing for into, missing in self._unproven.values() if into in pools)
+                self._prove({part for missing in parts for part in missing if part[0] == session.session})
 
     def _ask_late(self, now: float) -> None:
         """Abort again what has no proof: a source that was stopped or cut off may be back (KVP-END-LATE)."""

@@ -14,6 +14,7 @@ from kvproto.session.registering import Holder, Owner
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import (
+    Abort,
     Credit,
     Error,
     Offer,
@@ -456,6 +457,34 @@ def test_each_epoch_counts_its_own_data() -> None:
 
 def _said(world: Any) -> list[Any]:
     return [m for _, m in world.frames]
+
+
+def test_memory_that_is_unmapped_proves_what_went_into_it() -> None:
+    """KVP-EPO-PROOF: an Abort could not be read, so nothing is known of its attempt until its epoch is given back."""
+    world = Epochs()
+    number = world.ask(finished=False)
+
+    def damaged(to: str, frame: bytes) -> int:
+        message = decode(frame)
+        if isinstance(message, Abort) and not world.of(Abort):
+            answer = Error(
+                session=message.session, request=message.request, code=ErrorCode.BAD_LENGTH, about=Abort.TYPE,
+                path="", mine="", yours="", advice="",
+            )  # fmt: skip
+            world.sink_.receive("s0", encode(answer), world.now)
+            world.said.append(message)
+            return 0
+        return world.pass_on(to, frame)
+
+    world.keep = damaged
+    world.sink_.abort(number, MOVED, world.now)
+    world.run()
+    assert [lost.proof for lost in world.events("d0", "Lost")] == [Proof.UNPROVABLE]
+    assert not world.events("d0", "Proven")
+    world.give_back(world.first, at_once=True)
+    assert [m.proof for m in world.of(Unregistered)] == [Proof.PROVEN]
+    assert not world.sink_.holders(world.first)
+    assert [proven.transfer for proven in world.events("d0", "Proven")] == [number]
 
 
 class PullEpochs(PullWorld):

@@ -139,7 +139,6 @@ class Engine:
     def _turn(self) -> list[Event]:
         if self.setup.thread:
             self.conn.poll(_STEP)
-            self.door.fileno()  # raises what has ended its I/O thread
             return self.door.events()
         return self.door.step(_STEP)
 
