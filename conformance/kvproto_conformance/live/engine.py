@@ -1,0 +1,138 @@
+"""The engine under test: a program that the suite starts, and tells what to do by JSON lines.
+
+One line asks, one line answers, in order. The answer echoes `seq` and has `ok`, `err` or `unsupported`. Whatever else
+comes (nothing in time, the end of the program, a line that is no such answer) is an EngineFault and never a refusal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+__all__ = ["Engine", "EngineFault", "Unsupported"]
+
+Json = dict[str, Any]
+_LONGEST_LINE = 1 << 24
+_TAIL = 2048
+
+
+class EngineFault(Exception):
+    """The engine did not answer as an adapter must: `kind` is crash, timeout or garbage."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Unsupported(Exception):
+    """The adapter says that it cannot do what was asked."""
+
+
+class Engine:
+    """One run of an adapter."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start it; raises EngineFault where there is no such program."""
+        self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - read after the program has ended
+        try:
+            self._program = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+            )
+        except OSError as error:
+            self._errors.close()
+            raise EngineFault("crash", f"cannot start {command[0]}: {error.strerror}") from error
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        self._seq = 0
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the adapter itself."""
+        return self._program.pid
+
+    def ask(self, op: str, within: float = 20.0, **more: Any) -> Json:
+        """Have something done; returns what is under `ok`. Raises EngineFault, and Unsupported."""
+        answer = self.answer(op, within, **more)
+        if "err" in answer:
+            raise EngineFault("garbage", f"{op} was answered by {answer['err']}")
+        return dict(answer["ok"])
+
+    def answer(self, op: str, within: float = 20.0, **more: Any) -> Json:
+        """The same; returns the answer, with `ok` or `err`."""
+        self._seq += 1
+        line = json.dumps({"seq": self._seq, "op": op, **more}).encode() + b"\n"
+        pipe = self._program.stdin
+        assert pipe is not None
+        try:
+            pipe.write(line)
+            pipe.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise EngineFault("crash", self._end()) from error
+        try:
+            heard = self._lines.get(timeout=within)
+        except queue.Empty:
+            raise EngineFault("timeout", f"no answer to {op} for {within:g} s") from None
+        if not heard:
+            self._lines.put(b"")
+            raise EngineFault("crash", self._end())
+        return _checked(heard, self._seq, op)
+
+    def stop(self) -> None:
+        """Ask it to end, and see to it."""
+        with contextlib.suppress(EngineFault, Unsupported):
+            self.answer("stop", 5.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._program.wait(2.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), and wait for that."""
+        self._program.kill()
+        self._program.wait()
+        self._listener.join()
+        for pipe in (self._program.stdin, self._program.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._errors.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._program.poll() is None
+
+    def _listen(self) -> None:
+        assert self._program.stdout is not None
+        while line := self._program.stdout.readline(_LONGEST_LINE):
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def _end(self) -> str:
+        """How it ended, and the last that it said."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._program.wait(2.0)
+        size = self._errors.seek(0, 2)
+        self._errors.seek(max(size - _TAIL, 0))
+        said = self._errors.read().decode(errors="replace").strip()
+        return f"it ended with {self._program.poll()}" + (f": {said}" if said else "")
+
+
+def _checked(line: bytes, seq: int, op: str) -> Json:
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        raise EngineFault("garbage", f"{line[:80]!r} is no JSON") from None
+    if not isinstance(answer, dict) or answer.get("seq") != seq:
+        raise EngineFault("garbage", f"an answer to {op} with seq {seq}, not {line[:80]!r}")
+    if "unsupported" in answer:
+        raise Unsupported(str(answer["unsupported"]))
+    if not isinstance(answer.get("ok", answer.get("err")), dict):
+        raise EngineFault("garbage", f"neither ok nor err nor unsupported: {line[:80]!r}")
+    return answer

@@ -1,0 +1,24 @@
+"""Scenarios of a source that go well: Hello to Goodbye, with every byte looked at."""
+
+from __future__ import annotations
+
+from kvproto_conformance.live.scenario import Run, scenario
+
+_LABELS = "Layouts that pass each other's smoke test while heads, layers or pages are exchanged."
+
+
+def _whole(run: Run) -> None:
+    """Two requests over one session, VERIFY chosen where the engine has it."""
+    sink = run.ready(offered=["VERIFY"])
+    run.hand_over(sink)
+    run.hand_over(sink, run.prompt(17))
+
+
+for _number, (_world, _transport) in enumerate(
+    (w, t) for w in ("gqa", "mla", "hybrid") for t in ("SHM", "INLINE")
+):  # fmt: skip
+    scenario(
+        f"KVP-L-{101 + _number}", f"two requests of {_world} over {_transport}, every byte by coordinate",
+        "KVP-TRN-ORDER", "KVP-REG-MAP", "KVP-VERIFY-SOURCE", "KVP-HND-GROUPS",
+        guards=_LABELS, world=_world, transport=_transport, extensions=("INLINE",) if _transport == "INLINE" else (),
+    )(_whole)  # fmt: skip

@@ -1,0 +1,161 @@
+"""What the suite's source and sink have in common: messages out, messages in, and nothing believed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvproto_conformance.codec import write_frame
+from kvproto_conformance.codec.facts import MAGIC, MESSAGES
+from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
+from kvproto_conformance.live.wire import Wire
+
+__all__ = ["Missed", "Peer", "raw_frame"]
+
+Json = dict[str, Any]
+PATIENCE = 10.0
+"""Seconds that an answer may take: several times `resend`."""
+RESEND = 2.0
+
+
+class Missed(Exception):
+    """What the engine was to send has not come, or something else has."""
+
+    def __init__(self, text: str, clause: str = "") -> None:
+        super().__init__(text)
+        self.clause = clause
+
+
+def raw_frame(name: str, body: bytes, **envelope: int) -> bytes:
+    """A frame of any body; `major`, `minor`, `type`, `flags`, `reserved` and `length` are stated as they are given."""
+    layout = MESSAGES[name]
+    fields = {"major": layout.major, "minor": 0, "type": layout.number, "flags": 0, "reserved": 0, "length": len(body)}
+    fields |= envelope
+    sizes = (("major", 1), ("minor", 1), ("type", 2), ("flags", 2), ("reserved", 2), ("length", 4))
+    return MAGIC + b"".join(fields[key].to_bytes(size, "little") for key, size in sizes) + body
+
+
+class Peer:
+    """One end of a session; the engine has the other."""
+
+    def __init__(self, wire: Wire, engine: str) -> None:
+        """`engine` is the engine's role."""
+        self.wire, self.watch = wire, Watch(engine)
+        self.session = ""
+        self.ids = 0
+        self.answers_pings = True
+        self.incarnation = (int(time.time() * 1000) << 20) + secrets.randbits(20)
+        self.heard: list[Frame] = []
+        """Frames of the engine that no `expect` has taken yet."""
+        self._replies: dict[tuple[str, str], bytes] = {}
+
+    def next_id(self) -> str:
+        """A request id that was not used."""
+        self.ids += 1
+        return str(self.ids)
+
+    def send(self, name: str, **fields: Any) -> Frame:
+        """Send a message; `session` is added where the message has one and it is left out."""
+        if self.session and "session" in MESSAGES[name].names:
+            fields.setdefault("session", self.session)
+        raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
+        frame = self.watch.see(raw, SUITE)
+        self.wire.send(raw)
+        return frame
+
+    def reply(self, to: Frame, name: str, **fields: Any) -> None:
+        """Answer a request; if the request comes again, so does the answer."""
+        stated = {key: to.fields[key] for key in ("request", "sequence", "attempt") if key in to.fields}
+        kept = {key: value for key, value in stated.items() if key in MESSAGES[name].names}
+        self._replies[to.name, to.fields["request"]] = self.send(name, **kept, **fields).raw
+
+    def misbehave(self, what: str, raw: bytes, *more: bytes) -> None:
+        """Send what breaks a rule, on purpose; it does not count as the suite's fault."""
+        self.watch.bad(raw, what)
+        self.wire.send(raw, *more)
+
+    def lie(self, name: str, **fields: Any) -> str:
+        """Send a well-formed message that breaks a rule of what it says or of when it comes; its request id."""
+        if "session" in MESSAGES[name].names:
+            fields.setdefault("session", self.session)
+        if MESSAGES[name].names.get("request") is not None:
+            fields.setdefault("request", self.next_id())
+        self.misbehave(name, write_frame(name, {k: v for k, v in fields.items() if v is not None}))
+        return str(fields.get("request", ""))
+
+    def hear(self, seconds: float) -> Frame | None:
+        """The next frame that is not a Ping, which is answered, nor a request that was answered before."""
+        end = time.monotonic() + seconds
+        while (raw := self.wire.receive(end - time.monotonic())) is not None:
+            frame = self.watch.see(raw, ENGINE)
+            if frame.name == "Ping" and self.answers_pings:
+                self.reply(frame, "Pong")
+                continue
+            answer = self._replies.get((frame.name, str(frame.fields.get("request"))))
+            if answer is None:
+                return frame
+            self.watch.see(answer, SUITE)
+            self.wire.send(answer)
+        return None
+
+    def expect(
+        self, *names: str, where: Callable[[Json], bool] = lambda fields: True, seconds: float = PATIENCE,
+        again: Frame | None = None, clause: str = "",
+    ) -> Frame:  # fmt: skip
+        """The first frame of one of these names; others wait for their own `expect`, as order between them is free.
+
+        `again` is a request that is sent each `RESEND` until then (KVP-SES-RESEND). Raises Missed.
+        """
+        for i, frame in enumerate(self.heard):
+            if frame.name in names and where(frame.fields):
+                return self.heard.pop(i)
+        end, resend = time.monotonic() + seconds, time.monotonic() + RESEND
+        while (left := end - time.monotonic()) > 0:
+            frame_ = self.hear(min(left, max(resend - time.monotonic(), 0)) if again else left)
+            if frame_ is None:
+                if again is not None and time.monotonic() >= resend:
+                    self.watch.see(again.raw, SUITE)
+                    self.wire.send(again.raw)
+                    resend = time.monotonic() + RESEND
+                continue
+            if frame_.name in names and where(frame_.fields):
+                return frame_
+            if again is not None and _refuses(frame_, again):
+                text = f"{again.name} was refused: {frame_.fields['code']} at {frame_.fields['path']!r}"
+                raise Missed(f"{text}, {frame_.fields['mine']!r} and {frame_.fields['yours']!r}", clause)
+            self.heard.append(frame_)
+        came = ", ".join(frame.name for frame in self.heard) or "nothing"
+        raise Missed(f"{' or '.join(names)} has not come for {seconds:g} s; {came} has", clause)
+
+    def ask(self, name: str, *answers: str, clause: str = "", **fields: Any) -> Frame:
+        """Send a request and return its answer."""
+        sent = self.send(name, request=self.next_id(), **fields)
+        id = sent.fields["request"]
+        return self.expect(*answers, where=lambda f: f["request"] == id, again=sent, clause=clause)
+
+    def silence(self, seconds: float, but: tuple[str, ...] = ()) -> list[Frame]:
+        """What comes for so long, but for frames of these names."""
+        end, found = time.monotonic() + seconds, list(self.heard)
+        while (left := end - time.monotonic()) > 0:
+            frame = self.hear(left)
+            if frame is not None:
+                found.append(frame)
+        self.heard = [frame for frame in found if frame.name in but]
+        return [frame for frame in found if frame.name not in but]
+
+    def goodbye(self, reason: str = "over") -> None:
+        """End the session in order, if there is one."""
+        if self.session and self.watch.state not in ("idle", "greeted", "closed"):
+            self.send("Goodbye", reason=reason)
+
+    def close(self) -> None:
+        """Leave, with Goodbye."""
+        self.goodbye()
+        self.wire.close()
+
+
+def _refuses(frame: Frame, request: Frame) -> bool:
+    refusals = ("Refused", "Failed", "Error")
+    return frame.name in refusals and frame.fields.get("request") == request.fields.get("request")

@@ -1,0 +1,102 @@
+"""Runs scenarios against an adapter, one after the other, and says of each what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvproto_conformance.live.engine import EngineFault, Unsupported
+from kvproto_conformance.live.peer import Missed
+from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scenario
+from kvproto_conformance.live.watch import ENGINE, Blamed
+
+__all__ = ["Result", "list_scenarios", "run"]
+
+
+@attrs.frozen
+class Result:
+    """What came of one scenario.
+
+    Fields:
+        id: Of the scenario.
+        status: pass, fail, error (the engine crashed, hung or answered garbage), suite-error, or unsupported.
+        checks: What was looked at, in order.
+        text: Why it did not pass; empty where it did.
+        clause: The clause that was broken, where one is known.
+        seconds: That it took.
+        log: Of each connection, its messages: seconds, sender, name, and fields or bytes in hex.
+    """
+
+    id: str
+    status: str
+    checks: tuple[Check, ...]
+    text: str
+    clause: str
+    seconds: float
+    log: tuple[tuple[tuple[float, str, str, Any], ...], ...] = attrs.field(repr=False, default=())
+
+
+def list_scenarios(role: str | None = None, level: str | None = None) -> list[Scenario]:
+    """All scenarios, or those of one role and up to one level."""
+    return [s for s in SCENARIOS.values() if role in (None, s.role) and (level is None or s.level <= level)]
+
+
+def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Result]:
+    """Run scenarios with an adapter that `command` starts.
+
+    An engine serves all scenarios of its world and transport, until one does not pass.
+    """
+    live: Live | None = None
+    try:
+        for each in scenarios:
+            if live is not None and (live.key != (each.role, each.world, each.transport) or not live.engine.alive):
+                live.stop()
+                live = None
+            begin = time.monotonic()
+            try:
+                live = live or Live(command, each.role, each.world, each.transport)
+            except EngineFault as fault:
+                yield Result(each.id, "error", (), str(fault), "", time.monotonic() - begin)
+                continue
+            except Unsupported as said:
+                yield Result(each.id, "unsupported", (), str(said), "", time.monotonic() - begin)
+                continue
+            result = _one(live, each)
+            if result.status not in ("pass", "unsupported"):
+                live.stop()
+                live = None
+            yield result
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def _one(live: Live, scenario: Scenario) -> Result:
+    begin, made = time.monotonic(), Run(live, scenario)
+    status, text, clause = "pass", "", ""
+    try:
+        scenario.script(made)
+        if scenario.level == "L4":
+            made.probe()
+        made.leave()
+    except Blamed as blamed:
+        status = "fail" if blamed.who == ENGINE else "suite-error"
+        text, clause = f"{blamed.who}: {blamed}", blamed.clause
+    except Missed as missed:
+        status, text, clause = "fail", str(missed), missed.clause
+    except EngineFault as fault:
+        status, text = "error", str(fault)
+    except Unsupported as said:
+        status, text = "unsupported", str(said)
+    except Exception as error:  # the suite's own fault must not end the run
+        status, text = "suite-error", f"{type(error).__name__}: {error}"
+    wrong = next((check for check in made.checks if not check.good), None)
+    if status == "pass" and wrong is not None:
+        status, text, clause = "fail", f"{wrong.name}: {wrong.text}", wrong.clause
+    if status != "pass":
+        made.drop()
+    log = tuple(tuple(peer.watch.log) for peer in made.peers)
+    return Result(scenario.id, status, tuple(made.checks), text, clause, time.monotonic() - begin, log)

@@ -1,0 +1,276 @@
+"""The suite as a sink: Hello to Goodbye with an engine that has the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvproto_conformance.codec import read_struct
+from kvproto_conformance.codec.facts import ENUMS
+from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.memory import Shared, boot_id
+from kvproto_conformance.live.peer import Missed, Peer
+from kvproto_conformance.live.watch import Frame
+from kvproto_conformance.live.wire import Dealer
+from kvproto_conformance.planner import plan
+
+__all__ = ["Request", "Sink"]
+
+Json = dict[str, Any]
+WINDOW = 1 << 20
+"""Bytes of Data that may be on their way."""
+
+
+class Request:
+    """One request that a sink rank asks for."""
+
+    def __init__(self, key: str, tokens: Sequence[int], axes: Mapping[str, int]) -> None:
+        self.key, self.tokens, self.axes = key, list(tokens), dict(axes)
+        self.grants: list[Json] = []
+        self.sequence = ""
+        self.sent: Frame | None = None
+        self.stream: bytearray = bytearray()
+
+
+class Sink(Peer):
+    """One rank of the suite as a sink."""
+
+    def __init__(
+        self, address: str, *, name: str, geometry: Json | None = None, rank: int = 0, transport: str = "SHM",
+        offered: Iterable[str] = (), needed: Iterable[str] = (), heads_first: bool = False, items: int = 64,
+    ) -> None:  # fmt: skip
+        """`geometry` is the suite's own Description; without one it is made to fit when the engine's is known."""
+        super().__init__(Dealer(address), "source")
+        self.name, self.rank, self.transport = name, rank, transport
+        self.offered = sorted({*offered, *(["INLINE"] if transport == "INLINE" else [])}, key=_feature)
+        self.needed = list(needed)
+        self.geometry, self.theirs = geometry, {}  # type: Json | None, Json
+        self.version, self.their_version = "1", "1"
+        self.heads_first, self.items = heads_first, items
+        self.memory: Shared | None = None
+        self.image = np.empty(0, np.uint8)
+        self.columns: list[Json] = []
+        self.planned: Json = {}
+        self.source_rank = 0
+        self.sequences = 0
+        self.credit = 0
+        self.counted = 0
+        self.used: set[tuple[str, int]] = set()
+
+    def hello(self) -> Json:
+        """The fields of a good Hello."""
+        return {
+            "request": self.next_id(), "versions": [{"major": "1", "min_minor": "0", "max_minor": "0"}],
+            "engine": self.name, "incarnation": str(self.incarnation), "rank": str(self.rank), "replica": "0",
+            "role": "SINK", "offered": self.offered, "needed": self.needed,
+            "limits": {"max_body": str(1 << 24), "max_transfers": "64"},
+        }  # fmt: skip
+
+    def greet(self, **changes: Any) -> Frame:
+        """Hello to Welcome."""
+        sent = self.send("Hello", **(self.hello() | changes))
+        id = sent.fields["request"]
+        found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
+        self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
+        return found
+
+    def describe(self, geometry: Json) -> Frame:
+        """Describe to Description, and the plan of both."""
+        self.geometry = geometry
+        data, digest = world.digest_of(geometry)
+        found = self.ask("Describe", "Description", version=self.version, geometry=data, digest=digest)
+        self.theirs = read_struct("Geometry", bytes.fromhex(found.fields["geometry"]))
+        self.their_version, self.digest, self.their_digest = found.fields["version"], digest, found.fields["digest"]
+        if world.digest_of(self.theirs)[1] != self.their_digest:
+            raise Missed("a Description whose digest is not that of its geometry", "KVP-DSC-DIGEST")
+        self.planned = plan(self.theirs, geometry, self.watch.features)
+        return found
+
+    def routes(self) -> list[Json]:
+        """Of this rank pair, as Register and Registered state them."""
+        pair = str(self.source_rank), str(self.rank)
+        return [{"group": r["group"], "digest": r["digest"]} for r in self.planned["routes"]
+                if (r["source"], r["sink"]) == pair]  # fmt: skip
+
+    @property
+    def writers(self) -> list[str]:
+        """Source ranks that this rank awaits."""
+        return list(self.planned["required"][str(self.rank)])
+
+    def allocate(self) -> None:
+        """Memory of this rank, every byte of it known."""
+        assert self.geometry is not None
+        self.columns, length = world.lay_out(self.geometry, self.rank, self.items, self.heads_first)
+        self.memory = Shared(length)
+        self.image = moving.label(f"canary {self.name}", 0, 0, "", [0], 0, length)[0]
+        self.memory.bytes[:] = self.image
+
+    def registration(self) -> Json:
+        """The fields of a good Register."""
+        assert self.memory is not None
+        inline = self.transport == "INLINE"
+        handle = {"transport": self.transport, "data": "" if inline else self.memory.handle()}
+        region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),
+                  "handles": [handle]}  # fmt: skip
+        return {"source": self.their_digest, "sink": self.digest, "epoch": "1", "access": "WRITE", "regions": [region],
+                "columns": self.columns, "routes": self.routes(), "plan": self.planned["plan"]}  # fmt: skip
+
+    def register(self, **changes: Any) -> Frame:
+        """Register to Registered; raises Missed where the engine's routes, plan or transport are not the suite's."""
+        found = self.ask("Register", "Registered", clause="KVP-REG-MAP", **(self.registration() | changes))
+        if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
+            raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
+        if (found.fields["epoch"], found.fields["transport"]) != ("1", self.transport):
+            raise Missed(f"Registered names {found.fields['transport']} and epoch {found.fields['epoch']}")
+        self.open_credit()
+        return found
+
+    def open_credit(self) -> None:
+        """Let the source send, where the transport needs that."""
+        if self.transport == "INLINE":
+            self.credit = self.counted + WINDOW
+            self.send("Credit", kind="INLINE", total=str(self.credit))
+
+    def ready(self, ranks: int = 1, **hello: Any) -> Sink:
+        """Hello to Registered, with a Description that mirrors the engine's."""
+        self.greet(**hello)
+        if self.geometry is None:
+            raise ValueError("a Sink needs a Description before it is ready")
+        self.describe(self.geometry)
+        self.allocate()
+        self.register()
+        return self
+
+    def request(
+        self, key: str, tokens: Sequence[int], axes: Mapping[str, int] | None = None, first: int = 0
+    ) -> Request:
+        """A request with windows from `first` on and items of its own in every routed group, in no order."""
+        made = Request(key, tokens, axes or {})
+        groups = {g["id"]: g for g in self.geometry["groups"]} if self.geometry else {}
+        for route in self.routes():
+            group = groups[route["group"]]
+            begin, count = world.window(group, len(tokens), made.axes, first)
+            need = world.items_of(group, begin, count) if world.has_memory(group) else 0
+            free = [i for i in reversed(range(self.items)) if (group["id"], i) not in self.used]
+            taken = free[:need:1] if need % 2 else [*free[1:need:2], *free[0:need:2]]
+            if len(taken) < need:
+                raise ValueError(f"the suite's pool of {self.items} items is too small for {need}")
+            self.used |= {(group["id"], i) for i in taken}
+            valid = begin + count if world.has_memory(group) else 0
+            grant = {"group": group["id"], "first": str(begin), "count": str(count), "valid": str(valid)}
+            if world.has_memory(group):
+                grant["items"] = [str(i) for i in taken]
+            if group["kind"] == "SLOT":
+                grant["state_after"] = str(len(tokens))
+            made.grants.append(grant)
+        return made
+
+    def transfer(self, made: Request) -> Json:
+        """The fields of a good Transfer of a request, with the next sequence."""
+        self.sequences += 1
+        made.sequence = str(self.sequences)
+        return {"sequence": made.sequence, "attempt": "1", "ticket": made.key,
+                "content": world.content(made.tokens, made.axes), "source_version": self.their_version,
+                "sink_version": self.version, "epoch": "1", "grants": made.grants, "writers": self.writers}  # fmt: skip
+
+    def ask_for(self, made: Request, **changes: Any) -> Frame:
+        """Transfer to Accepted."""
+        found = self.ask("Transfer", "Accepted", **(self.transfer(made) | changes))
+        made.sent = found
+        return found
+
+    def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
+        """Data as far as there is some, then Done, which is not yet acknowledged."""
+        mine = self.of(made)
+        while True:
+            found = self.expect("Done", "Data", "Failed", where=mine, seconds=seconds, clause="KVP-TRN-ORDER")
+            if found.name == "Done":
+                return found
+            if found.name == "Failed":
+                text = f"Failed {found.fields['code']} at {found.fields['path']!r}, {found.fields['mine']!r}"
+                raise Missed(f"{text} and {found.fields['yours']!r} in place of Done")
+            self.take_data(made, found)
+
+    def of(self, made: Request) -> Any:
+        """Whether a frame is about a request."""
+        return lambda fields: fields.get("sequence") == made.sequence
+
+    def take_data(self, made: Request, data: Frame) -> None:
+        """The next bytes of an inline stream."""
+        raw = bytes.fromhex(data.fields["data"])
+        if int(data.fields["offset"]) != len(made.stream):
+            raise Missed(f"Data at {data.fields['offset']}, not at {len(made.stream)}", "KVP-INL-NEXT")
+        self.counted += len(raw)
+        if self.counted > self.credit:
+            raise Missed(f"{self.counted} bytes of Data under a total of {self.credit}", "KVP-INL-BEYOND")
+        made.stream += raw
+        self.credit = self.counted + WINDOW
+        self.send("Credit", kind="INLINE", total=str(self.credit))
+
+    def pieces(self, made: Request) -> list[moving.Piece]:
+        """What this rank pair moves for a request, in the order of the stream."""
+        return moving.pieces(self.theirs, self.geometry or {}, (self.source_rank, self.rank), self.watch.features,
+                             self.side(made))  # fmt: skip
+
+    def side(self, made: Request) -> Any:
+        """This rank with the windows of a request."""
+        windows = [grant | {"items": grant.get("items", [])} for grant in made.grants]
+        return moving.side(self.geometry or {}, self.rank, self.columns, windows)
+
+    def unpack(self, made: Request, moved: list[moving.Piece]) -> None:
+        """Write an inline stream into the pages, as a sink does; raises Missed for one of another length."""
+        assert self.memory is not None
+        here, at = self.side(made), 0
+        for piece in moved:
+            for _, offset, lo, hi in moving.spans(here, piece.group, piece):
+                part = made.stream[at + lo - piece.lo : at + hi - piece.lo]
+                self.memory.bytes[offset : offset + len(part)] = np.frombuffer(bytes(part), np.uint8)
+            at += piece.hi - piece.lo
+        if at != len(made.stream):
+            raise Missed(f"a stream of {len(made.stream)} bytes, not {at}", "KVP-STG-ORDER")
+
+    def expected(self, made: Request, moved: list[moving.Piece], seed: str) -> None:
+        """Take what a request moves into the image of what this memory must hold from now on."""
+        here = self.side(made)
+        for piece in moved:
+            for _, offset, lo, hi in moving.spans(here, piece.group, piece):
+                held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
+                self.image[offset : offset + hi - lo] = held
+
+    def differs(self) -> str:
+        """Where the memory is not what it must be, canaries included; empty where it is."""
+        assert self.memory is not None
+        wrong = np.flatnonzero(self.memory.bytes != self.image)
+        if not wrong.size:
+            return ""
+        at = int(wrong[0])
+        return f"{wrong.size} bytes differ, the first at {at}: {self._where(at)}"
+
+    def _where(self, at: int) -> str:
+        """What lies at a byte, in words."""
+        for columns in self.columns:
+            for k, begin in enumerate(int(offset) for offset in columns["offset"]):
+                item = int(columns["item_stride"][k])
+                if begin <= at < begin + item * int(columns["items"]):
+                    number, rest = divmod(at - begin, item)
+                    return f"group {columns['group']}, column {k}, item {number}, byte {rest} of it"
+        return "between columns"
+
+    def close(self) -> None:
+        """Goodbye, and give the memory back."""
+        super().close()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    @property
+    def pid(self) -> int:
+        """Of the suite."""
+        return os.getpid()
+
+
+def _feature(name: str) -> int:
+    return ENUMS["Feature"].values[name]

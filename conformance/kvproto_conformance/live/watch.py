@@ -1,0 +1,168 @@
+"""Traffic of a rank pair, watched all the time: every frame decodes strictly, every message has a row for the state.
+
+Whoever sent what breaks a rule is blamed: the engine, or the suite itself, which is then no witness.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+from kvproto_conformance.codec import Refusal, read_frame
+from kvproto_conformance.codec.facts import MESSAGES, REGISTRY
+
+__all__ = ["ENGINE", "SUITE", "Blamed", "Frame", "Watch"]
+
+Json = dict[str, Any]
+ENGINE, SUITE = "engine", "suite"
+_facts = json.loads(REGISTRY.read_text(encoding="utf-8"))
+_MACHINES: Json = _facts["machine"]
+_MESSAGES: Json = _facts["message"]
+
+
+class Blamed(Exception):
+    """A rule that one of the two has broken."""
+
+    def __init__(self, who: str, text: str, clause: str) -> None:
+        super().__init__(text)
+        self.who, self.clause = who, clause
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    name: str
+    fields: Json
+    raw: bytes
+    sender: str
+    at: float
+    """By time.monotonic."""
+
+
+def _rows(machine: str) -> dict[tuple[str, str], tuple[str, list[str]]]:
+    found = {}
+    stated = _MACHINES[machine]
+    states = {state["name"]: state.get("feature", []) for state in stated["state"]}
+    for move in stated["move"]:
+        for name, needed in states.items():
+            if move["from"] == name or (move["from"] == "*" and name not in move.get("but", [])):
+                to = name if move["to"] == "same" else move["to"]
+                own = _MESSAGES[move["message"]].get("feature", [])
+                found[name, move["message"]] = to, move.get("feature") or needed or own
+    return found
+
+
+_SESSION, _TRANSFER = _rows("session"), _rows("transfer")
+_OF_TRANSFER = {message for _, message in _TRANSFER} - {"Error"}
+
+
+class Watch:
+    """What one connection has carried, and the state that follows from it; `engine` is the engine's role."""
+
+    def __init__(self, engine: str) -> None:
+        self.log: list[tuple[float, str, str, Json | str]] = []
+        """Seconds, sender, message, and fields or raw bytes in hex."""
+        self.session: str | None = None
+        self.features: set[str] = set()
+        self.state = "idle"
+        self.transfers: dict[tuple[str, str], str] = {}
+        self._engine, self._begin = engine, time.monotonic()
+        self._requests: dict[tuple[str, str], Frame] = {}
+        self._open: dict[tuple[str, str], str] = {}
+
+    def bad(self, raw: bytes, what: str) -> None:
+        """Log what the suite sends on purpose though it breaks a rule; it moves nothing."""
+        self.log.append((time.monotonic() - self._begin, SUITE, f"misbehaviour: {what}", raw.hex()))
+
+    def see(self, raw: bytes, sender: str) -> Frame:
+        """Take a frame of a sender; raises Blamed."""
+        now = time.monotonic()
+        try:
+            name, fields = read_frame(raw)
+        except Refusal as refusal:
+            self.log.append((now - self._begin, sender, "?", raw.hex()))
+            raise Blamed(sender, f"a frame that a strict reader refuses: {refusal}", "KVP-BODY-W-RANGE") from None
+        self.log.append((now - self._begin, sender, name, fields))
+        frame = Frame(name, fields, raw, sender, now)
+        self._check_envelope(frame)
+        self._check_sender(frame)
+        if not self._check_ids(frame):
+            self._move(frame)
+        return frame
+
+    def _check_envelope(self, frame: Frame) -> None:
+        if frame.raw[5] != 0 or frame.raw[8:12] != bytes(4):
+            raise Blamed(frame.sender, f"{frame.name} with another minor, or flags that are not 0", "KVP-FRAME-W-ZERO")
+
+    def _check_sender(self, frame: Frame) -> None:
+        role = _MESSAGES[frame.name]["sender"]
+        mine = self._engine if frame.sender == ENGINE else {"source": "sink", "sink": "source"}[self._engine]
+        if role not in ("both", mine):
+            raise Blamed(frame.sender, f"{frame.name} from a {mine}", "KVP-SES-STATE")
+        stated = frame.fields.get("session")
+        if frame.name == "Welcome":
+            if self.session is None:
+                self.session, self.features = stated, {str(f) for f in frame.fields["features"]}
+        elif "session" in MESSAGES[frame.name].names and MESSAGES[frame.name].names["session"].required:
+            if stated != self.session:
+                raise Blamed(frame.sender, f"{frame.name} of session {stated}, not {self.session}", "KVP-SES-ID")
+        elif frame.name == "Refused" and stated is not None and stated != self.session:
+            raise Blamed(frame.sender, f"Refused of session {stated}, not {self.session}", "KVP-SES-ID")
+
+    def _check_ids(self, frame: Frame) -> bool:
+        """Whether this is a request or a reply that came before, which moves nothing."""
+        if frame.name == "Error" or "request" not in frame.fields:
+            return False
+        id, kind = frame.fields["request"], _MESSAGES[frame.name]["delivery"]
+        other = SUITE if frame.sender == ENGINE else ENGINE
+        asked = self._requests.get((other, id))
+        failed = self._requests.get((other, f"failed {id}"))
+        if frame.name == "DoneAck" and failed is not None and _names(failed) == _names(frame):
+            asked = failed  # a Failed that answers a Transfer has the id of that
+        answers = asked is not None and frame.name in _MESSAGES[asked.name]["reply"]
+        if kind == "reply" or (frame.name == "Failed" and answers):
+            if asked is None or not answers:
+                text = f"{frame.name} answers request {id}, which is no request that it answers"
+                raise Blamed(frame.sender, text, "KVP-SES-ECHO")
+            for key in ("sequence", "attempt"):
+                if frame.fields.get(key) != asked.fields.get(key):
+                    raise Blamed(frame.sender, f"{frame.name} of another {key} than its request", "KVP-SES-ECHO")
+            if frame.name == "Failed":
+                self._requests.setdefault((frame.sender, f"failed {id}"), frame)
+            before = self._open.get((other, id)) == frame.name
+            self._open[other, id] = frame.name
+            return before
+        earlier = self._requests.get((frame.sender, id))
+        if earlier is not None and (earlier.name, _same(earlier)) != (frame.name, _same(frame)):
+            text = f"{frame.name} under request id {id}, which {earlier.name} has used"
+            raise Blamed(frame.sender, text, "KVP-SES-REQUEST-ID")
+        self._requests[frame.sender, id] = frame
+        return earlier is not None
+
+    def _move(self, frame: Frame) -> None:
+        if frame.name == "Error":
+            return
+        if frame.name in _OF_TRANSFER:
+            key = frame.fields["sequence"], frame.fields["attempt"]
+            self.transfers[key] = self._next(_TRANSFER, self.transfers.get(key, "new"), frame)
+        else:
+            self.state = self._next(_SESSION, self.state, frame)
+
+    def _next(self, rows: dict[tuple[str, str], tuple[str, list[str]]], state: str, frame: Frame) -> str:
+        to, needed = rows.get((state, frame.name), (None, []))
+        if to is None:
+            raise Blamed(frame.sender, f"{frame.name} in state {state}", "KVP-SES-STATE")
+        if needed and not self.features & set(needed):
+            text = f"{frame.name} in state {state} without {' or '.join(needed)}"
+            raise Blamed(frame.sender, text, "KVP-NEG-UNUSED")
+        return to
+
+
+def _names(frame: Frame) -> tuple[Any, Any]:
+    return frame.fields.get("sequence"), frame.fields.get("attempt")
+
+
+def _same(frame: Frame) -> Json:
+    """What a request that is sent again has in common with its first: all but how long a lease still is."""
+    return {k: v for k, v in frame.fields.items() if k != "lease"}

@@ -1,0 +1,122 @@
+"""What the suite is beside an engine: a Description that fits the engine's and differs from it wherever it may.
+
+Group ids, page sizes, strides, padding and the number of ranks are others, so that an engine which takes its own for
+those of its peer is found out.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvproto_conformance.codec import write_struct
+
+__all__ = ["content", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
+
+Json = dict[str, Any]
+GAP = 64
+"""Bytes before, between and after columns, which nobody may write."""
+MORE_RING = 3
+"""Rows by which a ring of the suite is longer than the engine's."""
+
+
+def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
+    """A Description (JSON form) with the same facts, layers and parts, over so many ranks, in pages of another size."""
+    groups, owns = [], [[] for _ in range(ranks)]  # type: list[Json], list[list[Json]]
+    for i, theirs in enumerate(geometry["groups"]):
+        group = {k: v for k, v in copy.deepcopy(theirs).items() if k != "order"}
+        group |= {"id": str(3 * i + 1), "cp_size": "1", "interleave": "1", "origin": "0"}
+        if "live_rows" in group:
+            group["rows"] = group["live_rows"]
+        elif not any("encoding" in part for part in group["parts"]):
+            group["rows"] = str(_other_rows(group))
+        groups.append(group)
+        layers = {
+            int(x) for r in geometry["ranks"] for s in r["owns"] if s["group"] == theirs["id"] for x in s["layers"]
+        }
+        for rank in range(ranks):
+            lanes = []
+            for p, part in enumerate(group["parts"]):
+                whole = int(part["lanes"])
+                lo, hi = (whole * rank // ranks, whole * (rank + 1) // ranks) if whole >= ranks else (0, whole)
+                lanes.append({"part": str(p), "lo": str(lo), "hi": str(hi)})
+            share = {"group": group["id"], "layers": [str(n) for n in sorted(layers)], "cp_rank": "0", "lanes": lanes}
+            owns[rank].append(share)
+    stated = [{"rank": str(rank), "owns": shares} for rank, shares in enumerate(owns)]
+    return {"replica": str(replica), "facts": geometry["facts"], "groups": groups, "ranks": stated}
+
+
+def _other_rows(group: Json) -> int:
+    rows = int(group["rows"])
+    if group["kind"] == "RING":
+        return rows + MORE_RING
+    if group["kind"] == "PAGE" and not group.get("partial"):
+        return rows // 4 if rows >= 8 else rows * 3
+    return rows
+
+
+def has_memory(group: Json) -> bool:
+    """Whether a group lies in registered memory."""
+    return bool(group["kind"] != "HANDOFF")
+
+
+def lay_out(geometry: Json, rank: int, items: int = 64, heads_first: bool = False) -> tuple[list[Json], int]:
+    """Columns (JSON form) of one rank's pools in one region, with padding everywhere, and the bytes that they need."""
+    groups = {group["id"]: group for group in geometry["groups"]}
+    owns = next(r["owns"] for r in geometry["ranks"] if r["rank"] == str(rank))
+    found, at = [], GAP
+    for share in owns:
+        group = groups[share["group"]]
+        if not has_memory(group):
+            continue
+        rows = int(group["rows"])
+        made: dict[str, list[str]] = {k: [] for k in ("region", "offset", "item_stride", "row_stride", "lane_stride")}
+        for _ in share["layers"]:
+            for p, part in enumerate(group["parts"]):
+                lanes = sum(int(s["hi"]) - int(s["lo"]) for s in share["lanes"] if int(s["part"]) == p)
+                size = int(part["lane_bytes"])
+                lane, row = (rows * size + 5, size) if heads_first else (size, lanes * size + 3)
+                item = (lanes * lane if heads_first else rows * row) + 7
+                for name, number in zip(made, (0, at, item, row, lane), strict=True):
+                    made[name].append(str(number))
+                at += items * item + GAP
+        found.append({"group": group["id"], "items": str(items), **made})
+    return found, at
+
+
+def window(group: Json, tokens: int, axes: Mapping[str, int], first: int = 0) -> tuple[int, int]:
+    """First token and count of the whole of a request, as far as a group has it."""
+    if not has_memory(group):
+        return 0, 0
+    length = axes.get(group["axis"], 0) if "axis" in group else tokens
+    first = min(first, length)
+    if group["kind"] == "RING":
+        first = max(first, length - int(group["rows"]) + MORE_RING)
+    return first, length - first
+
+
+def items_of(group: Json, first: int, count: int) -> int:
+    """How many items a window needs where one rank has all tokens (lowering.md)."""
+    if group["kind"] in ("SLOT", "RING"):
+        return 1
+    step, rows = int(group["tokens_per_row"]), int(group["rows"])
+    begin, end = -(-first // step), (first + count) // step
+    if group.get("partial"):
+        begin, end = first // step, -(-(first + count) // step)
+    return 0 if end <= begin or not has_memory(group) else (end - 1) // rows - begin // rows + 1
+
+
+def content(tokens: list[int], axes: Mapping[str, int]) -> str:
+    """Content digest of a prompt, in hex."""
+    stated: Json = {"tokens": [str(t) for t in tokens], "adapter": "", "salts": []}
+    if axes:
+        stated["axes"] = [{"name": name, "length": str(axes[name])} for name in sorted(axes, key=str.encode)]
+    return hashlib.sha256(write_struct("Content", stated)).hexdigest()
+
+
+def digest_of(geometry: Json) -> tuple[str, str]:
+    """Canonical bytes of a Geometry and their digest, in hex."""
+    data = write_struct("Geometry", geometry)
+    return data.hex(), hashlib.sha256(data).hexdigest()

@@ -1,0 +1,63 @@
+"""The adapter of a live prefill engine, made with `kvproto.Source`; its cache is that of `toy_engine`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toy_engine import Toy, serve, ticket_of
+
+from kvproto import Options, Prompt, Request, Source
+from kvproto.events import Freed
+from kvproto.planning.geometry import encode_geometry
+
+Ask = dict[str, Any]
+
+
+class Prefill:
+    """What the suite may ask of it."""
+
+    source_type = Source
+
+    def on_open(self, ask: Ask) -> Ask:
+        self.toy = Toy(ask["world"], heads_first=True)
+        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True))
+        self.source = self.source_type(ask["name"], self.toy.pool, ask["listen"], options)
+        self.requests: dict[str, tuple[Request, dict[str, list[int]]]] = {}
+        return {"geometry": encode_geometry(self.toy.geometry).hex()}
+
+    def on_request(self, ask: Ask) -> None:
+        request = self.source.request(ticket_of(ask), Prompt(ask["tokens"]))
+        self.requests[ask["id"]] = request, self.toy.take(len(ask["tokens"]))
+
+    def on_fill(self, ask: Ask) -> None:
+        self.toy.write(self.requests[ask["id"]][1], ask)
+
+    def on_computed(self, ask: Ask) -> None:
+        request, table = self.requests[ask["id"]]
+        request.computed(table, ask["tokens"])
+
+    def on_finish(self, ask: Ask) -> None:
+        request, table = self.requests[ask["id"]]
+        handoff = {g: {p: bytes.fromhex(d) for p, d in parts.items()} for g, parts in ask["handoff"].items()}
+        request.finish(table, handoff=handoff, finished=ask.get("finished", False))
+
+    def on_fail(self, ask: Ask) -> None:
+        self.requests[ask["id"]][0].fail(ask["reason"])
+
+    def on_wait(self, ask: Ask) -> Ask:
+        try:
+            over = self.requests[ask["id"]][0].wait(ask["seconds"])
+        except TimeoutError:
+            return {"state": "held"}
+        self.toy.give_back(self.requests.pop(ask["id"])[1])
+        return {"state": "freed" if isinstance(over, Freed) else type(over).__name__.lower()}
+
+    def on_drain(self, ask: Ask) -> None:
+        self.source.drain()
+
+    def on_stop(self, ask: Ask) -> None:
+        self.source.close()
+
+
+if __name__ == "__main__":
+    serve(Prefill())
