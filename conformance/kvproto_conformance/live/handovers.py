@@ -18,7 +18,7 @@ for _number, (_world, _transport) in enumerate(
     (w, t) for w in ("gqa", "mla", "hybrid") for t in ("SHM", "INLINE")
 ):  # fmt: skip
     scenario(
-        f"KVP-L-{101 + _number}", f"two requests of {_world} over {_transport}, every byte by coordinate",
+        f"LIVE-{101 + _number}", f"two requests of {_world} over {_transport}, every byte by coordinate",
         "KVP-TRN-ORDER", "KVP-REG-MAP", "KVP-VERIFY-SOURCE", "KVP-HND-GROUPS",
         guards=_LABELS, world=_world, transport=_transport, extensions=("INLINE",) if _transport == "INLINE" else (),
     )(_whole)  # fmt: skip

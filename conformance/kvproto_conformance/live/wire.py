@@ -27,7 +27,7 @@ class Dealer:
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 200
+        self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.connect(address)
 
     def send(self, *parts: bytes) -> None:
@@ -36,7 +36,7 @@ class Dealer:
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame, or None if none comes in time."""
-        if not self._socket.poll(max(seconds, 0) * 1000):
+        if not self._socket.poll(int(max(seconds, 0) * 1000)):
             return None
         return b"".join(self._socket.recv_multipart())
 
@@ -50,7 +50,7 @@ class Router:
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.linger = 200
+        self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.bind(address)
         self._peer = b""
 
@@ -60,7 +60,7 @@ class Router:
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame, or None if none comes in time."""
-        if not self._socket.poll(max(seconds, 0) * 1000):
+        if not self._socket.poll(int(max(seconds, 0) * 1000)):
             return None
         self._peer, *parts = self._socket.recv_multipart()
         return b"".join(parts)
