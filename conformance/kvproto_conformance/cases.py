@@ -9,16 +9,15 @@ from typing import Any
 
 import attrs
 
-__all__ = ["LEVELS", "Ask", "Case", "load"]
+from kvproto_conformance.claims import SUITES, Claim, extensions_of
+from kvproto_conformance.codec.facts import MESSAGE_TYPES
+from kvproto_conformance.data import VECTORS, sentence
+
+__all__ = ["WRITES", "Ask", "Case", "claimed", "load"]
 
 Json = dict[str, Any]
-_REPOSITORY = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
-VECTORS = _REPOSITORY if _REPOSITORY.is_dir() else Path(__file__).parent / "vectors"
-
-LEVELS = ("codec", "negotiation", "deal", "merge", "plan", "lowering", "verify", "late", "stream", "inline")
-"""Bytes and fields; version and features of a session; which rank stores which token, and where; attention over shares
-made one; who sends what to whom; which bytes go where; checksums of them; windows that begin late; in which
-order bytes are packed; Data under credit."""
+WRITES = frozenset({"encode", "encode_struct"})
+"""Questions that a reader is not asked."""
 
 
 @attrs.frozen
@@ -40,74 +39,118 @@ class Case:
 
     id: str
     clause: str
-    level: str
+    suite: str
     asks: tuple[Ask, ...]
     note: str
+    about: str = ""
+    """The message or struct that it is about, if it is about one."""
+    needs: frozenset[str] = frozenset()
+    """Extensions without which it is not asked."""
+
+    @property
+    def must(self) -> bool:
+        """Whether its clause is a MUST; a SHOULD that is not kept makes a pass that is not strict."""
+        return not sentence(self.clause)["keyword"].startswith(("SHOULD", "MAY"))
+
+    @property
+    def refusing(self) -> bool:
+        """Whether it asks for a refusal."""
+        return all("error" in ask.expected for ask in self.asks)
 
 
 def load(folder: Path = VECTORS) -> list[Case]:
-    """All cases of a folder, by level, then by file, then in file order."""
+    """All cases of a folder, by suite, then by file, then in file order."""
     found = []
     for pattern, cases_of in _FILES.items():
         for path in sorted(folder.glob(pattern)):
-            suite = json.loads(path.read_text())
-            for row in suite["cases"]:
-                for level, ask in cases_of(suite, row):
-                    name = level if level in _CLAUSES else suite["suite"]
-                    clause = _CLAUSES.get(level, row["clause"])
-                    found.append(Case(f"{name}/{row['id']}", clause, level, ask, row["note"]))
-    return found
+            file = json.loads(path.read_text())
+            for row in file["cases"]:
+                for suite, asks in cases_of(file, row):
+                    name = suite if suite in _CLAUSES else file["suite"]
+                    clause = _CLAUSES.get(suite, row["clause"])
+                    needs = extensions_of(suite, row.get("features", []))
+                    found.append(Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], _about(row), needs))
+    return sorted(found, key=lambda case: [*SUITES].index(case.suite))
+
+
+def claimed(cases: list[Case], claim: Claim) -> list[Case]:
+    """Those that a claim is judged by; a reader is asked to read only."""
+    found = [case for case in cases if claim.asks(case.suite, case.needs, case.about)]
+    if claim.role != "reader":
+        return found
+    read = [attrs.evolve(c, asks=tuple(ask for ask in c.asks if ask.question["op"] not in WRITES)) for c in found]
+    return [case for case in read if case.asks]
 
 
 Asked = Iterator[tuple[str, tuple[Ask, ...]]]
-"""Level and questions of each case that a row of a file makes."""
+"""Suite and questions of each case that a row of a file makes."""
 
 
-def _codec(suite: Json, row: Json) -> Asked:
+def _about(row: Json) -> str:
+    """Struct or message of a row; of bytes that are refused, what their envelope says."""
+    if "bytes" not in row or "struct" in row:
+        return str(row.get("struct", ""))
+    layout = MESSAGE_TYPES.get(int.from_bytes(bytes.fromhex(row["bytes"][12:16]), "little"))
+    return layout.name if layout else ""
+
+
+def _codec(file: Json, row: Json) -> Asked:
     yield "codec", _read_and_written(row)
 
 
-def _negotiated(suite: Json, row: Json) -> Asked:
+def _negotiated(file: Json, row: Json) -> Asked:
     question = {"op": "negotiate", "sink": row["sink"], "source": row["source"]}
     answer: Json = {key: row[key] for key in ("version", "features") if key in row}
     yield "negotiation", (Ask(question, answer or _refused(row)),)
 
 
-def _dealt(suite: Json, row: Json) -> Asked:
+def _dealt(file: Json, row: Json) -> Asked:
     yield row["level"], (Ask(row["question"], row["expected"], float(row.get("tolerance", 0))),)
 
 
-def _planned(suite: Json, row: Json) -> Asked:
+def _planned(file: Json, row: Json) -> Asked:
     """A Description may have a name, under which the file has it; what is expected then leaves out the routes."""
-    named = suite.get("geometries", {})
+    named = file.get("geometries", {})
     source, sink = (named[row[side]] if named else row[side] for side in ("source", "sink"))
     question = {"op": "plan", "source": source, "sink": sink, "features": row["features"]}
     yield "plan", (Ask(question, row.get("expected") or _refused(row), more=bool(named)),)
 
 
-def _lowered(suite: Json, row: Json) -> Asked:
+def _lowered(file: Json, row: Json) -> Asked:
     sides = {side: row[side] for side in ("source", "sink")}
     yield "lowering", (Ask({"op": "lower", **sides}, {"copies": row["expected"]}),)
     yield "verify", (Ask({"op": "checksums", **sides}, {"checksums": row["sums"]}),)
     yield "stream", (Ask({"op": "stream", **sides}, {"stream": row["stream"]}),)
 
 
-def _late(suite: Json, row: Json) -> Asked:
+def _late(file: Json, row: Json) -> Asked:
     question = {"op": "late", **{key: row[key] for key in ("group", "cp_rank", "since", "grant")}}
     answer: Json = {key: row[key] for key in ("begins", "window") if key in row}
     yield "late", (Ask(question, answer or _refused(row)),)
 
 
-def _inline(suite: Json, row: Json) -> Asked:
+def _inline(file: Json, row: Json) -> Asked:
     question = {"op": "inline", **{key: row[key] for key in ("length", "total", "data")}}
     yield "inline", (Ask(question, row["expected"]),)
 
 
+def _json_form(file: Json, row: Json) -> Asked:
+    """What a reader of the JSON form makes of it: canonical bytes, or a refusal."""
+    kind = "struct" if "struct" in row else "message"
+    question = {"op": "encode_struct" if kind == "struct" else "encode", kind: row[kind], "fields": row["fields"]}
+    answer = {"bytes" if kind == "struct" else "frame": row["bytes"]} if "bytes" in row else _refused(row)
+    yield "tickets" if row[kind] == "Ticket" else "json", (Ask(question, answer),)
+
+
+def _streamed(file: Json, row: Json) -> Asked:
+    yield "streams", (Ask({"op": "decode_stream", "chunks": row["chunks"]}, {"frames": row["frames"]}),)
+
+
 _CLAUSES = {"verify": "KVP-VERIFY-SOURCE", "stream": "KVP-STG-ORDER"}
-"""Of levels that share the rows of another."""
+"""Of suites that share the rows of another."""
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
-    "codec/*.json": _codec, "negotiation.json": _negotiated, "dcp.json": _dealt, "plan/*.json": _planned,
-    "lowering.json": _lowered, "late.json": _late, "inline.json": _inline,
+    "codec/*.json": _codec, "json.json": _json_form, "streams.json": _streamed, "negotiation.json": _negotiated,
+    "dcp.json": _dealt, "plan/*.json": _planned, "lowering.json": _lowered, "late.json": _late, "inline.json": _inline,
 }  # fmt: skip
 
 
@@ -115,7 +158,7 @@ def _refused(row: Json) -> Json:
     return {"error": row["error"], "path": row["path"]}
 
 
-def _read_and_written(row: dict[str, Any]) -> tuple[Ask, ...]:
+def _read_and_written(row: Json) -> tuple[Ask, ...]:
     """A frame or a bare struct: what a reader accepts, a writer writes again byte by byte, unless it may be ignored."""
     expected: dict[str, Any] = {k: row[k] for k in ("message", "fields", "error", "path") if k in row}
     if (struct := row.get("struct")) is not None:

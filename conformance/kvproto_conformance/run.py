@@ -1,17 +1,41 @@
-"""Runs the cases and gives the verdict."""
+"""Runs the cases, and judges each answer."""
 
 from __future__ import annotations
 
+import json
 import math
-from enum import IntEnum
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import attrs
 
-from kvproto_conformance.cases import Case
-from kvproto_conformance.testee import Testee
+from kvproto_conformance.cases import Ask, Case
+from kvproto_conformance.testee import Broken, Testee
 
-__all__ = ["Result", "Verdict", "run", "verdict"]
+__all__ = [
+    "DRIVER",
+    "PROTOCOL",
+    "BadGreeting",
+    "Greeting",
+    "Result",
+    "Status",
+    "Verdict",
+    "ended",
+    "greet",
+    "probes",
+    "run",
+    "verdict",
+]
+
+Json = dict[str, Any]
+DRIVER = 1
+"""Version of the testee protocol."""
+PROTOCOL = "testee"
+"""Suite of what is asked of the testee itself: it earns nothing, and a run fails without it."""
 
 
 class Verdict(IntEnum):
@@ -20,6 +44,38 @@ class Verdict(IntEnum):
     CONFORMANT = 0
     NONCONFORMANT = 1
     INVALID_RUN = 2
+    INCOMPLETE = 3
+
+
+class Status(StrEnum):
+    """What became of a case."""
+
+    PASS = "pass"
+    NONSTRICT = "nonstrict"
+    """A SHOULD was not kept."""
+    UNEARNED = "unearned"
+    """A right refusal, of a testee that accepts nothing of the kind."""
+    FAIL = "fail"
+    """A wrong answer, or `unsupported` for what is claimed."""
+    ERROR = "error"
+    """No answer: it crashed, was silent, or spoke nonsense."""
+    KNOWN = "known"
+    """It failed as the baseline says."""
+
+
+@attrs.frozen
+class Wrong:
+    """One question whose answer was wrong."""
+
+    question: Json
+    expected: Json
+    got: Json
+    """What it answered; `{"broken": WHY}` where there was no answer."""
+    kind: str = ""
+    """How it broke: crash, timeout, garbage or given-up."""
+
+    def __str__(self) -> str:
+        return f"{self.question['op']}: expected {self.expected}, got {self.got}"
 
 
 @attrs.frozen
@@ -27,23 +83,123 @@ class Result:
     """One case and every answer that was wrong."""
 
     case: Case
-    wrong: tuple[str, ...]
+    wrong: tuple[Wrong, ...] = ()
+    status: Status = Status.PASS
+    seconds: float = 0.0
 
 
-def run(cases: list[Case], testee: Testee) -> list[Result]:
-    """Every question of every case."""
-    return [Result(case, tuple(_judge(case, testee))) for case in cases]
+class BadGreeting(Exception):
+    """What is wrong with an answer to hello, or with that there was none."""
 
 
-def _judge(case: Case, testee: Testee) -> list[str]:
-    wrong = []
+@attrs.frozen
+class Greeting:
+    """What a testee says of itself."""
+
+    name: str = "?"
+    version: str = "?"
+    language: str = "?"
+    role: str = ""
+    level: str = ""
+    extensions: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+
+
+def greet(testee: Testee, suite: str, seed: int) -> Greeting:
+    """Start a testee; raises BadGreeting, CannotStart."""
+    answer = testee.greet({"op": "hello", "driver": DRIVER, "suite": suite, "seed": seed})
+    if isinstance(answer, Broken):
+        raise BadGreeting(f"no answer to hello: {answer.why}")
+    if answer.get("driver") != DRIVER:
+        raise BadGreeting(f'hello must be answered with "driver": {DRIVER}; it said {json.dumps(answer)[:200]}')
+    said: Json = {}
+    for field in attrs.fields(Greeting):
+        if field.name not in answer:
+            continue
+        value, several = answer[field.name], isinstance(field.default, tuple)
+        words = value if several and isinstance(value, list) else [] if several else [value]
+        if isinstance(value, list) != several or not all(isinstance(word, str) for word in words):
+            raise BadGreeting(f"hello: {field.name} must be {'a list of strings' if several else 'a string'}")
+        said[field.name] = tuple(words) if several else value
+    return Greeting(**said)
+
+
+def probes(seed: int) -> list[Case]:
+    """Questions whose names are made up: an answer to one is a guess, and its other answers prove nothing."""
+    rng = random.Random(seed)
+    word = "".join(rng.choice("bcdfgklmnprst") + rng.choice("aeiou") for _ in range(4))
+    unknown: Json = {"unsupported": True}
+    asked: dict[str, Json] = {
+        "op": {"op": word},
+        "message": {"op": "encode", "message": word.title(), "fields": {}},
+        "struct": {"op": "decode_struct", "struct": word.title(), "bytes": "80"},
+    }
+    note = "a name that was made up"
+    return [
+        Case(f"testee/unknown-{what}", "KVP-TST-UNSUPPORTED", PROTOCOL, (Ask(question, unknown),), note)
+        for what, question in asked.items()
+    ]
+
+
+def run(cases: Iterable[Case], testee: Testee, told: Callable[[Result], object] = lambda _: None) -> list[Result]:
+    """Every question of every case; a refusal is earned where something of the kind is accepted."""
+    found = []
+    for case in cases:
+        begun = time.monotonic()
+        wrong = tuple(_judge(case, testee))
+        status = Status.PASS
+        if wrong:
+            status = Status.FAIL if case.must else Status.NONSTRICT
+            if any(each.kind for each in wrong):
+                status = Status.ERROR
+        found.append(Result(case, wrong, status, time.monotonic() - begun))
+        told(found[-1])
+    return _earned(found)
+
+
+def ended(testee: Testee) -> Result:
+    """Whether it ends when it is told to."""
+    answer = testee.stop()
+    case = Case("testee/stop", "KVP-TST-STOP", PROTOCOL, (), "processes that nobody ends")
+    if not isinstance(answer, Broken):
+        return Result(case)
+    wrong = Wrong({"op": "stop"}, {}, {"broken": answer.why}, answer.kind)
+    return Result(case, (wrong,), Status.ERROR)
+
+
+def _earned(results: list[Result]) -> list[Result]:
+    """The results; whoever refuses everything has understood nothing, and earns nothing by it."""
+    asked = [r for r in results if not r.case.refusing]
+    kinds = Counter(_kind(r.case) for r in asked)
+    right = Counter(_kind(r.case) for r in asked if not r.wrong)
+    suites = Counter(r.case.suite for r in asked)
+    right_suites = Counter(r.case.suite for r in asked if not r.wrong)
+
+    def unearned(result: Result) -> bool:
+        case, kind = result.case, _kind(result.case)
+        if result.wrong or not case.refusing or not asked:
+            return False
+        return not right[kind] if kinds[kind] else bool(suites[case.suite] and not right_suites[case.suite])
+
+    return [attrs.evolve(r, status=Status.UNEARNED) if unearned(r) else r for r in results]
+
+
+def _kind(case: Case) -> tuple[str, str]:
+    return case.suite, case.about
+
+
+def _judge(case: Case, testee: Testee) -> Iterable[Wrong]:
     for ask in case.asks:
         answer = testee.ask(ask.question)
+        if isinstance(answer, Broken):
+            yield Wrong(ask.question, ask.expected, {"broken": answer.why}, answer.kind)
+            continue
+        if "error" in answer:
+            answer.pop("text", None)
         if ask.more:
             answer = {key: value for key, value in answer.items() if key in ask.expected} or answer
         if not _alike(answer, ask.expected, ask.tolerance):
-            wrong.append(f"{ask.question['op']}: wanted {ask.expected}, got {answer}")
-    return wrong
+            yield Wrong(ask.question, ask.expected, answer)
 
 
 def _alike(found: Any, wanted: Any, tolerance: float) -> bool:
@@ -69,8 +225,12 @@ def _near(found: str, wanted: float, tolerance: float) -> bool:
     return abs(number - wanted) <= tolerance * max(1.0, abs(wanted))
 
 
-def verdict(results: list[Result]) -> Verdict:
-    """Nothing run is no success."""
-    if not results:
+def verdict(results: list[Result], incomplete: bool = False) -> Verdict:
+    """Nothing run is no success; what failed as a baseline says, or was left out, is no conformance."""
+    good = {Status.PASS, Status.NONSTRICT, Status.KNOWN}
+    if all(result.case.suite == PROTOCOL for result in results):
         return Verdict.INVALID_RUN
-    return Verdict.NONCONFORMANT if any(r.wrong for r in results) else Verdict.CONFORMANT
+    if any(result.status not in good for result in results):
+        return Verdict.NONCONFORMANT
+    known = any(result.status is Status.KNOWN for result in results)
+    return Verdict.INCOMPLETE if incomplete or known else Verdict.CONFORMANT

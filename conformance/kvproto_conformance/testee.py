@@ -1,107 +1,212 @@
-"""Drives a testee: a subprocess that reads a JSON object a line and answers with one.
+"""Drives a testee: a subprocess that reads a JSON object a line and answers with one (spec/v1/testee.md).
 
-Level `codec`: `{"op": "decode", "frame": HEX}` is answered by `{"message": NAME, "fields": {...}}` or `{"error": CODE,
-"path": PATH}`; `{"op": "encode", "message": NAME, "fields": {...}}` by `{"frame": HEX}`. Bare structs too: `{"op":
-"decode_struct", "struct": NAME, "bytes": HEX}` by `{"fields": {...}}` or the error, `{"op": "encode_struct", "struct":
-NAME, "fields": {...}}` by `{"bytes": HEX}`.
-
-Level `negotiation`: `{"op": "negotiate", "sink": TERMS, "source": TERMS}` by `{"version": "1.0", "features": [...]}`,
-or the error of the source's Refused. TERMS are `versions` as "1.0-7" (major, lowest and highest minor), and the numbers
-of features that are `offered` and `needed`.
-
-Level `deal`: a question has a `group`, a Group in JSON form, and `tokens`; numbers are decimal strings, as everywhere.
-
-    owner     {"cp_rank": [...], "row": [...]}    of each token; null where nobody owns it
-    length    {"rows": [[...], ...]}              complete rows below each token, of each cp rank
-    pages     {"pages": [...]}                    of a table that all ranks share, below each token
-    slots     {"slots": [...]}                    of each token on `cp_rank`, by the table `items`; null for none
-
-Level `merge`: `{"op": "merge", "parts": [PART, ...]}` is answered by `{"lse": [...], "out": [[...], ...]}`, in natural
-logarithms. A PART has as many `tokens` (read by each row), `lse` and `out` (a list for each row), and the `base` of its
-`lse`, "e" or "2". Floats are strings: decimals, of a float32 exactly, or nan, inf, -inf.
-
-Level `plan`: `{"op": "plan", "source": GEOMETRY, "sink": GEOMETRY, "features": [NAME, ...]}` is answered by `{"plan":
-HEX, "routes": [{"source": RANK, "sink": RANK, "group": GROUP, "digest": HEX}, ...], "required": {RANK: [RANK, ...]},
-"cold": [MODEL, ...]}`, or by the error of the first thing that is wrong: of the source's Description, of the sink's, of
-the pair. Routes are those of all ranks, ascending; required are the source ranks that a sink rank awaits.
-
-Level `lowering`: `{"op": "lower", "source": SIDE, "sink": SIDE}` by `{"copies": [[REGION, OFFSET, REGION, OFFSET,
-BYTES], ...]}`: what is copied from where at the source to where at the sink, as runs of bytes that are contiguous on
-both sides and as long as they can be, by ascending place at the sink. A SIDE has a `geometry`, its `rank`, the rank's
-`columns` as in Register, and as `windows` its grants as in Transfer.
-
-Level `verify`: `{"op": "checksums", "source": SIDE, "sink": SIDE}` by `{"checksums": {GROUP: SUM}}`, by the sink's
-groups. Byte o of region r of the source's memory is (7 o + r) mod 256.
-
-Level `late`: `{"op": "late", "group": GROUP, "cp_rank": N, "since": [TOKEN, ...], "grant": GRANT}` by `{"window":
-GRANT}`, what is served of the grant, and where that begins later than it asks, `"begins": TOKEN`; or by the error.
-`since` are the first tokens that the source still has, of each of its groups from which the sink's group is filled.
-
-Level `stream`: `{"op": "stream", "source": SIDE, "sink": SIDE}` by `{"stream": [[REGION, OFFSET, REGION, OFFSET,
-BYTES], ...]}`: the runs of level `lowering` in the order in which they are packed, as long as they are contiguous on
-both sides and in the stream.
-
-Level `inline`: `{"op": "inline", "length": N, "total": N, "data": [[OFFSET, BYTES, LAST], ...]}`: a sink expects a
-stream of so many bytes and has granted so many in all, for which these Data come. The answer is `{"unpacked": N,
-"counted": N}`, and where one was refused, which ended the transfer, `"refused": [WHICH, CODE, PATH]`, from 0. LAST is
-"true" or "false".
-
-A testee that dies or is silent is restarted.
+Whatever a testee does, each question ends: with an answer, or with `Broken`, which says what it did instead. It is then
+restarted. One that breaks too often, or costs too much time, is asked no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import selectors
+import shutil
+import signal
 import subprocess
+import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Testee"]
+import attrs
+
+__all__ = ["Broken", "CannotStart", "Testee"]
+
+Json = dict[str, Any]
+_LONGEST = 36 << 20
+"""Bytes of an answer; that of the longest frame in hex has 32 MiB."""
+_WORDS = 2048
+"""Bytes that are kept of what it says on stderr."""
+_START = 4
+"""Times the patience until the first answer: an interpreter and its libraries have to start."""
+
+
+class CannotStart(Exception):
+    """There is no process to ask, and why."""
+
+
+@attrs.frozen
+class Broken:
+    """What a testee did in place of an answer."""
+
+    kind: str
+    """crash, timeout, garbage or given-up."""
+    why: str
+
+
+@attrs.frozen
+class _Process:
+    """A running testee with its pipes."""
+
+    popen: subprocess.Popen[bytes]
+    stdin: int
+    stdout: int
+    stderr: int
 
 
 class Testee:
-    """The implementation under test."""
+    """The implementation under test: `patience` seconds for each answer, `budget` for all, and so many `breaks`."""
 
-    def __init__(self, command: list[str], patience: float = 10.0) -> None:
-        self._command, self._patience = command, patience
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, command: list[str], patience: float = 5.0, budget: float = 600.0, breaks: int = 50) -> None:
+        self.command, self._patience, self._breaks = command, patience, breaks
+        self._silences = 3
+        self._end = time.monotonic() + budget
+        self._budget = budget
+        self._process: _Process | None = None
+        self._sequence = 0
+        self._greeting: Json = {}
+        self._read = bytearray()
+        self._words = b""
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; `{"broken": WHY}` where there is none."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def greet(self, greeting: Json) -> Json | Broken:
+        """Start it, and say hello, as to each process that follows; what it says of itself."""
+        self._greeting = greeting
+        return self._asked(self._start(), greeting, _START * self._patience)
+
+    def ask(self, question: Json) -> Json | Broken:
+        """Its answer, without `seq`."""
+        if time.monotonic() > self._end:
+            return Broken("given-up", f"not asked: the {self._budget:.0f} s of this run are over")
+        if self._breaks <= 0 or self._silences <= 0:
+            return Broken("given-up", "not asked: it broke too often before")
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            return self._broken("it died")
+            if self._process is None and isinstance(again := self.greet(self._greeting), Broken):
+                return again
+        except CannotStart as error:
+            return Broken("crash", str(error))
+        assert self._process is not None
+        return self._asked(self._process, question, self._patience)
+
+    def stop(self) -> Json | Broken:
+        """Tell it to stop; it must end by itself, with status 0 and without another word."""
+        process, self._sequence = self._process, self._sequence + 1
+        if process is None:
+            return Broken("crash", "it does not run")
+        line = json.dumps({"op": "stop", "seq": self._sequence}).encode() + b"\n"
+        found = self._exchange(process, line, self._patience)
+        if isinstance(found, bytes) or self._read:
+            said = found if isinstance(found, bytes) else bytes(self._read)
+            return self._broken("garbage", f"it says more than it was asked: {_shown(said)}")
+        if found.kind != "crash" or process.popen.returncode is None:
+            return self._broken(found.kind, f"after `stop`: {found.why}")
+        status = process.popen.returncode
+        self.close()
+        return {} if status == 0 else Broken("crash", f"after `stop`, {_ended(status)}")
+
+    def _asked(self, process: _Process, question: Json, patience: float) -> Json | Broken:
+        self._sequence += 1
+        line = json.dumps({"seq": self._sequence, **question}).encode() + b"\n"
+        found = self._exchange(process, line, patience)
+        if isinstance(found, Broken):
+            return self._broken(found.kind, found.why)
+        try:
+            answer = json.loads(found)
+        except (ValueError, RecursionError):
+            return self._broken("garbage", f"its answer is not JSON: {_shown(found)}")
+        if not isinstance(answer, dict):
+            return self._broken("garbage", f"its answer is not an object: {_shown(found)}")
+        sequence = answer.pop("seq", None)
+        if type(sequence) is not int or sequence != self._sequence:
+            return self._broken("garbage", f"its answer has seq {sequence!r}, and the question had {self._sequence}")
+        return answer
+
+    def _exchange(self, process: _Process, line: bytes, patience: float) -> bytes | Broken:
+        """Write a line and read one, whichever is possible first, so that neither side waits for the other for ever."""
+        end, left, seen = time.monotonic() + patience, memoryview(line), 0
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
-            if not ready.select(self._patience):
-                return self._broken(f"no answer in {self._patience:.0f} s")
-        line = process.stdout.readline()
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            return self._broken("it died" if not line else "its answer is not JSON")
-        return answer if isinstance(answer, dict) else self._broken("its answer is not an object")
+            ready.register(process.stderr, selectors.EVENT_READ)
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+            while (line_end := self._read.find(b"\n", seen)) < 0 or left:
+                seen = line_end if line_end >= 0 else len(self._read)
+                remaining = end - time.monotonic()
+                if remaining <= 0:
+                    return Broken("timeout", f"no answer within {patience:g} s")
+                for key, _ in ready.select(remaining):
+                    if key.fd == process.stdin:
+                        left = self._write(process, left)
+                        if not left:
+                            ready.unregister(process.stdin)
+                        continue
+                    chunk = os.read(key.fd, 1 << 16)
+                    if not chunk:
+                        ready.unregister(key.fd)
+                    if key.fd == process.stderr:
+                        self._words = (self._words + chunk)[-_WORDS:]
+                    elif not chunk:
+                        return self._death(process, end)
+                    else:
+                        self._read += chunk
+                        if len(self._read) > _LONGEST:
+                            return Broken("garbage", f"a line of more than {_LONGEST >> 20} MiB")
+        found = bytes(self._read[:line_end])
+        del self._read[: line_end + 1]
+        return found
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    @staticmethod
+    def _write(process: _Process, left: memoryview) -> memoryview:
+        try:
+            return left[os.write(process.stdin, left) :]
+        except BlockingIOError:
+            return left
+        except OSError:  # it does not read any more; what it says and how it ends tell why
+            return left[:0]
+
+    def _death(self, process: _Process, end: float) -> Broken:
+        """Its output is over: how it ended, if it does."""
+        try:
+            status = process.popen.wait(max(0.1, min(2.0, end - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            return Broken("crash", "it closed its output")
+        with contextlib.suppress(OSError):
+            self._words = (self._words + os.read(process.stderr, 1 << 16))[-_WORDS:]
+        words = self._words.decode(errors="replace").strip()
+        return Broken("crash", _ended(status) + (f"; its last words:\n{words}" if words else ""))
+
+    def _start(self) -> _Process:
+        try:
+            popen = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                bufsize=0, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise CannotStart(f"{self.command[0]}: {_why(self.command[0], error)}") from None
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        self._read, self._words = bytearray(), b""
+        self._process = _Process(popen, popen.stdin.fileno(), popen.stdout.fileno(), popen.stderr.fileno())
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            os.set_blocking(pipe, False)
         return self._process
 
-    def _broken(self, why: str) -> dict[str, Any]:
+    def _broken(self, kind: str, why: str) -> Broken:
         self.close()
-        return {"broken": why}
+        self._breaks -= 1
+        self._silences -= kind == "timeout"
+        return Broken(kind, why)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and all that it has started."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        for pipe in (process.popen.stdin, process.popen.stdout, process.popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.popen.wait()
 
     def __enter__(self) -> Testee:
         return self
@@ -110,3 +215,26 @@ class Testee:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _why(program: str, error: OSError) -> str:
+    path = Path(shutil.which(program) or program)
+    if isinstance(error, FileNotFoundError) and path.is_file():
+        first = path.open("rb").readline(200).decode(errors="replace").strip()
+        return f"it is there, but what its first line asks for is not: {first}"
+    if isinstance(error, FileNotFoundError):
+        return "there is no such program"
+    if isinstance(error, PermissionError):
+        return "it may not be run (chmod +x?)"
+    return error.strerror or str(error)
+
+
+def _ended(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"it was killed by {signal.Signals(-status).name}"
+    return f"it ended with status {status}"
+
+
+def _shown(line: bytes) -> str:
+    text = line[:80].decode(errors="backslashreplace")
+    return repr(text) + ("..." if len(line) > 80 else "")

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
 from kvproto.transport.inline.receiver import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
-from kvproto.wire import decode, decode_struct, encode, encode_struct, from_json, messages, to_json
+from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank, VersionRange
 
@@ -28,18 +29,35 @@ Json = dict[str, Any]
 
 def codec(question: Json) -> Json:
     """Messages and bare structs, read and written."""
-    kind = getattr(messages, question.get("message") or question.get("struct", ""), None)
-    match question["op"]:
-        case "decode":
-            message = decode(bytes.fromhex(question["frame"]))
-            return {"message": type(message).__name__, "fields": to_json(message)}
-        case "decode_struct":
-            return {"fields": to_json(decode_struct(kind, bytes.fromhex(question["bytes"])))}
-        case "encode":
-            return {"frame": encode(from_json(kind, question["fields"])).hex()}
-        case "encode_struct":
-            return {"bytes": encode_struct(from_json(kind, question["fields"])).hex()}
-    return {"unsupported": question["op"]}
+    op, kind = question["op"], getattr(messages, question.get("message") or question.get("struct", ""), None)
+    if op == "decode":
+        return read(decode(bytes.fromhex(question["frame"])))
+    if kind is None or op not in ("encode", "decode_struct", "encode_struct"):
+        return {"unsupported": True}
+    if op == "decode_struct":
+        return {"fields": to_json(decode_struct(kind, bytes.fromhex(question["bytes"])))}
+    if op == "encode":
+        return {"frame": encode(from_json(kind, question["fields"])).hex()}
+    return {"bytes": encode_struct(from_json(kind, question["fields"])).hex()}
+
+
+def read(message: Any) -> Json:
+    """A message as an answer."""
+    return {"message": type(message).__name__, "fields": to_json(message)}
+
+
+def streamed(question: Json) -> Json:
+    """Frames out of a stream."""
+    reader, frames = Decoder(), []
+    for chunk in question["chunks"]:
+        for found in reader.feed(bytes.fromhex(chunk)):
+            if not isinstance(found, KvprotoError):
+                frames.append(read(found))
+                continue
+            frames.append({"error": found.code.name, "path": found.path})
+            if found.code.name == "BAD_MAGIC":
+                return {"frames": frames}
+    return {"frames": frames}
 
 
 def negotiated(question: Json) -> Json:
@@ -246,13 +264,24 @@ OPS = {
     "negotiate": negotiated,
     "owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge,
     "plan": planned, "lower": copies, "checksums": sums, "late": late, "stream": packed,
-    "inline": inline,
+    "inline": inline, "decode_stream": streamed,
 }  # fmt: skip
 
-for line in sys.stdin:
-    question = json.loads(line)
+EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+HELLO = {"driver": 1, "name": "kvproto", "version": version("kvproto"), "language": "python",
+         "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
+
+
+def answer(question: Json) -> Json:
+    """The answer to one question, without its number."""
     try:
-        answer = OPS.get(question["op"], codec)(question)
+        return OPS.get(question["op"], codec)(question)
     except KvprotoError as error:
-        answer = {"error": error.code.name, "path": error.path}
-    print(json.dumps(answer), flush=True)
+        return {"error": error.code.name, "path": error.path}
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["op"] == "stop":
+        break
+    print(json.dumps({"seq": asked["seq"], **(HELLO if asked["op"] == "hello" else answer(asked))}), flush=True)

@@ -1,4 +1,4 @@
-"""Testee: the suite's own codec, deal, merge, planner and lowering, made from the prose alone."""
+"""Testee: the suite's own codec, negotiation, deal, merge, planner and lowering, made from the prose alone."""
 
 import json
 import sys
@@ -6,19 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance import dcp, inline, late, lowering, negotiation, planner
-from kvproto_conformance.codec import Refusal, read_frame, read_struct, write_frame, write_struct
+from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_struct, write_frame, write_struct
+from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
 
 Json = dict[str, Any]
 
 
-def decode(q: Json) -> Json:
-    message, fields = read_frame(bytes.fromhex(q["frame"]))
+def decode(frame: bytes) -> Json:
+    try:
+        message, fields = read_frame(frame)
+    except Refusal as refusal:
+        return {"error": refusal.code, "path": refusal.path}
     return {"message": message, "fields": fields}
 
 
 OPS: dict[str, Callable[[Json], Json]] = {
-    "decode": decode,
+    "decode": lambda q: decode(bytes.fromhex(q["frame"])),
     "decode_struct": lambda q: {"fields": read_struct(q["struct"], bytes.fromhex(q["bytes"]))},
+    "decode_stream": lambda q: {"frames": [decode(frame) for frame in read_stream(map(bytes.fromhex, q["chunks"]))]},
     "encode": lambda q: {"frame": write_frame(q["message"], q["fields"]).hex()},
     "encode_struct": lambda q: {"bytes": write_struct(q["struct"], q["fields"]).hex()},
     "negotiate": lambda q: negotiation.negotiated(q["sink"], q["source"]),
@@ -28,12 +33,33 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "stream": lambda q: {"stream": lowering.stream(q["source"], q["sink"])},
     "inline": lambda q: inline.taken(int(q["length"]), int(q["total"]), q["data"]),
     "late": lambda q: late.served(q["group"], q["cp_rank"], q["grant"], [int(token) for token in q["since"]]),
+    **dict.fromkeys(("owner", "length", "pages", "slots", "merge"), dcp.answer),
+}
+EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+HELLO = {
+    "driver": 1,
+    "name": "second opinion",
+    "language": "python",
+    "role": "both",
+    "level": "L2",
+    "extensions": EXTENSIONS,
 }
 
-for line in sys.stdin:
-    question = json.loads(line)
+
+def answer(question: Json) -> Json:
+    if question["op"] == "hello":
+        return HELLO
+    name = question.get("message") or question.get("struct") or "Hello"
+    if question["op"] not in OPS or name not in STRUCTS | MESSAGES:
+        return {"unsupported": True}
     try:
-        answer = OPS.get(question["op"], dcp.answer)(question)
+        return OPS[question["op"]](question)
     except Refusal as refusal:
-        answer = {"error": refusal.code, "path": refusal.path}
-    print(json.dumps(answer), flush=True)
+        return {"error": refusal.code, "path": refusal.path}
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["op"] == "stop":
+        break
+    print(json.dumps({"seq": asked["seq"], **answer(asked)}), flush=True)

@@ -15,7 +15,7 @@ from kvproto_conformance.cases import load
 from kvproto_conformance.dcp import Deal
 from kvproto_conformance.run import run
 
-CASES = [case for case in load() if case.level in ("deal", "merge")]
+CASES = [case for case in load() if case.suite in ("deal", "merge")]
 
 
 def test_the_file_is_as_its_inputs_say() -> None:

@@ -14,7 +14,7 @@ from kvproto_conformance.testee import Testee as Asked
 from kvproto_reference.attention.lse import Base2, Partial, merge
 from kvproto_reference.cache import Shard
 
-CASES = [case for case in load() if case.level in ("deal", "merge")]
+CASES = [case for case in load() if case.suite in ("deal", "merge")]
 BY_OP = {
     op: [c for c in CASES if c.asks[0].question["op"] == op and "step" not in c.id]
     for op in ("slots", "pages", "merge")

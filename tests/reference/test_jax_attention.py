@@ -79,7 +79,7 @@ def test_an_unknown_exchange_is_refused() -> None:
         Attention(1.0, 8, 2, "ring")
 
 
-@pytest.mark.parametrize("case", [case for case in cases.load() if case.level == "merge"], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in cases.load() if case.suite == "merge"], ids=lambda case: case.id)
 def test_the_merge_of_the_conformance_cases(case: cases.Case) -> None:
     """Of natural log-sum-exps, -inf where no token was read; outputs are as a kernel left them."""
     [ask] = case.asks

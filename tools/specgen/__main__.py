@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, lock, markdown, named, promela, python, straight, vectors
+from tools.specgen import clauses, forms, lock, markdown, named, promela, python, straight, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
 
@@ -23,6 +23,7 @@ def outputs() -> dict[Path, str]:
     """Every generated file and its text."""
     facts = load()
     lint(facts)
+    codec = vectors.vectors(facts)
     return {
         ROOT / "kvproto/wire/enums.py": python.enums_module(facts),
         ROOT / "kvproto/wire/messages.py": python.messages_module(facts),
@@ -36,8 +37,10 @@ def outputs() -> dict[Path, str]:
         ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
         SPEC / "lifecycle/moves.pml": promela.moves_model(facts),
         SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
+        SPEC / "clauses.json": clauses.as_json(facts),
         **markdown.pages(facts),
-        **vectors.vectors(facts),
+        **codec,
+        **forms.forms(facts, codec),
     }
 
 

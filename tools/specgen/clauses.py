@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 
 import attrs
@@ -10,12 +11,14 @@ import attrs
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import SPEC, Facts
 
-__all__ = ["Clause", "check", "clauses"]
+__all__ = ["Clause", "as_json", "check", "clauses"]
 
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` (.*?)(?=\n(?:\n|\* |#|<!--)|\Z)", re.MULTILINE | re.DOTALL)
 _ID = re.compile(r"`(KVP-[A-Z0-9-]+)`")
 _KEYWORD = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY)\b")
-_ROLE = re.compile(r"\b(?:An?|The) (?:[a-z]+ )*?(writer|reader|source|sink|side|owner|holder|maker|implementation)\b")
+_ROLE = re.compile(
+    r"\b(?:An?|The) (?:[a-z]+ )*?(writer|reader|source|sink|side|owner|holder|maker|implementation|testee)\b"
+)
 _NAME = re.compile(r"`([A-Z][A-Z_]+)`")
 
 
@@ -50,6 +53,17 @@ def clauses(facts: Facts) -> dict[str, Clause]:
             _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
             found[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], min(errors, default=None), text)
     return found
+
+
+def as_json(facts: Facts) -> str:
+    """Every clause for programs: its page, role, key word and error, and its sentence."""
+    rows = {
+        c.id: {
+            "page": c.page, "role": c.role, "keyword": c.keyword, "error": c.error or "", "text": " ".join(c.text.split()),
+        }
+        for c in clauses(facts).values()
+    }  # fmt: skip
+    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def check(facts: Facts) -> None:

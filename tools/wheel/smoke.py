@@ -1,12 +1,14 @@
 """What the bare wheel can do with its own dependencies: the codec, a plan, and a hand-over through shared memory."""
 
 import importlib.util
+import sys
 import tempfile
 
 import kvproto
 from kvproto import Cache, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket, plan, wire
 from kvproto.transport import names
 from kvproto.wire.messages import Goodbye
+from kvproto_conformance.__main__ import main as conformance
 
 
 def codec() -> None:
@@ -39,6 +41,14 @@ def handed_over() -> None:
     assert there.array("kv", layer=0, part="k")[[5, 1]].min() == 7
 
 
+def judged() -> None:
+    """The conformance suite has its data, and asks a testee that it has made."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert conformance(["init-testee", folder]) == 0
+        asked = ["--only", "DoneAck/least", "--allow-incomplete"]
+        assert conformance(["run", *asked, "--", sys.executable, f"{folder}/testee.py"]) == 0
+
+
 def main() -> None:
     """Everything in turn; an assertion that fails ends it."""
     assert not importlib.util.find_spec("torch")
@@ -46,6 +56,7 @@ def main() -> None:
     codec()
     planned()
     handed_over()
+    judged()
     assert {"shm", "cuda", "nixl"} <= set(names()), names()
     print("the wheel works in an empty environment")
 

@@ -4,7 +4,7 @@ It shares no code with kvproto and exists to be another opinion: vectors count o
 """
 
 from kvproto_conformance.codec.facts import Refusal
-from kvproto_conformance.codec.reader import read_frame, read_struct
+from kvproto_conformance.codec.reader import read_frame, read_stream, read_struct
 from kvproto_conformance.codec.writer import write_frame, write_struct
 
-__all__ = ["Refusal", "read_frame", "read_struct", "write_frame", "write_struct"]
+__all__ = ["Refusal", "read_frame", "read_stream", "read_struct", "write_frame", "write_struct"]

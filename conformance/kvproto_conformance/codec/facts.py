@@ -2,12 +2,9 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve()
-_REPOSITORY = _HERE.parents[3] / "spec/v1/registry.json"
-REGISTRY = _REPOSITORY if _REPOSITORY.is_file() else _HERE.parent / "registry.json"
+from kvproto_conformance.data import REGISTRY
 
 
 class Refusal(Exception):

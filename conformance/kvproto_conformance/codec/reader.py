@@ -1,6 +1,7 @@
 """From bytes to the JSON form, in the order of checks of framing.md."""
 
 import struct
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvproto_conformance.codec import facts
@@ -51,7 +52,7 @@ CODES_OF_TOP = {
 }
 
 
-class _Body:
+class Body:
     """A pass over the bytes of one map, from their first to their last."""
 
     def __init__(self, data: bytes, values: int) -> None:
@@ -267,15 +268,20 @@ def _json_map(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
     return {name: _json(layout.names[name].type, value) for name, value in values.items()}
 
 
-def _read_map(layout: Layout, data: bytes) -> dict[str, Any]:
-    body = _Body(data, LIMITS["max_values"] if layout.name in MESSAGES else LIMITS["max_body"])
+def read_map(layout: Layout, data: bytes, kind: Callable[[bytes, int], Body] = Body) -> dict[str, Any]:
+    """Return the values of a whole body; `kind` makes what reads it, and may take notes."""
+    return _whole(layout, kind(data, LIMITS["max_values"] if layout.name in MESSAGES else LIMITS["max_body"]))
+
+
+def _whole(layout: Layout, body: Body) -> dict[str, Any]:
     values = body.map(layout, 1, "")
     if body.left():
         raise Refusal("TRAILING_BYTES", "")
     return _json_map(layout, values)
 
 
-def _read_envelope(frame: bytes) -> Layout:
+def read_envelope(frame: bytes) -> Layout:
+    """Return the layout of the body of one whole frame, or raise Refusal."""
     magic = frame[: len(facts.MAGIC)]
     if magic != facts.MAGIC[: len(magic)]:
         raise Refusal("BAD_MAGIC", "@magic")
@@ -300,10 +306,31 @@ def _read_envelope(frame: bytes) -> Layout:
 
 def read_frame(frame: bytes) -> tuple[str, dict[str, Any]]:
     """Return the message name and the fields in JSON form of one whole frame, or raise Refusal."""
-    layout = _read_envelope(frame)
-    return layout.name, _read_map(layout, frame[facts.HEADER_BYTES :])
+    layout = read_envelope(frame)
+    return layout.name, read_map(layout, frame[facts.HEADER_BYTES :])
 
 
 def read_struct(name: str, data: bytes) -> dict[str, Any]:
     """Return the fields in JSON form of a bare struct, or raise Refusal."""
-    return _read_map(find(STRUCTS | MESSAGES, name), data)
+    return read_map(find(STRUCTS | MESSAGES, name), data)
+
+
+def read_stream(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the frames of a stream, each to be read or refused alone: of one beyond the limit its envelope, and another
+    magic is the end."""
+    buffer, skipped = b"", 0
+    for chunk in chunks:
+        skipped, chunk = max(0, skipped - len(chunk)), chunk[skipped:]
+        buffer += chunk
+        while buffer:
+            if buffer[:4] != facts.MAGIC[: len(buffer)]:
+                yield buffer[:4]
+                return
+            length = int.from_bytes(buffer[12:16], "little")
+            end = facts.HEADER_BYTES + (length if length <= LIMITS["max_body"] else 0)
+            if len(buffer) < max(end, facts.HEADER_BYTES):
+                break
+            yield buffer[:end]
+            buffer = buffer[end:]
+            if end == facts.HEADER_BYTES and length:
+                skipped, buffer = max(0, length - len(buffer)), buffer[length:]

@@ -1,0 +1,104 @@
+"""What an implementation may claim: a role, a level, extensions; and which suites a claim asks it."""
+
+from __future__ import annotations
+
+import attrs
+
+__all__ = ["EXTENSIONS", "LEVELS", "ROLES", "SUITES", "Claim", "Suite"]
+
+LEVELS = {
+    "L1": "codec: bytes and fields, and what is refused",
+    "L2": "plan: who sends which bytes where",
+    "L3": "session: a live engine over ZeroMQ",
+    "L4": "robust: the same under faults",
+}
+ROLES = {
+    "reader": "reads frames and writes none",
+    "codec": "reads and writes frames",
+    "planner": "reads and writes Descriptions, and plans",
+    "router": "reads and writes tickets",
+    "source": "prefill: has the cache and sends it",
+    "sink": "decode: takes the cache",
+    "both": "source and sink",
+}
+HIGHEST = {"reader": "L1", "codec": "L1", "router": "L1", "planner": "L2"}
+"""Highest level of a role, where it is not L4."""
+EXTENSIONS = {
+    "json": "the JSON form of all messages",
+    "streams": "frames one after another in a byte stream",
+    "spread": "features SPREAD_ONE and FEW_SOURCES",
+    "cold": "feature COLD_DRAFT",
+    "merge": "attention over shares made one",
+    "verify": "feature VERIFY",
+    "staged": "feature STAGED",
+    "inline": "feature INLINE",
+}
+STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
+"""Roles whose codec is of one struct."""
+
+_SIDES = frozenset({"source", "sink", "both"})
+_SOURCES = frozenset({"source", "both"})
+_SINKS = frozenset({"sink", "both"})
+
+
+@attrs.frozen
+class Suite:
+    """Cases of one kind."""
+
+    level: str
+    roles: frozenset[str]
+    says: str
+    extension: str = ""
+
+
+SUITES = {
+    "codec": Suite("L1", frozenset(ROLES), "bytes and fields"),
+    "tickets": Suite("L1", _SIDES | {"router"}, "the JSON form of tickets"),
+    "json": Suite("L1", frozenset(ROLES) - {"reader", "router"}, "the JSON form of everything else", "json"),
+    "streams": Suite("L1", frozenset(ROLES), "frames in a stream, cut anywhere", "streams"),
+    "negotiation": Suite("L2", _SOURCES, "version and features of a session"),
+    "deal": Suite("L2", _SIDES | {"planner"}, "which rank stores which token, and where"),
+    "plan": Suite("L2", _SIDES | {"planner"}, "who sends what to whom"),
+    "lowering": Suite("L2", _SIDES, "which bytes go where"),
+    "late": Suite("L2", _SOURCES, "windows that begin late"),
+    "merge": Suite("L2", _SIDES, "attention over shares made one", "merge"),
+    "verify": Suite("L2", _SIDES, "checksums", "verify"),
+    "stream": Suite("L2", _SIDES, "the order in which bytes are packed", "staged"),
+    "inline": Suite("L2", _SINKS, "Data under credit", "inline"),
+}
+"""By name, in the order in which they run."""
+
+_EXTENSION_OF = {"SPREAD_ONE": "spread", "FEW_SOURCES": "spread", "COLD_DRAFT": "cold"}
+
+
+def extensions_of(suite: str, features: list[str]) -> frozenset[str]:
+    """Extensions that a case needs: its suite's, and those of the features that it plans with."""
+    own = {SUITES[suite].extension} - {""}
+    return frozenset(own | {_EXTENSION_OF[name] for name in features if name in _EXTENSION_OF})
+
+
+@attrs.frozen
+class Claim:
+    """What a testee says that it is."""
+
+    role: str
+    level: str
+    extensions: frozenset[str] = frozenset()
+    messages: frozenset[str] = frozenset()
+    """Messages and structs that it reads, where it does not read all."""
+
+    def asks(self, suite: str, needs: frozenset[str], about: str) -> bool:
+        """Whether a case counts: of this suite, these extensions, and about this message, struct or, if empty, any."""
+        asked = SUITES[suite]
+        return (
+            self.role in asked.roles
+            and asked.level <= self.level
+            and needs <= self.extensions
+            and (suite != "codec" or about == STRUCT_OF.get(self.role, about))
+            and (suite != "codec" or not self.messages or about in self.messages | {""})
+        )
+
+    def __str__(self) -> str:
+        words = [self.role, self.level, *sorted(self.extensions)]
+        some = f" of {', '.join(sorted(self.messages))}" if self.messages else ""
+        return " · ".join(words) + some

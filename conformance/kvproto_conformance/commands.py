@@ -1,0 +1,290 @@
+"""The commands: what each option means, and what each prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto_conformance import baseline, html, report, terminal
+from kvproto_conformance.cases import Case, claimed, load
+from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, ROLES, SUITES, Claim
+from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
+from kvproto_conformance.explain import explain
+from kvproto_conformance.run import BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
+from kvproto_conformance.testee import Testee
+
+__all__ = [
+    "Wrong",
+    "baselined",
+    "copied",
+    "explained",
+    "listed",
+    "matrixed",
+    "ran",
+    "replayed",
+    "shown",
+    "smoked",
+    "started",
+]
+
+Json = dict[str, Any]
+_FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
+STARTS = {"python": "minimal.py"}
+"""The testee that a language begins with."""
+_NEXT = {"python": "kvproto-conformance smoke -- python {}"}
+_LIVE = ("L3", "L4")
+
+
+class Wrong(Exception):
+    """What the person who types the command can mend; the run is invalid."""
+
+
+def ran(args: Namespace) -> int:
+    """`run`: the cases of a claim against a testee."""
+    cases = load(args.vectors)
+    seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
+    entries = baseline.read(args.baseline) if args.baseline else []
+    begun = time.monotonic()
+    with Testee(args.testee, args.patience, args.budget) as testee:
+        greeting = _greeted(testee, seed)
+        claim = _claim(args, greeting)
+        mine = claimed(cases, claim)
+        asked = _chosen(mine, args)
+        with terminal.Progress(len(asked)) as progress:
+            results = run([*probes(seed), *asked], testee, progress)
+        results.append(ended(testee))
+    ids = {case.id for case in cases} | {result.case.id for result in results}
+    results, complaints = baseline.apply(entries, results, ids, datetime.now(UTC).date())
+    found = verdict(results, incomplete=len(asked) < len(mine) or claim.level in _LIVE)
+    if complaints and found in (Verdict.CONFORMANT, Verdict.INCOMPLETE):
+        found = Verdict.NONCONFORMANT
+    seconds = time.monotonic() - begun
+    one = report.Run(
+        VERSION, tuple(args.testee), greeting, claim, seed, tuple(results), found, seconds, len(mine) - len(asked),
+        tuple(complaints), args.vectors,
+    )  # fmt: skip
+    made = one.json()
+    _written(made, args)
+    terminal.verdict(made, args.all)
+    if claim.level in _LIVE:
+        print(f"{claim.level}: this suite has no driver for live engines yet; nothing of it was asked")
+    return Verdict.CONFORMANT if found is Verdict.INCOMPLETE and args.allow_incomplete else found
+
+
+def _greeted(testee: Testee, seed: int) -> Greeting:
+    try:
+        return greet(testee, VERSION, seed)
+    except BadGreeting as error:
+        raise Wrong(f"{testee.command[0]}: {error}") from None
+
+
+def _claim(args: Namespace, greeting: Greeting) -> Claim:
+    """What the command says is claimed, and where it says nothing, the testee."""
+    role, level = args.role or greeting.role, args.level or greeting.level
+    extensions = [*(args.extension or ()), *(() if args.role or args.extension else greeting.extensions)]
+    for what, said, all_ in (("role", role, ROLES), ("level", level, LEVELS)):
+        if said not in all_:
+            raise Wrong(
+                f"--{what} is one of {', '.join(all_)}" + (f", not {said}" if said else "; the testee says none")
+            )
+    if unknown := sorted({*extensions} - EXTENSIONS.keys()):
+        raise Wrong(f"extension {unknown[0]}: there are {', '.join(EXTENSIONS)}")
+    if level > HIGHEST.get(role, "L4"):
+        raise Wrong(f"a {role} has no level above {HIGHEST[role]}")
+    return Claim(role, level, frozenset(extensions), frozenset(greeting.messages))
+
+
+def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
+    chosen = [case for case in cases if args.only in case.id and case.suite in (args.suite or SUITES)]
+    if not chosen:
+        where = f" of suite {', '.join(args.suite)}" if args.suite else ""
+        raise Wrong(f"no case of this claim{where} has an id with {args.only!r} in it; `list` says which there are")
+    return chosen
+
+
+def _written(made: Json, args: Namespace) -> None:
+    try:
+        if args.report:
+            args.report.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        for name, form in _FORMS.items():
+            if path := getattr(args, name):
+                path.write_text(form(made), encoding="utf-8")
+        if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(report.summary(made))
+    except OSError as error:
+        raise Wrong(f"{error.filename}: {error.strerror}") from None
+
+
+def smoked(args: Namespace) -> int:
+    """`smoke`: does it start, greet, answer, say no, and end."""
+    cases = load()
+    with Testee(args.testee, args.patience) as testee:
+        greeting = _greeted(testee, 0)
+        print(f"hello   {greeting.name} {greeting.version} ({greeting.language})")
+        messages = greeting.messages or ("DoneAck",)
+        some = [c for c in cases if c.suite == "codec" and c.about in messages][:8]
+        claim = Claim(greeting.role or "codec", "L1", frozenset(), frozenset(messages))
+        results = [*run([*probes(0), *claimed(some, claim)], testee), ended(testee)]
+    for result in results:
+        print(f"{result.status:<7} {result.case.id}: {result.case.note}")
+        for wrong in result.wrong:
+            print(
+                "        "
+                + report.text({"question": wrong.question, "expected": wrong.expected, "got": wrong.got}).replace(
+                    "\n", "\n        "
+                )
+            )
+    broken = [r for r in results if any(wrong.kind for wrong in r.wrong)]
+    answered = sum(not result.wrong for result in results)
+    what = "the testee protocol is not kept yet: spec/v1/testee.md" if broken else "the testee protocol works"
+    print(f"{what}; {answered} of {len(results)} answers are right. Next: kvproto-conformance run")
+    return Verdict.NONCONFORMANT if answered < len(results) else Verdict.CONFORMANT
+
+
+def listed(args: Namespace) -> int:
+    """`list`: the cases, of a claim or all."""
+    cases = load(args.vectors)
+    if args.role or args.level:
+        role, level = args.role or "both", args.level or "L4"
+        cases = claimed(cases, Claim(role, level, frozenset(args.extension or ())))
+    cases = _chosen(cases, args)
+    if args.json:
+        print(json.dumps([_facts(case) for case in cases], indent=1))
+        return 0
+    for case in cases:
+        print(f"{case.id:<40} {SUITES[case.suite].level} {case.suite:<12} {case.clause:<24} {case.note}")
+    return 0
+
+
+def _facts(case: Case) -> Json:
+    return {
+        "id": case.id, "level": SUITES[case.suite].level, "suite": case.suite, "clause": case.clause,
+        "must": case.must, "extensions": sorted(case.needs), "about": case.about, "note": case.note,
+    }  # fmt: skip
+
+
+def shown(args: Namespace) -> int:
+    """`show ID`: a case with its clause, its questions, and its bytes explained."""
+    case = _case(args.id, load(args.vectors))
+    clause = sentence(case.clause)
+    print(f"{case.id}: {case.note}\n\n{case.clause} ({clause['page']}): {clause['text']}\n")
+    for ask in case.asks:
+        print(f"asked    {json.dumps(ask.question)}\nexpected {json.dumps(ask.expected)}\n")
+    print("\n".join(html.explained(case.asks[0].question)))
+    return 0
+
+
+def _case(id_: str, cases: list[Case]) -> Case:
+    found = next((case for case in cases if case.id == id_), None)
+    if found is None:
+        near = [case.id for case in cases if id_.rpartition("/")[2] in case.id][:5]
+        raise Wrong(f"there is no case {id_}" + (f"; there are {', '.join(near)}" if near else ""))
+    return found
+
+
+def explained(args: Namespace) -> int:
+    """`explain HEX`: what bytes say."""
+    try:
+        data = bytes.fromhex("".join(args.hex))
+    except ValueError:
+        raise Wrong("these are no hex digits") from None
+    print("\n".join(explain(data, args.struct)))
+    return 0
+
+
+def replayed(args: Namespace) -> int:
+    """`replay REPORT ID`: one case of a report again, by the command that it has."""
+    found = report.read(args.report)
+    row = next((row for row in found["results"] if row["id"] == args.id), None)
+    if row is None:
+        raise Wrong(f"{args.report}: no case {args.id} in it")
+    asked = next((c for c in [*load(args.vectors), *probes(found["seed"])] if c.id == args.id), None)
+    if asked is None:
+        raise Wrong(f"{args.id} is not a case that can be asked alone")
+    if found["claim"]["role"] == "reader" and asked.suite != "testee":
+        claim = Claim("reader", "L1", frozenset(EXTENSIONS))
+        (asked,) = claimed([attrs.evolve(asked, needs=frozenset())], claim) or [asked]
+    with Testee(args.testee or found["command"], args.patience) as testee:
+        _greeted(testee, found["seed"])
+        (result,) = run([asked], testee)
+    print(f"{result.status} {asked.id} ({row['status']} in the report)")
+    for wrong in result.wrong:
+        terminal.wrong({"question": wrong.question, "expected": wrong.expected, "got": wrong.got})
+    return Verdict.NONCONFORMANT if result.wrong else Verdict.CONFORMANT
+
+
+def baselined(args: Namespace) -> int:
+    """`baseline REPORT`: what failed, as a baseline, on stdout."""
+    try:
+        until = date.fromisoformat(args.until)
+    except ValueError:
+        raise Wrong('--until is a day, as "2027-01-31"') from None
+    print(baseline.made(report.read(args.report), args.issue, until), end="")
+    return 0
+
+
+def matrixed(args: Namespace) -> int:
+    """`matrix REPORT...`: implementations by suites."""
+    found = [report.read(path) for path in args.reports]
+    print(html.matrix(found) if args.html else html.matrix_text(found), end="")
+    return 0
+
+
+def copied(args: Namespace) -> int:
+    """`copy DIR`: vectors, registry and clauses, for use without this suite."""
+    try:
+        shutil.copytree(VECTORS, args.folder / "vectors", dirs_exist_ok=True)
+        shutil.copy(REGISTRY, args.folder)
+        shutil.copy(CLAUSES, args.folder)
+    except OSError as error:
+        raise Wrong(f"{args.folder}: {error.strerror or error}") from None
+    print(f"{args.folder}: vectors/, registry.json, clauses.json")
+    return 0
+
+
+def started(args: Namespace) -> int:
+    """`init-testee`: a testee to begin with."""
+    source = TEMPLATES / STARTS[args.lang]
+    target = args.folder / f"testee{source.suffix}"
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+        target.chmod(0o755)
+    except FileExistsError:
+        raise Wrong(f"{target} is there already") from None
+    except OSError as error:
+        raise Wrong(f"{target}: {error.strerror}") from None
+    print(f"{target}\n{_NEXT[args.lang].format(target)}")
+    return 0
+
+
+def options(parser: ArgumentParser) -> None:
+    """Options of what is claimed and chosen."""
+    parser.add_argument("--role", choices=ROLES, help="; ".join(f"{name}: {says}" for name, says in ROLES.items()))
+    parser.add_argument("--level", choices=LEVELS, help="; ".join(f"{name}: {says}" for name, says in LEVELS.items()))
+    parser.add_argument(
+        "--extension",
+        action="append",
+        choices=EXTENSIONS,
+        help="; ".join(f"{name}: {says}" for name, says in EXTENSIONS.items()),
+    )
+    parser.add_argument("--only", default="", metavar="PART", help="cases whose id contains this")
+    parser.add_argument("--suite", action="append", choices=SUITES, help="cases of these suites")
+    parser.add_argument("--vectors", type=Path, default=VECTORS, help="folder of cases")
+
+
+def fail(error: Exception) -> int:
+    """Say what is wrong with the run itself."""
+    print(f"error: {error}", file=sys.stderr)
+    return Verdict.INVALID_RUN

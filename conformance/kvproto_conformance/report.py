@@ -1,0 +1,177 @@
+"""A run as JSON (report.schema.json), and what is made of it: JUnit, a badge, a summary in Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as xml
+
+import attrs
+
+from kvproto_conformance.claims import Claim
+from kvproto_conformance.data import digest, sentence
+from kvproto_conformance.run import PROTOCOL, Greeting, Result, Status, Verdict
+
+__all__ = ["BadReport", "Run", "badge", "headline", "junit", "read", "summary"]
+
+Json = dict[str, Any]
+SCHEMA = 1
+SPEC = "1.0-draft"
+COLOURS = {"conformant": "brightgreen", "incomplete": "yellow", "nonconformant": "red", "invalid-run": "lightgrey"}
+GOOD = (Status.PASS, Status.NONSTRICT)
+
+
+_UNPRINTABLE = re.compile(r"[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class BadReport(Exception):
+    """A file that is no report of this suite."""
+
+
+@attrs.frozen
+class Run:
+    """Everything about one run."""
+
+    suite: str
+    """Version of the suite."""
+    command: tuple[str, ...]
+    greeting: Greeting
+    claim: Claim
+    seed: int
+    results: tuple[Result, ...]
+    verdict: Verdict
+    seconds: float
+    left_out: int
+    """Cases of the claim that were filtered out, or that this suite cannot run."""
+    complaints: tuple[str, ...] = ()
+    """What is wrong with the baseline."""
+    vectors: Path | None = None
+    """Folder of the cases, where it is not the suite's own."""
+
+    def json(self) -> Json:
+        """The report, with questions and answers of cases that did not pass."""
+        counted = [result for result in self.results if result.case.suite != PROTOCOL]
+        return {
+            "schema": SCHEMA,
+            "spec": SPEC,
+            "suite": self.suite,
+            "vectors": digest(self.vectors) if self.vectors else digest(),
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "command": list(self.command),
+            "testee": {
+                "name": self.greeting.name,
+                "version": self.greeting.version,
+                "language": self.greeting.language,
+            },
+            "claim": {
+                "role": self.claim.role,
+                "level": self.claim.level,
+                "extensions": sorted(self.claim.extensions),
+                "messages": sorted(self.claim.messages),
+            },
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "verdict": self.verdict.name.lower().replace("_", "-"),
+            "passed": sum(result.status in GOOD for result in counted),
+            "cases": len(counted),
+            "left_out": self.left_out,
+            "complaints": list(self.complaints),
+            "results": [_row(result) for result in self.results],
+        }
+
+
+def _row(result: Result) -> Json:
+    case = result.case
+    row = {"id": case.id, "suite": case.suite, "clause": case.clause, "must": case.must, "status": str(result.status)}
+    row |= {"seconds": round(result.seconds, 4), "note": case.note}
+    wrong = [{"question": w.question, "expected": w.expected, "got": w.got} for w in result.wrong]
+    return row | ({"wrong": wrong} if wrong else {})
+
+
+def read(path: Path) -> Json:
+    """A report out of a file; raises BadReport."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadReport(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise BadReport(f"{path}: not JSON") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "results" not in found:
+        raise BadReport(f"{path}: no report of this suite (schema {SCHEMA})")
+    return found
+
+
+def headline(report: Json) -> str:
+    """`kvproto 1.0-draft · reader · L1 · 2,348/2,348`."""
+    claim = report["claim"]
+    words = [f"kvproto {report['spec']}", claim["role"], claim["level"], *claim["extensions"]]
+    some = [f"{len(claim['messages'])} messages"] if claim["messages"] else []
+    return " · ".join([*words, *some, f"{report['passed']:,}/{report['cases']:,}"])
+
+
+def badge(report: Json) -> str:
+    """An endpoint of shields.io."""
+    label, _, message = headline(report).partition(" · ")
+    found = {"schemaVersion": 1, "label": label, "message": message, "color": COLOURS[report["verdict"]]}
+    return json.dumps(found, ensure_ascii=False) + "\n"
+
+
+def junit(report: Json) -> str:
+    """JUnit's XML: a suite for each of ours, the clause as class, the id as name."""
+    by_suite: dict[str, list[Json]] = {}
+    for row in report["results"]:
+        by_suite.setdefault(row["suite"], []).append(row)
+    top = xml.Element("testsuites", name=headline(report), time=str(report["seconds"]))
+    for name, rows in by_suite.items():
+        count = Counter(row["status"] for row in rows)
+        failures, errors = count["fail"] + count["unearned"], count["error"]
+        said = {"failures": failures, "errors": errors, "skipped": count["known"], "tests": len(rows)}
+        suite = xml.SubElement(top, "testsuite", {"name": name} | {key: str(n) for key, n in said.items()})
+        for row in rows:
+            case = xml.SubElement(suite, "testcase", classname=row["clause"], name=row["id"], time=str(row["seconds"]))
+            kind = {"fail": "failure", "unearned": "failure", "error": "error", "known": "skipped"}.get(row["status"])
+            if kind:
+                words = sentence(row["clause"])["text"]
+                found = xml.SubElement(case, kind, message=_printable(words or row["note"]))
+                found.text = "\n".join(_printable(text(w)) for w in row.get("wrong", ()))
+    xml.indent(top)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(top, encoding="unicode") + "\n"
+
+
+def _printable(text: str) -> str:
+    """Without the control characters that XML cannot have."""
+    return _UNPRINTABLE.sub("?", text)
+
+
+def text(wrong: Json) -> str:
+    """Question, expectation and answer, a line each, cut where they are long."""
+    rows = (("asked", wrong["question"]), ("expected", wrong["expected"]), ("got", wrong["got"]))
+    return "\n".join(f"{name:<9}{short(value)}" for name, value in rows)
+
+
+def short(value: Any, size: int = 400) -> str:
+    """A value as one line of JSON; of a long one its two ends."""
+    if isinstance(value, dict) and set(value) == {"broken"}:
+        return f"no answer: {value['broken']}"
+    line = json.dumps(value, ensure_ascii=False)
+    return line if len(line) <= size else f"{line[: size // 2]} ... {line[-size // 4 :]}"
+
+
+def summary(report: Json) -> str:
+    """Markdown for the summary of a CI job."""
+    count = Counter((row["suite"], row["status"]) for row in report["results"])
+    suites = list(dict.fromkeys(row["suite"] for row in report["results"]))
+    lines = [f"### {headline(report)}: {report['verdict']}", "", "| suite | passed | of |", "|---|---|---|"]
+    for suite in suites:
+        all_ = sum(n for (name, _), n in count.items() if name == suite)
+        lines.append(f"| {suite} | {sum(count[suite, status] for status in GOOD)} | {all_} |")
+    bad = [row for row in report["results"] if row["status"] in ("fail", "error", "unearned")]
+    if bad:
+        lines += ["", "| case | clause | status | |", "|---|---|---|---|"]
+        lines += [f"| {row['id']} | {row['clause']} | {row['status']} | {row['note']} |" for row in bad[:20]]
+        lines += [f"\nand {len(bad) - 20} more"] if len(bad) > 20 else []
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,231 @@
+"""Vectors of the JSON form and of byte streams: the same messages, with each value in forms that a reader must refuse.
+
+What is expected follows from how a case was made, and not from running a codec. The frames are those of the boundary vectors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from tools.specgen.registry import SPEC, Facts
+
+__all__ = ["forms"]
+
+Case = dict[str, Any]
+_TYPE, _INT, _RANGE, _ENUM = "KVP-JSON-TYPE", "KVP-JSON-INT", "KVP-JSON-RANGE", "KVP-JSON-ENUM"
+_WRONG: dict[str, list[tuple[str, Any, str, str]]] = {
+    "uint": [
+        ("zeros", "01", _INT, "two texts of one number"), ("minus", "-1", _INT, "a reader that casts gets 2^64 - 1"),
+        ("plus", "+1", _INT, "a parser that takes signs"), ("hex", "0x1", _INT, "a parser that guesses the base"),
+        ("blank", " 1", _INT, "a parser that strips"), ("empty", "", _INT, "a parser that says 0 of nothing"),
+        ("point", "1.0", _INT, "a parser of floats"), ("exponent", "1e3", _INT, "a parser of floats"),
+        ("underscore", "1_0", _INT, "a parser of source code"), ("arabic", "\u0661", _INT, "digits that are not ASCII"),
+        ("newline", "1\n", _INT, "a pattern that ends before the last newline"),
+        ("negative", -1, _INT, "a JSON number below 0"), ("double", 1 << 53, _INT, "a number that doubles cannot tell from the next"),
+        ("half", 1.5, _INT, "a JSON number that is none of ours"), ("true", True, _TYPE, "true is not 1"),
+        ("null", None, _TYPE, "null is no way to be absent"), ("list", [], _TYPE, "a list is no number"),
+        ("object", {"unknown": "1"}, _TYPE, "the form of an enum"),
+    ],
+    "enum": [
+        ("number", 1, _TYPE, "values go by name"), ("digits", "1", _ENUM, "values go by name"), ("lower", "lower", _ENUM, "names have one spelling"),
+        ("null", None, _TYPE, "null is no way to be absent"), ("other-key", {"value": "9"}, _TYPE, "a key that is not `unknown`"),
+        ("two-keys", {"unknown": "61680", "name": "X"}, _TYPE, "a second key"), ("wide", {"unknown": "65536"}, _RANGE, "beyond 16 bits, before all else"),
+        ("zeros", {"unknown": "061680"}, _TYPE, "two texts of one number"),
+    ],
+    "bytes": [
+        ("upper", "AB", _TYPE, "digits have one spelling"), ("odd", "abc", _TYPE, "half a byte"), ("prefix", "0x00", _TYPE, "a parser of source code"),
+        ("blank", "00 00", _TYPE, "a parser that skips blanks"), ("base64", "AAEC", _TYPE, "another form of bytes"), ("number", 0, _TYPE, "a number is no bytes"),
+        ("null", None, _TYPE, "null is no way to be absent"), ("list", [0, 1], _TYPE, "a list of numbers is no bytes"),
+    ],
+    "str": [
+        ("number", 1, _TYPE, "a number is no text"), ("null", None, _TYPE, "null is no way to be absent"),
+        ("list", ["a"], _TYPE, "a list is no text"), ("true", True, _TYPE, "a bool is no text"),
+    ],
+    "bool": [
+        ("text", "true", _TYPE, "text is no bool"), ("one", 1, _TYPE, "1 is not true"), ("null", None, _TYPE, "null is not false"),
+    ],
+    "list": [
+        ("object", {}, _TYPE, "an object is no list"), ("text", "1", _TYPE, "one element without its list"), ("null", None, _TYPE, "null is not empty"),
+    ],
+    "struct": [
+        ("list", [], _TYPE, "fields by place"), ("text", "x", _TYPE, "text is no map"), ("null", None, _TYPE, "null is no way to be absent"),
+    ],
+}  # fmt: skip
+_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+_EACH = 2
+"""Wrong forms of each field; all of them of a ticket, which travels in JSON."""
+_EVERY = ("Ticket",)
+
+
+def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
+    """The files `json.json` and `streams.json`, out of the files of boundary vectors."""
+    rows = {}
+    for text in codec.values():
+        file = json.loads(text)
+        rows[file["suite"]] = {row["id"]: row for row in file["cases"]}
+    turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
+    cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
+    made = {"json": cases, "streams": list(_streams(rows))}
+    return {SPEC / f"vectors/{name}.json": _text(name, some) for name, some in made.items()}
+
+
+def _text(suite: str, cases: Iterable[Case]) -> str:
+    lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
+    return f'{{"suite": "{suite}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
+
+
+def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[Any]]) -> Iterator[Case]:
+    """Cases of one message or struct."""
+    least, full = rows["least"]["fields"], rows["full"]["fields"]
+    kind = "message" if name in facts["message"] else "struct"
+    body = facts[kind][name]
+
+    def case(id_: str, clause: str, fields: Any, note: str, **answer: str) -> Case:
+        return {"id": f"{name}-{id_}", "clause": clause, kind: name, "fields": fields, **answer, "note": note}
+
+    whole = {"bytes": rows["least"]["bytes"]}
+    yield case("keys", "KVP-BODY-W-MAP", dict(reversed(least.items())), "keys in any order make one body", **whole)
+    yield case(
+        "unknown-key",
+        "KVP-JSON-KEY",
+        {**least, "color": "1"},
+        "a misspelt option is not no option",
+        error="UNKNOWN_FIELD",
+        path="color",
+    )
+    yield case(
+        "id-as-key", "KVP-JSON-KEY", {**least, "#0001": "1"}, "ids are no keys", error="UNKNOWN_FIELD", path="#0001"
+    )
+    for form, value in (("list", []), ("null", None)):
+        yield case(form, _TYPE, value, "fields are an object", error="BAD_TYPE", path="")
+    for field in body["field"]:
+        at = field["name"]
+        if field["presence"] == "required":
+            fields = {key: value for key, value in least.items() if key != at}
+            yield case(
+                f"{at}-missing", "KVP-JSON-REQUIRED", fields, "a default nobody stated", error="MISSING_FIELD", path=at
+            )
+            fields = {**fields, "color": "1"}
+            yield case(
+                f"{at}-missing-and-unknown",
+                "KVP-JSON-KEY",
+                fields,
+                "unknown keys come first",
+                error="UNKNOWN_FIELD",
+                path="color",
+            )
+        if field["type"] in _BITS and at in least and int(least[at]) < 1 << 53:
+            yield case(f"{at}-as-number", _INT, {**least, at: int(least[at])}, "a JSON number is a number too", **whole)
+        for form, clause, value, error, where, note in _wrong(facts, field, full.get(at), turns, name in _EVERY):
+            yield case(f"{at}-{form}", clause, {**least, at: value}, note, error=error, path=at + where)
+
+
+def _wrong(
+    facts: Facts, field: Case, good: Any, turns: dict[str, cycle[Any]], every: bool
+) -> Iterator[tuple[Any, ...]]:
+    """Wrong values of a field: name, clause, value, error, where below the field, and what they guard against."""
+    kind, _, inner = field["type"].partition("<" if "<" in field["type"] else ":")
+    kind = "uint" if kind in _BITS else "list" if kind == "array" else kind
+    for form, value, clause, note in _WRONG[kind] if every else [next(turns[kind]) for _ in range(_EACH)]:
+        error = {_RANGE: "OUT_OF_RANGE", _ENUM: "UNKNOWN_ENUM_VALUE"}.get(clause, "BAD_TYPE")
+        yield form, clause, value, error, "", note
+    if kind == "uint":
+        top = (1 << _BITS[field["type"]]) - 1
+        if field.get("max", top) < (1 << 64) - 1:
+            yield "above", _RANGE, str(field.get("max", top) + 1), "OUT_OF_RANGE", "", "one above its range"
+        yield "digits", _RANGE, "9" * 30, "OUT_OF_RANGE", "", "a number that no machine word holds"
+        if field.get("min"):
+            yield "below", _RANGE, str(field["min"] - 1), "OUT_OF_RANGE", "", "one below its range"
+    if kind == "enum":
+        values = facts["enum"][inner]["values"] if inner in facts["enum"] else {}
+        if inner in facts["enum"]:
+            known = {"unknown": str(min(values.values()))}
+            yield "known", _ENUM, known, "UNKNOWN_ENUM_VALUE", "", "a value that has a name goes by it"
+        if inner in facts["enum"] and not facts["enum"][inner]["open"]:
+            yield "closed", _ENUM, {"unknown": "61680"}, "UNKNOWN_ENUM_VALUE", "", "a closed enum has no other values"
+    if kind == "list" and isinstance(good, list) and good:
+        yield "last", _TYPE, [*good, None], "BAD_TYPE", f"[{len(good)}]", "elements are read to the last"
+        if field.get("min") or field.get("length"):
+            yield "none", _RANGE, [], "OUT_OF_RANGE", "", "as many as its range says"
+    if kind == "bytes" and field.get("length") and good:
+        yield "short", _RANGE, good[2:], "OUT_OF_RANGE", "", "a byte less than its length"
+        yield "long", _RANGE, good + "00", "OUT_OF_RANGE", "", "a byte more than its length"
+    if kind == "str" and field.get("max"):
+        yield "long", _RANGE, "x" * (field["max"] + 1), "OUT_OF_RANGE", "", "a byte more than its range"
+    if kind == "str" and field.get("min"):
+        yield "none", _RANGE, "", "OUT_OF_RANGE", "", "an empty name"
+
+
+def _streams(rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
+    """Cases of streams: frames and where they are cut."""
+    good = [rows[name]["least"] for name in ("DoneAck", "Ping", "Drained")]
+    one, two, three = (bytes.fromhex(row["bytes"]) for row in good)
+    says = [_answer(row) for row in good]
+    whole = one + two + three
+
+    def case(id_: str, clause: str, chunks: list[bytes], frames: list[Any], note: str) -> Case:
+        return {
+            "id": id_,
+            "clause": clause,
+            "chunks": [chunk.hex() for chunk in chunks],
+            "frames": frames,
+            "note": note,
+        }
+
+    split = "KVP-STREAM-SPLIT"
+    yield case("frame-by-frame", split, [one, two, three], says, "a frame a read")
+    yield case("at-once", split, [whole], says, "three frames in one read")
+    yield case("byte-by-byte", split, [bytes([b]) for b in whole], says, "every cut there is")
+    yield case("empty-reads", split, [b"", one, b"", b"", two + three, b""], says, "reads without a byte")
+    yield case("nothing", split, [b""], [], "no frame yet")
+    for at in range(1, len(one + two)):
+        where = "the magic" if at % len(one) < 4 else "an envelope" if at % len(one) < 16 else "a body"
+        yield case(f"cut-at-{at}", split, [whole[:at], whole[at:]], says, f"cut in or at {where}")
+    for at in (3, 15, len(one) - 1):
+        yield case(f"unfinished-{at}", split, [whole + one[:at]], says, "what is not whole is no frame yet")
+    for name in ("trailing", "unknown-must", "twice", "wide-map", "other-major"):
+        row = rows["DoneAck"][name]
+        bad = bytes.fromhex(row["bytes"])
+        frames = [says[0], _answer(row), says[1]]
+        yield case(f"on-after-{name}", "KVP-STREAM-GO-ON", [one + bad + two], frames, "one bad frame costs one frame")
+        cut = [one + bad[:9], bad[9:-1], bad[-1:] + two]
+        yield case(f"on-after-{name}-cut", "KVP-STREAM-GO-ON", cut, frames, "the same, cut")
+    for name, at, value, answer in (
+        ("type", 6, 0xFF, ("UNKNOWN_MESSAGE", "@type")), ("flag", 8, 0x01, ("UNKNOWN_FLAG", "@flags")), ("major", 4, 9, ("UNSUPPORTED_VERSION", "@major")),
+    ):  # fmt: skip
+        bad = one[:at] + bytes([value]) + one[at + 1 :]
+        frames = [{"error": answer[0], "path": answer[1]}, says[1]]
+        yield case(
+            f"on-after-{name}",
+            "KVP-STREAM-GO-ON",
+            [bad + two],
+            frames,
+            "an envelope that is refused has its length all the same",
+        )
+    bare = one[:12] + bytes(4)
+    yield case(
+        "no-body",
+        "KVP-STREAM-GO-ON",
+        [bare + two],
+        [{"error": "TRUNCATED", "path": ""}, says[1]],
+        "a body of no bytes has no map",
+    )
+    for at, form in ((0, b"\0"), (0, b"KVPX"), (3, b"KVP\0"), (0, b"\xff" * 40)):
+        lost = {"error": "BAD_MAGIC", "path": "@magic"}
+        id_ = f"lost-{form[:4].hex()}-{at}"
+        yield case(id_, "KVP-STREAM-MAGIC", [one + form, two], [says[0], lost], "what follows might be anything")
+        yield case(
+            f"{id_}-cut",
+            "KVP-STREAM-MAGIC",
+            [*(bytes([b]) for b in one + form[:4]), two],
+            [says[0], lost],
+            "the same, cut",
+        )
+
+
+def _answer(row: Case) -> dict[str, Any]:
+    return {key: row[key] for key in ("message", "fields", "error", "path") if key in row}
