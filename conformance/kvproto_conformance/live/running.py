@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 
+from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.engine import EngineFault, Unsupported
 from kvproto_conformance.live.peer import Missed
+from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scenario
 from kvproto_conformance.live.watch import ENGINE, Blamed
 
@@ -75,7 +77,8 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
 
 
 def _one(live: Live, scenario: Scenario) -> Result:
-    begin, made = time.monotonic(), Run(live, scenario)
+    begin = time.monotonic()
+    made: Run = (PrefillRun if scenario.role == "source" else DecodeRun)(live, scenario)
     status, text, clause = "pass", "", ""
     try:
         scenario.script(made)

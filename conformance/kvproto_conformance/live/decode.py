@@ -1,0 +1,136 @@
+"""Runs of scenarios in which the engine is the sink, and the suite serves it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.scenario import Prompt, Run, handoff, rows_of, shares
+from kvproto_conformance.live.source import Asked, Source
+
+__all__ = ["DecodeRun"]
+
+Json = dict[str, Any]
+_numbers = itertools.count(1)
+
+
+class DecodeRun(Run):
+    """What scripts do with an engine that fetches."""
+
+    def source(self, ranks: int = 1, **more: Any) -> list[Source]:
+        """The ranks of a source replica of the suite, which listen; nobody knows of them yet."""
+        number = next(_numbers)
+        addresses = {rank: f"ipc://{self.live.folder.name}/s{number}-{rank}" for rank in range(ranks)}
+        more.setdefault("geometry", world.mirror(self.live.geometry, ranks))
+        more.setdefault("transport", self.transport)
+        made = [Source(addresses[r], name=f"suite-{number}", rank=r, endpoints=addresses, **more) for r in addresses]
+        self.peers += made
+        return made
+
+    def connect(self, source: Source) -> Source:
+        """Let the engine know where the suite listens."""
+        self.engine.ask("connect", engine=source.name, address=source.endpoints[source.rank])
+        return source
+
+    def ready(self, ranks: int = 1, **more: Any) -> list[Source]:
+        """Ranks of the suite whose sessions with the engine are ready."""
+        made = self.source(ranks, **more)
+        self.connect(made[0])
+        for step in ("welcome", "describe", "registered"):
+            for each in made:
+                getattr(each, step)()
+        return made
+
+    def one(self, **more: Any) -> Source:
+        """The only rank of such a source."""
+        return self.ready(**more)[0]
+
+    def fetch(self, source: Source, prompt: Prompt, deadline: int = 60_000, first: int = 0) -> None:
+        """Let the engine fetch a request."""
+        self.engine.ask("fetch", id=prompt.id, key=prompt.key, engine=source.name, deadline=deadline,
+                        tokens=prompt.tokens, first=first)  # fmt: skip
+
+    def asked(self, source: Source, prompt: Prompt) -> Asked:
+        """The engine's Transfer of a request, checked and accepted."""
+        found = source.asked()
+        content = world.content(prompt.tokens, prompt.axes)
+        fields = found.frame.fields
+        self.check("content digest", fields["content"] == content, fields["content"], "KVP-TKT-CONTENT")
+        self.check("ticket", fields["ticket"] == prompt.key, "another ticket", "KVP-TKT-BIND")
+        source.accept(found)
+        return found
+
+    def handed(self, source: Source, prompt: Prompt) -> dict[str, str]:
+        """Hand-off data of Done, by the engine's group id, in hex."""
+        stated = handoff(self.live.geometry, prompt)
+        groups = {g["id"]: g for g in source.theirs["groups"]}
+        routed = [groups[r["group"]] for r in source.routes() if not world.has_memory(groups[r["group"]])]
+        return {g["id"]: "".join(stated[g["name"]][p["name"]] for p in g["parts"]) for g in routed}
+
+    def deliver(self, source: Source, asked: Asked, prompt: Prompt) -> None:
+        """All bytes, Done and DoneAck."""
+        source.move(asked, prompt.seed)
+        done = source.done(asked, self.handed(source, prompt), prompt.seed)
+        source.acknowledged(done)
+
+    def state(self, prompt: Prompt, seconds: float = 5.0) -> Json:
+        """What the engine says has become of a fetch."""
+        return self.engine.ask("wait", id=prompt.id, seconds=seconds)
+
+    def arrived(self, prompt: Prompt, first: int = 0) -> None:
+        """Check that the engine has a request, and that its attention reads what was sent."""
+        found = self.state(prompt)
+        self.check("fetch arrived", found["state"] == "arrived", str(found), "KVP-TRN-SET")
+        if found["state"] != "arrived":
+            return
+        wanted = handoff(self.live.geometry, prompt)
+        self.check("hand-off", found["handoff"] == wanted, f"{found['handoff']}, not {wanted}", "KVP-HND-GROUPS")
+        wrong = self.wrong(prompt, first)
+        self.check("every byte", not wrong, wrong, "KVP-TRN-SET")
+        self.engine.ask("release", id=prompt.id)
+
+    def wrong(self, prompt: Prompt, first: int = 0) -> str:
+        """The first row that the engine's attention reads otherwise than it was sent; empty if there is none."""
+        for group, share in shares(self.live.geometry):
+            rows = rows_of(group, len(prompt.tokens))
+            rows = range(max(rows.start, first), rows.stop) if group["kind"] == "PAGE" else rows
+            for layer in share["layers"]:
+                for part in group["parts"]:
+                    width = int(part["lanes"]) * int(part["lane_bytes"])
+                    wanted = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
+                    found = self.engine.ask("read", id=prompt.id, group=group["name"], layer=int(layer),
+                                            part=part["name"], first=rows.start, count=len(rows))["data"]  # fmt: skip
+                    for row, held in zip(rows, wanted, strict=True):
+                        at = (row - rows.start) * width * 2
+                        if found[at : at + width * 2] != held.tobytes().hex():
+                            return f"{group['name']}, layer {layer}, part {part['name']}, row {row}"
+        return ""
+
+    def lost(self, prompt: Prompt, *codes: str, seconds: float = 5.0, free: bool = True) -> None:
+        """Check that the engine has given a fetch up by one of these codes."""
+        found = self.state(prompt, seconds)
+        good = found["state"] == "lost" and found["code"] in codes
+        self.check(f"fetch lost by {' or '.join(codes)}", good, str(found), "KVP-SES-LOST")
+        if free:
+            self.check("pages are free", bool(found.get("free")), str(found), "KVP-END-REUSE")
+
+    def hand_over(self, sources: list[Source], prompt: Prompt | None = None, first: int = 0) -> None:
+        """One whole transfer, with every check."""
+        prompt = prompt or self.prompt()
+        self.fetch(sources[0], prompt, first=first)
+        asked = [self.asked(source, prompt) for source in sources]
+        for source, each in zip(sources, asked, strict=True):
+            self.deliver(source, each, prompt)
+        self.arrived(prompt, first)
+
+    def serve_fresh(self) -> None:
+        """One whole request with a source that the engine has not met."""
+        self.hand_over(self.ready())
+
+    def leave(self) -> None:
+        """Close all peers, and let the engine forget them."""
+        super().leave()
+        for peer in self.peers:
+            if isinstance(peer, Source) and peer.rank == 0:
+                self.engine.ask("disconnect", engine=peer.name)

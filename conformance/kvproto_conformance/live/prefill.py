@@ -1,0 +1,132 @@
+"""Runs of scenarios in which the engine is the source, and the suite fetches from it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.memory import holds
+from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
+from kvproto_conformance.live.sink import Request, Sink
+
+__all__ = ["PrefillRun"]
+
+Json = dict[str, Any]
+_numbers = itertools.count(1)
+
+
+class PrefillRun(Run):
+    """What scripts do with an engine that computes prompts."""
+
+    def __init__(self, live: Live, scenario: Scenario) -> None:
+        super().__init__(live, scenario)
+        self._nonces: list[str] = []
+
+    def sink(self, ranks: int = 1, rank: int = 0, name: str = "", **more: Any) -> Sink:
+        """A sink rank of the suite that has said nothing yet."""
+        more.setdefault("geometry", world.mirror(self.live.geometry, ranks))
+        more.setdefault("transport", self.transport)
+        made = Sink(self.live.address, name=name or f"suite-{next(_numbers)}", rank=rank, **more)
+        self.peers.append(made)
+        return made
+
+    def ready(self, **more: Any) -> Sink:
+        """A sink rank whose memory the engine has mapped."""
+        made = self.sink(**more).ready()
+        self.keep(made)
+        return made
+
+    def keep(self, sink: Sink) -> None:
+        """Look later whether the engine still holds the sink's memory."""
+        if sink.memory is not None and sink.transport == "SHM":
+            self._nonces.append(sink.memory.nonce)
+
+    def take(self, prompt: Prompt, deadline: int = 60_000) -> None:
+        """Let the engine have a request."""
+        self.engine.ask("request", id=prompt.id, key=prompt.key, engine="engine", deadline=deadline,
+                        tokens=prompt.tokens)  # fmt: skip
+
+    def fill(self, prompt: Prompt, upto: int | None = None) -> None:
+        """Let the engine compute: labelled bytes for every token below `upto`."""
+        tokens = len(prompt.tokens) if upto is None else upto
+        for group, share in shares(self.live.geometry):
+            rows = rows_of(group, tokens)
+            for layer in share["layers"]:
+                for part in group["parts"]:
+                    width = int(part["lanes"]) * int(part["lane_bytes"])
+                    data = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
+                    self.engine.ask("fill", id=prompt.id, group=group["name"], layer=int(layer), part=part["name"],
+                                    first=rows.start, data=data.tobytes().hex())  # fmt: skip
+
+    def finish(self, prompt: Prompt, finished: bool = False) -> None:
+        """Let the engine say that prefill is over."""
+        self.engine.ask("finish", id=prompt.id, handoff=handoff(self.live.geometry, prompt), finished=finished)
+
+    def serve(self, prompt: Prompt) -> None:
+        """Request, fill and finish."""
+        self.take(prompt)
+        self.fill(prompt)
+        self.finish(prompt)
+
+    def over(self, prompt: Prompt, state: str = "freed", seconds: float = 5.0) -> None:
+        """Check how the engine says that a request has ended."""
+        found = self.engine.ask("wait", id=prompt.id, seconds=seconds)["state"]
+        self.check(f"request {state}", found == state, f"the engine says {found}", "KVP-TRN-HOLD")
+
+    def arrived(self, sink: Sink, made: Request, prompt: Prompt) -> None:
+        """Done, and check everything about it; then DoneAck."""
+        done = sink.await_done(made)
+        moved = sink.pieces(made)
+        self.check_bytes(sink, made, prompt, moved)
+        fields, routed = done.fields, [route["group"] for route in sink.routes()]
+        self.check("writer", fields["writer"] == str(sink.source_rank), fields["writer"], "KVP-TRN-WRITER")
+        self.check("groups", fields["groups"] == routed, str(fields["groups"]), "KVP-TRN-WRITER")
+        size = sum(p.hi - p.lo for p in moved)
+        self.check("bytes", fields["bytes"] == str(size), f"{fields['bytes']}, not {size}", "KVP-HND-GROUPS")
+        stated = {h["group"]: h["data"] for h in fields["handoff"]}
+        wanted = handed(sink, prompt, self.live.geometry)
+        self.check("hand-off", stated == wanted, f"{stated}, not {wanted}", "KVP-HND-GROUPS")
+        if "VERIFY" in sink.watch.features:
+            sums = {str(g): str(v) for g, v in moving.checksums(moved, prompt.seed).items()}
+            found = {c["group"]: c["value"] for c in fields.get("checksums", [])}
+            self.check("checksums", found == sums, f"{found}, not {sums}", "KVP-VERIFY-SOURCE")
+        sink.reply(done, "DoneAck")
+
+    def check_bytes(self, sink: Sink, made: Request, prompt: Prompt, moved: list[moving.Piece]) -> None:
+        """Every byte of the sink's memory, by coordinate, padding and canaries included."""
+        if sink.transport == "INLINE":
+            sink.unpack(made, moved)
+        sink.expected(made, moved, prompt.seed)
+        self.check("every byte", not (text := sink.differs()), text, "KVP-TRN-ORDER")
+
+    def hand_over(self, sink: Sink, prompt: Prompt | None = None, first: int = 0) -> None:
+        """One whole transfer, with every check."""
+        prompt = prompt or self.prompt()
+        self.serve(prompt)
+        made = sink.request(prompt.key, prompt.tokens, prompt.axes, first)
+        sink.ask_for(made)
+        self.arrived(sink, made, prompt)
+        self.over(prompt)
+
+    def serve_fresh(self) -> None:
+        """One whole request with a sink that the engine has not met."""
+        self.hand_over(self.ready())
+
+    def leave(self) -> None:
+        """Close all peers, and look whether the engine has let go of them."""
+        super().leave()
+        end = time.monotonic() + 5.0
+        while (held := [n for n in self._nonces if holds(self.engine.pid, n)]) and time.monotonic() < end:
+            time.sleep(0.002)
+        text = f"{len(held)} regions of peers that are gone"
+        self.check("nothing is held", not held, text, "KVP-EPO-UNMAP")
+
+
+def handed(sink: Sink, prompt: Prompt, geometry: Json) -> dict[str, str]:
+    """What Done must have as hand-off data, by the sink's group."""
+    stated = handoff(geometry, prompt)
+    groups = {g["id"]: g for g in (sink.geometry or {})["groups"]}
+    routed = [groups[r["group"]] for r in sink.routes() if not world.has_memory(groups[r["group"]])]
+    return {g["id"]: "".join(stated[g["name"]][p["name"]] for p in g["parts"]) for g in routed}

@@ -1,0 +1,246 @@
+"""The suite as a source: it listens, and hands labelled bytes to an engine that fetches them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto_conformance.codec import read_struct
+from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.memory import boot_id, map_region
+from kvproto_conformance.live.peer import Missed, Peer
+from kvproto_conformance.live.watch import Frame
+from kvproto_conformance.live.wire import Router
+from kvproto_conformance.planner import plan
+
+__all__ = ["Asked", "Source"]
+
+Json = dict[str, Any]
+MOST_DATA = 4096
+"""Bytes of one Data: short, so that streams are of many."""
+
+
+class Asked:
+    """A Transfer that has come."""
+
+    def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any) -> None:
+        self.frame, self.moved, self.side = frame, moved, side
+
+    @property
+    def key(self) -> str:
+        """Of its ticket."""
+        return str(self.frame.fields["ticket"])
+
+    @property
+    def of(self) -> Json:
+        """What every message about it states."""
+        return {name: self.frame.fields[name] for name in ("sequence", "attempt")}
+
+
+class Source(Peer):
+    """One rank of the suite as a source."""
+
+    def __init__(
+        self, address: str, *, name: str, geometry: Json, rank: int = 0, endpoints: Mapping[int, str] | None = None,
+        transport: str = "SHM", offered: Iterable[str] = (), needed: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(Router(address), "sink")
+        self.name, self.geometry, self.rank, self.transport = name, geometry, rank, transport
+        self.endpoints = dict(endpoints or {rank: address})
+        self.offered = {*offered, *(["INLINE"] if transport == "INLINE" else [])}
+        self.needed = list(needed)
+        self.version = "1"
+        self.theirs: Json = {}
+        self.sink_rank = 0
+        self.planned: Json = {}
+        self.columns: list[Json] = []
+        self.regions: dict[int, npt.NDArray[np.uint8]] = {}
+        self._maps: list[mmap.mmap] = []
+        self.total = self.sent = 0
+
+    def welcome(self, **changes: Any) -> Frame:
+        """Hear Hello and answer Welcome; returns Hello."""
+        hello = self.expect("Hello", clause="KVP-NEG-VERSION")
+        self.session = str(secrets.randbits(63) | 1)
+        chosen = [f for f in hello.fields["offered"] if isinstance(f, str) and f in self.offered]
+        fields: Json = {
+            "version": {"major": "1", "minor": "0"}, "engine": self.name, "incarnation": str(self.incarnation),
+            "rank": str(self.rank), "replica": "0", "features": chosen,
+            "limits": {"max_body": str(1 << 24), "max_transfers": "64"},
+            "endpoints": [{"rank": str(r), "address": a} for r, a in sorted(self.endpoints.items())],
+        }  # fmt: skip
+        self.reply(hello, "Welcome", **(fields | changes))
+        self.sink_rank = int(hello.fields["rank"])
+        return hello
+
+    def describe(self, **changes: Any) -> Frame:
+        """Hear Describe, plan, and answer Description; returns Describe."""
+        found = self.expect("Describe", clause="KVP-DSC-BOTH")
+        self.theirs = read_struct("Geometry", bytes.fromhex(found.fields["geometry"]))
+        their_data, self.their_digest = world.digest_of(self.theirs)
+        if (their_data, self.their_digest) != (found.fields["geometry"], found.fields["digest"]):
+            raise Missed("a Describe whose geometry is not canonical, or has another digest", "KVP-DSC-DIGEST")
+        self.their_version = found.fields["version"]
+        data, self.digest = world.digest_of(self.geometry)
+        self.planned = plan(self.geometry, self.theirs, self.watch.features)
+        self.reply(
+            found, "Description", **({"version": self.version, "geometry": data, "digest": self.digest} | changes)
+        )
+        return found
+
+    def routes(self) -> list[Json]:
+        """Of this rank pair."""
+        pair = str(self.rank), str(self.sink_rank)
+        return [{"group": r["group"], "digest": r["digest"]} for r in self.planned["routes"]
+                if (r["source"], r["sink"]) == pair]  # fmt: skip
+
+    def registered(self, **changes: Any) -> Frame:
+        """Hear Register, check all of it, map the memory and answer Registered; returns Register."""
+        found = self.expect("Register", clause="KVP-REG-MAP")
+        fields = found.fields
+        for name, wanted, clause in (
+            ("source", self.digest, "KVP-REG-DIGESTS"), ("sink", self.their_digest, "KVP-REG-DIGESTS"),
+            ("routes", self.routes(), "KVP-REG-ROUTES"), ("plan", self.planned["plan"], "KVP-REG-ROUTES"),
+            ("access", "WRITE", "KVP-REG-ACCESS"),
+        ):  # fmt: skip
+            if fields[name] != wanted:
+                raise Missed(f"Register with {name} {fields[name]}, not {wanted}", clause)
+        self.columns = fields["columns"]
+        if self.transport == "SHM":
+            for region in fields["regions"]:
+                mapped, view = map_region(region)
+                self._maps.append(mapped)
+                self.regions[int(region["id"])] = view
+        answer: Json = {"epoch": fields["epoch"], "transport": self.transport, "routes": self.routes(),
+                        "plan": self.planned["plan"]}  # fmt: skip
+        if self.transport == "SHM":
+            answer["process"] = this_process()
+        self.reply(found, "Registered", **(answer | changes))
+        return found
+
+    def ready(self) -> Source:
+        """Hello to Registered."""
+        self.welcome()
+        self.describe()
+        self.registered()
+        return self
+
+    def asked(self, seconds: float = 10.0) -> Asked:
+        """Hear a Transfer, and check it as a source does; it is not answered yet."""
+        found = self.expect("Transfer", seconds=seconds, clause="KVP-TRN-ALL")
+        fields = found.fields
+        routed = [route["group"] for route in self.routes()]
+        for name, have, wanted, clause in (
+            ("grants", [g["group"] for g in fields["grants"]], routed, "KVP-GRANT-GROUPS"),
+            ("writers", fields["writers"], self.planned["required"][str(self.sink_rank)], "KVP-TRN-ALL"),
+            ("sink_version", fields["sink_version"], self.their_version, "KVP-TRN-AGREE"),
+            ("source_version", fields["source_version"], self.version, "KVP-TRN-CHANGED"),
+        ):  # fmt: skip
+            if have != wanted:
+                raise Missed(f"Transfer with {name} {have}, not {wanted}", clause)
+        windows = [grant | {"items": grant.get("items", [])} for grant in fields["grants"]]
+        groups = {g["id"]: g for g in self.theirs["groups"]}
+        for grant in windows:
+            group, first, count = groups[grant["group"]], int(grant["first"]), int(grant["count"])
+            if (first, count) != (0, 0) and not world.has_memory(group):
+                raise Missed("a hand-off grant with a window", "KVP-HND-W-WINDOW")
+            need = world.items_of(group, first, count) if world.has_memory(group) else 0
+            if group["cp_size"] == "1" and len(grant["items"]) != need:
+                raise Missed(f"{len(grant['items'])} items of {group['name']}, not {need}", "KVP-GRANT-COUNT")
+        side = moving.side(self.theirs, self.sink_rank, self.columns, windows)
+        pair = self.rank, self.sink_rank
+        return Asked(found, moving.pieces(self.geometry, self.theirs, pair, self.watch.features, side), side)
+
+    def accept(self, asked: Asked, state: str = "READY") -> None:
+        """Answer Accepted."""
+        self.reply(asked.frame, "Accepted", state=state)
+
+    def move(self, asked: Asked, seed: str) -> None:
+        """Have the labelled bytes at their destination, by the transport of the session."""
+        if self.transport == "SHM":
+            self.write(asked, seed)
+        else:
+            self.stream(asked, seed)
+
+    def write(self, asked: Asked, seed: str) -> None:
+        """Write into the engine's memory."""
+        for piece in asked.moved:
+            for region, offset, lo, hi in moving.spans(asked.side, piece.group, piece):
+                held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
+                self.regions[region][offset : offset + hi - lo] = held
+
+    def packed(self, asked: Asked, seed: str) -> bytes:
+        """The packed stream."""
+        return b"".join(
+            moving.label(seed, p.model, p.layer, p.name, [p.row], p.lo, p.hi).tobytes() for p in asked.moved
+        )
+
+    def stream(self, asked: Asked, seed: str, most: int = MOST_DATA) -> None:
+        """Send Data under credit, to the end of the stream."""
+        raw, at = self.packed(asked, seed), 0
+        while at < len(raw):
+            self.take_credit(1)
+            end = min(at + most, len(raw), at + self.total - self.sent)
+            self.data(asked, at, raw[at:end], end == len(raw))
+            at = end
+
+    def data(self, asked: Asked, offset: int, raw: bytes, last: bool) -> None:
+        """One piece of a stream."""
+        self.sent += len(raw)
+        self.send("Data", **asked.of, offset=str(offset), data=raw.hex(), last=last)
+
+    def take_credit(self, least: int) -> None:
+        """Hear Credits until so many bytes may be sent."""
+        while any(frame.name == "Credit" for frame in self.heard) or self.total - self.sent < least:
+            credit = self.expect("Credit", clause="KVP-STG-CREDIT")
+            total = int(credit.fields["total"])
+            if total < self.total:
+                raise Missed(f"a total of {total} after {self.total}", "KVP-INL-CREDIT")
+            self.total = total
+
+    def done(self, asked: Asked, handoff: Mapping[str, str], seed: str, **changes: Any) -> Frame:
+        """Send Done; `handoff` is by the sink's group, in hex."""
+        size = sum(p.hi - p.lo for p in asked.moved)
+        fields: Json = {
+            "writer": str(self.rank), "groups": [r["group"] for r in self.routes()], "bytes": str(size),
+            "outcome": "CONTINUE", "handoff": [{"group": g, "data": handoff[g]} for g in sorted(handoff, key=int)],
+        }  # fmt: skip
+        if "VERIFY" in self.watch.features:
+            sums = moving.checksums(asked.moved, seed)
+            fields["checksums"] = [{"group": g, "value": str(sums[g])} for g in sorted(sums, key=int)]
+        return self.send("Done", request=self.next_id(), **asked.of, **(fields | changes))
+
+    def acknowledged(self, done: Frame, clause: str = "KVP-TRN-SET") -> Frame:
+        """Hear DoneAck of a Done or Failed."""
+        id = done.fields["request"]
+        return self.expect("DoneAck", where=lambda f: f["request"] == id, again=done, clause=clause)
+
+    def fail(self, asked: Asked, code: str, mine: str = "", yours: str = "") -> Frame:
+        """Send Failed under an id of its own."""
+        return self.send("Failed", request=self.next_id(), **asked.of, code=code, path="", mine=mine, yours=yours)
+
+    def unmap(self) -> None:
+        """Let go of the engine's memory."""
+        self.regions.clear()
+        for mapped in self._maps:
+            mapped.close()
+        self._maps.clear()
+
+    def close(self) -> None:
+        """Goodbye, and let go of the engine's memory."""
+        super().close()
+        self.unmap()
+
+
+def this_process() -> Json:
+    """The suite's process, as Registered states it."""
+    start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return {"boot": boot_id(), "namespace": str(namespace), "pid": str(os.getpid()), "start": start}
