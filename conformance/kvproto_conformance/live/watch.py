@@ -10,7 +10,8 @@ import time
 from typing import Any, NamedTuple
 
 from kvproto_conformance.codec import Refusal, read_frame
-from kvproto_conformance.codec.facts import MESSAGES, REGISTRY
+from kvproto_conformance.codec.facts import MESSAGES
+from kvproto_conformance.data import REGISTRY
 
 __all__ = ["ENGINE", "SUITE", "Blamed", "Frame", "Watch"]
 
