@@ -51,7 +51,7 @@ def open_pool(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], ran
     raise AssertionError(settings.pages)
 
 
-_BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY)
+_BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY, ErrorCode.OUT_OF_RANGE)
 """How strides are refused that do not describe a page, or that are too many."""
 
 

@@ -25,7 +25,7 @@ from kvproto.planning.engines import Pools, Setup, pools
 from kvproto.planning.layout import Parallel
 from kvproto.planning.vllm import BACKENDS
 from kvproto.wire.messages import Columns
-from tools.engines import cases, frames
+from tools.engines import cases, frames, own
 from tools.specgen.registry import ROOT
 
 __all__ = ["main"]
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         wrong.append(report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen)))
         found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
         wrong.append(report(f"{engine} {release}: the frames of the captures", found))
+    wrong.append(report("what docs/engines_own.md says of the engines' own connectors", own.differences(args.at)))
     jax = ["--jax", sys.executable] if importlib.util.find_spec("jax") else []
     for module, path, *more in (
         ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("vllm_serve", ""), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"),
