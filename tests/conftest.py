@@ -30,6 +30,7 @@ SLOW = {
     "conformance/test_dcp.py::test_a_fault_fails_the_cases_that_name_it",
     "conformance/test_dcp.py::test_two_deals_agree",
     "conformance/test_planner.py",
+    "conformance/test_testees.py",
     "demo",
     "door/test_faults.py",
     "door/test_floods.py",

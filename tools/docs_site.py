@@ -32,6 +32,7 @@ ASSETS = (
     "spec/v1/registry.json",
     "spec/v1/vectors/**/*.json",
     "conformance/testees/c/*.c",
+    "conformance/testees/node/*.mjs",
     "conformance/kvproto_conformance/*.json",
 )
 API = (

@@ -39,9 +39,9 @@ __all__ = [
 
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
-STARTS = {"python": "minimal.py"}
+STARTS = {"python": "minimal.py", "node": "node/codec.mjs"}
 """The testee that a language begins with."""
-_NEXT = {"python": "kvproto-conformance smoke -- python {}"}
+_NEXT = {"python": "kvproto-conformance smoke -- python {}", "node": "kvproto-conformance smoke -- node {}"}
 _LIVE = ("L3", "L4")
 
 

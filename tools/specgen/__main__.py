@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, forms, lock, markdown, named, promela, python, straight, vectors
+from tools.specgen import clauses, forms, lock, markdown, named, promela, python, straight, testees, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
 
@@ -41,6 +41,7 @@ def outputs() -> dict[Path, str]:
         **markdown.pages(facts),
         **codec,
         **forms.forms(facts, codec),
+        **testees.testees(facts),
     }
 
 

@@ -1,0 +1,68 @@
+"""The facts that the testees in other languages have in them: a block of each file, made from the registry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.specgen.registry import ROOT, Facts
+
+__all__ = ["testees"]
+
+TESTEES = ROOT / "conformance/testees"
+_BEGIN, _END = "begin facts. Generated", "end facts"
+_LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "array": "max_array"}
+
+
+def testees(facts: Facts) -> dict[Path, str]:
+    """Testees with their facts renewed."""
+    return {path: _renewed(path.read_text(), made(facts)) for path, made in _MADE.items()}
+
+
+def _renewed(text: str, facts: str) -> str:
+    """The text with other lines between the line that begins the block and the one that ends it."""
+    lines = text.splitlines(keepends=True)
+    begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in (_BEGIN, _END))
+    return "".join([*lines[: begin + 1], facts, *lines[end:]])
+
+
+def _enums(facts: Facts) -> dict[str, tuple[bool, dict[str, int]]]:
+    found = {name: (bool(enum["open"]), enum["values"]) for name, enum in facts["enum"].items()}
+    return found | {"ErrorCode": (True, {name: error["code"] for name, error in facts["error"].items()})}
+
+
+def _range(facts: Facts, field: dict[str, Any]) -> tuple[int, int]:
+    """Least and greatest value, or length."""
+    kind = field["type"].partition("<" if "<" in field["type"] else ":")[0]
+    if kind in _LIMIT_OF:
+        top = facts["limit"][_LIMIT_OF[kind]]["value"]
+    else:
+        top = {"enum": 0xFFFF, "struct": 0, "bool": 0}.get(kind) if kind[0] != "u" else (1 << int(kind[1:])) - 1
+    length = field.get("length")
+    return length or field.get("min", 0), length or field.get("max", top)
+
+
+def _node(facts: Facts) -> str:
+    """A table in JavaScript: limits, enums, and of each message and struct its fields and rules."""
+    limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "body"}
+    lines = ["const LIMITS = " + json.dumps(limits) + ";", "const ENUMS = {"]
+    lines += [
+        f"  {name}: [{json.dumps(open_)}, {json.dumps(values)}]," for name, (open_, values) in _enums(facts).items()
+    ]
+    lines += [
+        "};",
+        "// name: [type, whether its major is frozen, fields, rules]; a field: [id, name, type, required, least, greatest]",
+        "const LAYOUTS = {",
+    ]
+    for name, body in (facts["struct"] | facts["message"]).items():
+        fields = sorted(body["field"], key=lambda field: int(field["id"]))
+        rows = [
+            [f["id"], f["name"], f["type"], f["presence"] == "required", *map(str, _range(facts, f))] for f in fields
+        ]
+        rules = [[rule["rule"], rule["args"], rule["error"]] for rule in body.get("rule", ())]
+        lines.append(f"  {name}: {json.dumps([body.get('id', 0), bool(body.get('frozen')), rows, rules])},")
+    return "\n".join([*lines, "};"]) + "\n"
+
+
+_MADE = {TESTEES / "node/codec.mjs": _node}
