@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--baseline", type=Path, metavar="FILE", help="failures that are known")
     one.add_argument("--allow-incomplete", action="store_true", help="exit status 0 where nothing failed")
     one.add_argument("--seed", type=int, help="of what is made up; of the report, to make it up again")
+    for role in ("source", "sink"):
+        one.add_argument(f"--live-{role}", metavar="COMMAND", help=f"the adapter of a live {role}, for L3 and L4")
     one.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="of the whole run (600)")
     one.add_argument("--all", action="store_true", help="print every failure")
     _testee(one, "+")

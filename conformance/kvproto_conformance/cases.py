@@ -46,6 +46,8 @@ class Case:
     """The message or struct that it is about, if it is about one."""
     needs: frozenset[str] = frozenset()
     """Extensions without which it is not asked."""
+    role: str = ""
+    """Source or sink, if only these are asked."""
 
     @property
     def must(self) -> bool:
@@ -55,7 +57,7 @@ class Case:
     @property
     def refusing(self) -> bool:
         """Whether it asks for a refusal."""
-        return all("error" in ask.expected for ask in self.asks)
+        return bool(self.asks) and all("error" in ask.expected for ask in self.asks)
 
 
 def load(folder: Path = VECTORS) -> list[Case]:
@@ -75,7 +77,8 @@ def load(folder: Path = VECTORS) -> list[Case]:
 
 def claimed(cases: list[Case], claim: Claim) -> list[Case]:
     """Those that a claim is judged by; a reader is asked to read only."""
-    found = [case for case in cases if claim.asks(case.suite, case.needs, case.about)]
+    roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
+    found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
     if claim.role != "reader":
         return found
     read = [attrs.evolve(c, asks=tuple(ask for ask in c.asks if ask.question["op"] not in WRITES)) for c in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["EXTENSIONS", "LEVELS", "ROLES", "SUITES", "Claim", "Suite"]
+__all__ = ["EXTENSIONS", "HIGHEST", "LEVELS", "PARTIAL", "ROLES", "SUITES", "Claim", "Suite"]
 
 LEVELS = {
     "L1": "codec: bytes and fields, and what is refused",
@@ -23,6 +23,8 @@ ROLES = {
 }
 HIGHEST = {"reader": "L1", "codec": "L1", "router": "L1", "planner": "L2"}
 """Highest level of a role, where it is not L4."""
+PARTIAL = ("reader", "codec")
+"""Roles that may be of some messages only."""
 EXTENSIONS = {
     "json": "the JSON form of all messages",
     "streams": "frames one after another in a byte stream",
@@ -32,6 +34,10 @@ EXTENSIONS = {
     "verify": "feature VERIFY",
     "staged": "feature STAGED",
     "inline": "feature INLINE",
+    "pull": "feature PULL, of live engines",
+    "intent": "feature INTENT, of live engines",
+    "epochs": "feature EPOCHS, of live engines",
+    "curve": "keys, of live engines",
 }
 STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
 """Roles whose codec is of one struct."""
@@ -65,6 +71,8 @@ SUITES = {
     "verify": Suite("L2", _SIDES, "checksums", "verify"),
     "stream": Suite("L2", _SIDES, "the order in which bytes are packed", "staged"),
     "inline": Suite("L2", _SINKS, "Data under credit", "inline"),
+    "session": Suite("L3", _SIDES, "a live engine, from Hello to Goodbye, every byte by coordinate"),
+    "robust": Suite("L4", _SIDES, "the same beside peers that misbehave"),
 }
 """By name, in the order in which they run."""
 

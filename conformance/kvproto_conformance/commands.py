@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -15,12 +16,12 @@ from typing import Any
 
 import attrs
 
-from kvproto_conformance import baseline, html, report, terminal
+from kvproto_conformance import baseline, engines, html, report, terminal
 from kvproto_conformance.cases import Case, claimed, load
-from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, ROLES, SUITES, Claim
+from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
 from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
-from kvproto_conformance.run import BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
+from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
 from kvproto_conformance.testee import Testee
 
 __all__ = [
@@ -42,7 +43,6 @@ _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summ
 STARTS = {"python": "minimal.py", "node": "node/codec.mjs"}
 """The testee that a language begins with."""
 _NEXT = {"python": "kvproto-conformance smoke -- python {}", "node": "kvproto-conformance smoke -- node {}"}
-_LIVE = ("L3", "L4")
 
 
 class Wrong(Exception):
@@ -51,34 +51,47 @@ class Wrong(Exception):
 
 def ran(args: Namespace) -> int:
     """`run`: the cases of a claim against a testee."""
-    cases = load(args.vectors)
     seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
     entries = baseline.read(args.baseline) if args.baseline else []
     begun = time.monotonic()
     with Testee(args.testee, args.patience, args.budget) as testee:
         greeting = _greeted(testee, seed)
         claim = _claim(args, greeting)
+        cases = _cases(args, claim.level)
         mine = claimed(cases, claim)
         asked = _chosen(mine, args)
+        live = [case for case in asked if case.suite in engines.LIVE.values()]
         with terminal.Progress(len(asked)) as progress:
-            results = run([*probes(seed), *asked], testee, progress)
-        results.append(ended(testee))
+            results = run([*probes(seed), *(case for case in asked if case not in live)], testee, progress)
+            results.append(ended(testee))
+            if live:
+                results += engines.played(live, _engines(args), progress)
+    left_out = len(mine) - sum(result.case.suite != PROTOCOL for result in results)
     ids = {case.id for case in cases} | {result.case.id for result in results}
     results, complaints = baseline.apply(entries, results, ids, datetime.now(UTC).date())
-    found = verdict(results, incomplete=len(asked) < len(mine) or claim.level in _LIVE)
+    found = verdict(results, incomplete=left_out > 0)
     if complaints and found in (Verdict.CONFORMANT, Verdict.INCOMPLETE):
         found = Verdict.NONCONFORMANT
     seconds = time.monotonic() - begun
     one = report.Run(
-        VERSION, tuple(args.testee), greeting, claim, seed, tuple(results), found, seconds, len(mine) - len(asked),
+        VERSION, tuple(args.testee), greeting, claim, seed, tuple(results), found, seconds, left_out,
         tuple(complaints), args.vectors,
     )  # fmt: skip
     made = one.json()
     _written(made, args)
     terminal.verdict(made, args.all)
-    if claim.level in _LIVE:
-        print(f"{claim.level}: this suite has no driver for live engines yet; nothing of it was asked")
     return Verdict.CONFORMANT if found is Verdict.INCOMPLETE and args.allow_incomplete else found
+
+
+def _cases(args: Namespace, level: str) -> list[Case]:
+    """Those of vectors, and from L3 on those of live engines."""
+    return [*load(args.vectors), *(engines.scenarios() if level in engines.LIVE else ())]
+
+
+def _engines(args: Namespace) -> dict[str, list[str]]:
+    """Role to the command that starts the adapter of a live engine."""
+    given = {"source": args.live_source, "sink": args.live_sink}
+    return {role: shlex.split(command) for role, command in given.items() if command}
 
 
 def _greeted(testee: Testee, seed: int) -> Greeting:
@@ -101,7 +114,7 @@ def _claim(args: Namespace, greeting: Greeting) -> Claim:
         raise Wrong(f"extension {unknown[0]}: there are {', '.join(EXTENSIONS)}")
     if level > HIGHEST.get(role, "L4"):
         raise Wrong(f"a {role} has no level above {HIGHEST[role]}")
-    return Claim(role, level, frozenset(extensions), frozenset(greeting.messages))
+    return Claim(role, level, frozenset(extensions), frozenset(greeting.messages if role in PARTIAL else ()))
 
 
 def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
@@ -154,7 +167,7 @@ def smoked(args: Namespace) -> int:
 
 def listed(args: Namespace) -> int:
     """`list`: the cases, of a claim or all."""
-    cases = load(args.vectors)
+    cases = _cases(args, "L4")
     if args.role or args.level:
         role, level = args.role or "both", args.level or "L4"
         cases = claimed(cases, Claim(role, level, frozenset(args.extension or ())))
@@ -176,12 +189,12 @@ def _facts(case: Case) -> Json:
 
 def shown(args: Namespace) -> int:
     """`show ID`: a case with its clause, its questions, and its bytes explained."""
-    case = _case(args.id, load(args.vectors))
+    case = _case(args.id, _cases(args, "L4"))
     clause = sentence(case.clause)
     print(f"{case.id}: {case.note}\n\n{case.clause} ({clause['page']}): {clause['text']}\n")
     for ask in case.asks:
         print(f"asked    {json.dumps(ask.question)}\nexpected {json.dumps(ask.expected)}\n")
-    print("\n".join(html.explained(case.asks[0].question)))
+    print("\n".join(line for ask in case.asks[:1] for line in html.explained(ask.question)))
     return 0
 
 

@@ -109,7 +109,7 @@ def headline(report: Json) -> str:
     """`kvproto 1.0-draft · reader · L1 · 2,348/2,348`."""
     claim = report["claim"]
     words = [f"kvproto {report['spec']}", claim["role"], claim["level"], *claim["extensions"]]
-    some = [f"{len(claim['messages'])} messages"] if claim["messages"] else []
+    some = [f"of {', '.join(claim['messages'])}"] if claim["messages"] else []
     return " · ".join([*words, *some, f"{report['passed']:,}/{report['cases']:,}"])
 
 
@@ -128,12 +128,18 @@ def junit(report: Json) -> str:
     top = xml.Element("testsuites", name=headline(report), time=str(report["seconds"]))
     for name, rows in by_suite.items():
         count = Counter(row["status"] for row in rows)
-        failures, errors = count["fail"] + count["unearned"], count["error"]
+        failures, errors = count["fail"] + count["unearned"], count["error"] + count["suite-error"]
         said = {"failures": failures, "errors": errors, "skipped": count["known"], "tests": len(rows)}
         suite = xml.SubElement(top, "testsuite", {"name": name} | {key: str(n) for key, n in said.items()})
         for row in rows:
             case = xml.SubElement(suite, "testcase", classname=row["clause"], name=row["id"], time=str(row["seconds"]))
-            kind = {"fail": "failure", "unearned": "failure", "error": "error", "known": "skipped"}.get(row["status"])
+            kind = {
+                "fail": "failure",
+                "unearned": "failure",
+                "error": "error",
+                "suite-error": "error",
+                "known": "skipped",
+            }.get(row["status"])
             if kind:
                 words = sentence(row["clause"])["text"]
                 found = xml.SubElement(case, kind, message=_printable(words or row["note"]))
@@ -169,7 +175,7 @@ def summary(report: Json) -> str:
     for suite in suites:
         all_ = sum(n for (name, _), n in count.items() if name == suite)
         lines.append(f"| {suite} | {sum(count[suite, status] for status in GOOD)} | {all_} |")
-    bad = [row for row in report["results"] if row["status"] in ("fail", "error", "unearned")]
+    bad = [row for row in report["results"] if row["status"] not in (*GOOD, Status.KNOWN)]
     if bad:
         lines += ["", "| case | clause | status | |", "|---|---|---|---|"]
         lines += [f"| {row['id']} | {row['clause']} | {row['status']} | {row['note']} |" for row in bad[:20]]

@@ -24,6 +24,7 @@ __all__ = [
     "Result",
     "Status",
     "Verdict",
+    "Wrong",
     "ended",
     "greet",
     "probes",
@@ -59,6 +60,8 @@ class Status(StrEnum):
     """A wrong answer, or `unsupported` for what is claimed."""
     ERROR = "error"
     """No answer: it crashed, was silent, or spoke nonsense."""
+    SUITE_ERROR = "suite-error"
+    """The suite failed: this says nothing of the engine."""
     KNOWN = "known"
     """It failed as the baseline says."""
 
@@ -228,7 +231,7 @@ def _near(found: str, wanted: float, tolerance: float) -> bool:
 def verdict(results: list[Result], incomplete: bool = False) -> Verdict:
     """Nothing run is no success; what failed as a baseline says, or was left out, is no conformance."""
     good = {Status.PASS, Status.NONSTRICT, Status.KNOWN}
-    if all(result.case.suite == PROTOCOL for result in results):
+    if all(result.case.suite == PROTOCOL for result in results) or Status.SUITE_ERROR in {r.status for r in results}:
         return Verdict.INVALID_RUN
     if any(result.status not in good for result in results):
         return Verdict.NONCONFORMANT

@@ -108,7 +108,7 @@ def test_the_page_is_one_file_and_escapes_what_it_is_told(made: Path) -> None:
 def test_badge_and_summary(made: Path, found: Json) -> None:
     badge = json.loads((made / "badge").read_text())
     assert badge["schemaVersion"] == 1
-    assert badge["message"] == f"reader · L1 · 1 messages · {found['passed']:,}/{found['cases']:,}"
+    assert badge["message"] == f"reader · L1 · of DoneAck · {found['passed']:,}/{found['cases']:,}"
     assert badge["color"] == "red"
     assert f"| codec | {found['passed']} | {found['cases']} |" in (made / "summary").read_text()
 

@@ -1,0 +1,62 @@
+"""Scenarios of live engines as cases of a claim, beside those of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvproto_conformance.cases import Case
+from kvproto_conformance.run import Result, Status, Wrong
+
+__all__ = ["LIVE", "played", "scenarios"]
+
+LIVE = {"L3": "session", "L4": "robust"}
+"""Level to suite. What runs them needs pyzmq and numpy, and is imported when they are asked for."""
+_STATUS = {
+    "pass": Status.PASS,
+    "fail": Status.FAIL,
+    "unsupported": Status.FAIL,
+    "error": Status.ERROR,
+    "suite-error": Status.SUITE_ERROR,
+}
+
+
+def scenarios() -> list[Case]:
+    """All scenarios, as cases of the suites `session` and `robust`."""
+    from kvproto_conformance.live import list_scenarios
+
+    return [
+        Case(s.id, s.clauses[0], LIVE[s.level], (), s.title, needs=frozenset(map(str.lower, s.extensions)), role=s.role)
+        for s in list_scenarios()
+    ]
+
+
+def played(
+    cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object]
+) -> list[Result]:
+    """Results of the cases of each role by the command of its engine; of a role without a command there are none."""
+    from kvproto_conformance.live import list_scenarios, run
+
+    by_id, found = {case.id: case for case in cases}, []
+    for role, command in commands.items():
+        chosen = [scenario for scenario in list_scenarios(role) if scenario.id in by_id]
+        for said, scenario in zip(run(command, chosen), chosen, strict=True):
+            status = _STATUS[said.status]
+            if status is Status.FAIL and not scenario.must:
+                status = Status.NONSTRICT
+            wrong = () if said.status == "pass" else (_wrong(said, scenario.title),)
+            found.append(Result(by_id[said.id], wrong, status, said.seconds))
+            told(found[-1])
+    return found
+
+
+def _wrong(said: Any, title: str) -> Wrong:
+    """What a scenario showed, with the checks that were good until then."""
+    asked = {
+        "op": "scenario",
+        "id": said.id,
+        "title": title,
+        "checks": [check.name for check in said.checks if check.good],
+    }
+    got = {"unsupported": said.text} if said.status == "unsupported" else {"status": said.status, "text": said.text}
+    return Wrong(asked, {"clause": said.clause} if said.clause else {}, got, "" if said.status != "error" else "engine")
