@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 
 from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.node.registrar import PeerMapping
-from kvproto.transport.base import Memory
+from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
@@ -18,8 +18,6 @@ __all__ = ["LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
 
 LOOK = 0.02
 """Seconds of one turn in which checksums are taken."""
-_PART = 4 << 20
-"""Bytes that are summed before anybody asks whether that is over."""
 
 
 def session_id() -> int:
@@ -30,27 +28,32 @@ def session_id() -> int:
 class Sums:
     """Checksums by group of a program, taken part after part: those of a long prompt take seconds, and no turn may."""
 
-    def __init__(self, program: CopyProgram, take: Callable[[CopyProgram], Mapping[int, int]]) -> None:
-        self.program, self._parts, self._take = program, deque(program.parts(_PART)), take
+    def __init__(self, program: CopyProgram, transport: Transport, memories: Regions, sink: bool) -> None:
+        """`memories`: of the source's side, or the `sink`'s."""
+        self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
+        self._transport, self._memories, self._sink = transport, memories, sink
         self.found: dict[int, int] = {}
 
     def advance(self, until: float) -> bool:
         """Go on until then: whether all are taken."""
         while self._parts and time.monotonic() < until:
-            for group, value in self._take(self._parts.popleft()).items():
+            for group, value in self.of(self._parts.popleft()).items():
                 self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
         return not self._parts
+
+    def of(self, some: CopyProgram) -> dict[int, int]:
+        """Those of a part of the program, at once."""
+        return self._transport.checksums(some, self._memories, self._sink)
 
 
 class Checksums:
     """The checksums of Done or Offer, where the features ask for some (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
 
     def __init__(
-        self, peer: PeerMapping, program: CopyProgram, memories: Mapping[int, Memory], features: Collection[int]
+        self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]
     ) -> None:  # fmt: skip
         self._peer, self._features = peer, features
-        self._take = lambda some: peer.transport.checksums(some, memories, sink=False)
-        self._sums = Sums(program, self._take) if Feature.VERIFY in features else None
+        self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
 
     def advance(self, until: float) -> bool:
         """Go on until then: whether all are taken."""
@@ -62,7 +65,9 @@ class Checksums:
             return None
         pages: dict[int, PageSums] = {}
         if Feature.VERIFY_PAGES in self._features:
-            pages = page_sums(self._sums.program, {g.id: g for g in self._peer.pair.sink.geometry.groups}, self._take)
+            pages = page_sums(
+                self._sums.program, {g.id: g for g in self._peer.pair.sink.geometry.groups}, self._sums.of
+            )
         return tuple(
             Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
             for group, value in sorted(self._sums.found.items())

@@ -107,10 +107,8 @@ class Terms:
 
     def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
         """The checksums of what a source rank has sent, as it is here; raises BAD_GRANT."""
-        return Sums(self.expected.program(done.writer, self.begun(grants, begins_of(done))), self._take)
-
-    def _take(self, some: CopyProgram) -> Mapping[int, int]:
-        return self._transports[0].checksums(some, self.lent.pool.memories, sink=True)
+        program = self.expected.program(done.writer, self.begun(grants, begins_of(done)))
+        return Sums(program, self._transports[0], self.lent.pool.memories, sink=True)
 
     def verify(self, done: Done, sums: Sums) -> dict[tuple[int, int], int]:
         """Compare what a source rank has sent with what is here (KVP-VERIFY-SINK)."""
@@ -131,7 +129,7 @@ class Terms:
                     program.state_after,
                     program.others,
                 )
-                pages = page_sums(some, {group: spec}, self._take)[group]
+                pages = page_sums(some, {group: spec}, sums.of)[group]
                 advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
         return {(done.writer, group): value for group, value in here.items()}

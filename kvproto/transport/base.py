@@ -155,6 +155,8 @@ class Capabilities:
     poll_interval: float | None
     """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives
     `start`, or its peer's messages move it on."""
+    summed_at_once: int = 4 << 20
+    """Bytes whose checksums one call takes: as many as take about a millisecond, in which nothing else goes on."""
 
 
 class Link(Protocol):

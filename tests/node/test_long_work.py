@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
 from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, new_ticket
-from kvproto.node import answers
 from kvproto.transport.shm import transport as shm
 from tests.door.doors import Two, address_in
 
@@ -22,7 +22,8 @@ def test_a_short_request_ends_while_a_long_one_is_copied_and_summed(
     """KVP-SES-BEAT, KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: 2 MiB, of which a look takes 128 KiB."""
     monkeypatch.setattr(shm, "_PART", 32 << 10)
     monkeypatch.setattr(shm, "_LOOK", 0.0)
-    monkeypatch.setattr(answers, "_PART", 32 << 10)
+    part = attrs.evolve(shm.ShmTransport.capabilities, summed_at_once=32 << 10)
+    monkeypatch.setattr(shm.ShmTransport, "capabilities", part)
     options, address = Options(thread=False, pull=pull), address_in(tmp_path)
     pool = Pool.allocate(GEOMETRY, PAGES)
     for layer in range(LAYERS):

@@ -24,8 +24,8 @@ from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.launch import INLINE_BYTES, Launch, Work, check, inline_launch, launch, parts, sizes
-from kvproto.transport.cuda.sums import rebase, sums
-from kvproto.transport.cuda.table import table
+from kvproto.transport.cuda.sums import sums
+from kvproto.transport.cuda.table import SUM, table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -140,11 +140,13 @@ def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: in
         for sink, length in enumerate(lengths):
             memory = {r: dice.integers(0, 256, n, np.uint8) for r, n in length.items()}
             addresses = {r: a.ctypes.data for r, a in memory.items()}
-            image, operations, groups = sums(program, addresses, bool(sink))
-            rebase(image, operations, image.ctypes.data)
-            kernels[16].run_checksum(ctypes.c_void_p(image.ctypes.data), operations, blocks)
-            totals = image[image.size - 8 * len(groups) :].view(np.uint64)
-            found = dict(zip(groups, totals.tolist(), strict=True))
+            image = sums(program, addresses, bool(sink))
+            at = image.bytes.ctypes.data
+            image.rebase(at)
+            for word, first, count in image.words:
+                kernels[word].run_checksum(ctypes.c_void_p(at + first * SUM.itemsize), count, blocks)
+            totals = image.bytes[image.bytes.size - 8 * len(image.groups) :].view(np.uint64)
+            found = dict(zip(image.groups, totals.tolist(), strict=True))
             assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 

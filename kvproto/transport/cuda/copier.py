@@ -21,7 +21,7 @@ from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
 from kvproto.transport.cuda.stream import PART, Chunk
-from kvproto.transport.cuda.sums import rebase, sums
+from kvproto.transport.cuda.sums import sums
 from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared"]
@@ -180,6 +180,8 @@ class Copier:
         """Of launches, the latest last."""
         self._nothing = _Bytes(tables.MAP.itemsize)
         """A map without rows."""
+        self._summed = self._nothing
+        """What the checksum kernel reads; memory that is freed would wait for all that the GPU does."""
         self._loaded: set[int] = set()
         self._load(16)
 
@@ -343,18 +345,20 @@ class Copier:
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
         """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all copies; waits."""
         self._device.set_current()
-        image, operations, groups = sums(program, addresses, sink)
-        if not groups:
+        image = sums(program, addresses, sink)
+        if not image.groups:
             return {}
-        memory = _Bytes(image.size)
-        rebase(image, operations, memory.address)
-        stream, totals = self.stream.handle, np.empty(len(groups), np.uint64)
-        call(driver.cuMemcpyHtoDAsync(memory.address, image.ctypes.data, image.size, stream), "upload")
-        self._run(16, "checksum", (self.blocks, operations), memory.address)
-        last = memory.address + image.size - totals.nbytes
-        call(driver.cuMemcpyDtoHAsync(totals.ctypes.data, last, totals.nbytes, stream), "download")
+        size = image.bytes.size
+        if self._summed.size < size:
+            self._summed = _Bytes(1 << (size - 1).bit_length())
+        at, stream, totals = self._summed.address, self.stream.handle, np.empty(len(image.groups), np.uint64)
+        image.rebase(at)
+        call(driver.cuMemcpyHtoDAsync(at, image.bytes.ctypes.data, size, stream), "upload")
+        for word, first, count in image.words:
+            self._run(word, "checksum", (self.blocks, count), at + first * tables.SUM.itemsize)
+        call(driver.cuMemcpyDtoHAsync(totals.ctypes.data, at + size - totals.nbytes, totals.nbytes, stream), "download")
         call(driver.cuStreamSynchronize(stream), "checksum")
-        return dict(zip(groups, totals.tolist(), strict=True))
+        return dict(zip(image.groups, totals.tolist(), strict=True))
 
     def _take(self, sizes: Sequence[tuple[int, int]]) -> list[LaunchBuffers]:
         """Buffers for launches with these sizes of image and rows, before the first of them begins; raises BUSY."""

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(THREADS) copy_part(const __grid_constant__ Par
 
 /* Feature VERIFY (spec/v1/lowering.md): the sum over every byte of byte x A(layer, row) x B(byte on the lane axis). */
 typedef struct {
-    u64 base, item, row, lane; /* of one operation on one side: address, strides */
+    u64 base, item, row, lane; /* of one operation on one side: address, strides; multiples of a WORD, like lane_bytes */
     u64 places;                /* uint2[n_rows]: item, row */
     u64 globals;               /* u64[n_rows]: global rows */
     u64 total;                 /* u64: where the group's sum is collected */
@@ -170,21 +170,50 @@ __device__ static u64 odd(u64 x)
     return (x ^ x >> 31) | 1;
 }
 
+/* Every thread of a warp comes here; on a GPU one of them adds for all. */
+__device__ static void collect(u64 *total, u64 more)
+{
+#ifdef __CUDA_ARCH__
+    for (int apart = 16; apart; apart /= 2)
+        more += __shfl_xor_sync(~0u, more, apart);
+    if (threadIdx.x % 32)
+        return;
+#endif
+    atomicAdd(total, more);
+}
+
+#ifdef __CUDA_ARCH__
+#define UNROLL _Pragma("unroll 4") /* loads of several rows before the first is used */
+#else
+#define UNROLL
+#endif
+
 #ifdef __cplusplus
 extern "C"
 #endif
 __global__ void __launch_bounds__(THREADS) checksum(const Sum *sums)
 {
     const Sum s = sums[blockIdx.y];
-    const u32 width = s.lanes * s.lane_bytes;
+    const u32 words = s.lanes * s.lane_bytes / sizeof(WORD);
+    const u32 across = words < THREADS ? words : THREADS; /* threads side by side in a row */
+    const u32 down = THREADS / across;                    /* rows at once */
+    const u32 first = blockIdx.x * down + threadIdx.x / across;
     u64 total = 0;
-    for (u32 row = (blockIdx.x * THREADS + threadIdx.x) / 32; row < s.n_rows; row += gridDim.x * THREADS / 32) {
-        const uint2 at = ((const uint2 *)s.places)[row];
-        const u64 begin = s.base + at.x * s.item + at.y * s.row;
-        u64 line = 0;
-        for (u32 x = threadIdx.x % 32; x < width; x += 32)
-            line += *(const unsigned char *)(begin + x / s.lane_bytes * s.lane + x % s.lane_bytes) * odd(s.lo + x);
-        total += line * odd(((const u64 *)s.globals)[row] + s.seed);
+    for (u32 word = threadIdx.x % across; word < words && threadIdx.x < across * down; word += across) {
+        const u32 x = word * sizeof(WORD);
+        const u64 column = s.base + x / s.lane_bytes * s.lane + x % s.lane_bytes;
+        u64 weights[sizeof(WORD)]; /* of this thread's bytes, the same in each row */
+        for (u32 i = 0; i < sizeof(WORD); i++)
+            weights[i] = odd(s.lo + x + i);
+        UNROLL
+        for (u32 row = first; row < s.n_rows; row += gridDim.x * down) {
+            const uint2 at = ((const uint2 *)s.places)[row];
+            const WORD bytes = *(const WORD *)(column + at.x * s.item + at.y * s.row);
+            u64 line = 0;
+            for (u32 i = 0; i < sizeof(WORD); i++)
+                line += ((const unsigned char *)&bytes)[i] * weights[i];
+            total += line * odd(((const u64 *)s.globals)[row] + s.seed);
+        }
     }
-    atomicAdd((u64 *)s.total, total);
+    collect((u64 *)s.total, total);
 }

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.cuda.table import PLACES, SUM
+from kvproto.transport.cuda.table import PLACES, SUM, WORDS
 
-__all__ = ["rebase", "sums"]
+__all__ = ["SUMMED", "Image", "sums"]
+
+SUMMED = 1 << 30
+"""Bytes that take about a millisecond."""
+_MOST = 65_535
+"""Operations of a launch: blocks along the second axis of a grid."""
 
 
-def sums(
-    program: CopyProgram, addresses: Mapping[int, int], sink: bool
-) -> tuple[npt.NDArray[np.uint8], int, list[int]]:
-    """The image that the checksum kernel reads, the number of operations that it begins with, and the groups in order.
+@attrs.frozen(eq=False)
+class Image:
+    """What lies in the GPU's memory: operations, and the places of their rows."""
 
-    `rebase` it to the address where it will lie. Its last bytes are the totals, a u64 for each group.
-    """
+    bytes: npt.NDArray[np.uint8]
+    """The last ones are the totals, a u64 for each group."""
+    words: tuple[tuple[int, int, int], ...]
+    """Width of the words that a launch reads, its first operation, and its number of operations."""
+    groups: list[int]
+
+    def rebase(self, at: int) -> None:
+        """Let the operations point into the image at address `at`, once."""
+        made = self.bytes[: sum(count for *_, count in self.words) * SUM.itemsize].view(SUM)
+        for name in ("places", "globals", "total"):
+            made[name] += np.uint64(at)
+
+
+def sums(program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Image:
+    """The image of a program's checksums on one side, whose regions are at these addresses."""
     side = "sink" if sink else "source"
     ops = program.ops[np.array([m.size > 0 for m in program.maps], bool)[program.ops["map"]]]
     groups = np.unique(ops["group"]).tolist()
@@ -29,6 +48,12 @@ def sums(
     made["base"] += ops[f"{side}_offset"].astype(np.uint64)
     for place in PLACES:
         made[place] = ops[f"{side}_{place}_stride"]
+    together = ops["lane_bytes"].astype(np.uint64)
+    for name in ("base", *PLACES):
+        together |= made[name]
+    word = np.max([np.where(together & np.uint64(size - 1), 1, size) for size in WORDS], axis=0, initial=1)
+    order = np.argsort(-word, kind="stable")
+    made, ops, word = made[order], ops[order], word[order]
     made["seed"], made["lo"] = ops["seed"], ops["lo"]
     made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
     pieces: list[npt.NDArray[Any]] = [made]
@@ -44,11 +69,8 @@ def sums(
         here += places.nbytes + 8 * m.size
     made["total"] = here + 8 * np.searchsorted(groups, ops["group"]).astype(np.uint64)
     pieces.append(np.zeros(len(groups), np.uint64))
-    return np.concatenate([p.reshape(-1).view(np.uint8) for p in pieces]), len(ops), groups
-
-
-def rebase(image: npt.NDArray[np.uint8], operations: int, at: int) -> None:
-    """Let the operations of `sums` point into their image at address `at`."""
-    made = image[: operations * SUM.itemsize].view(SUM)
-    for name in ("places", "globals", "total"):
-        made[name] += np.uint64(at)
+    image = np.concatenate([p.reshape(-1).view(np.uint8) for p in pieces])
+    firsts = np.flatnonzero(np.diff(word, prepend=0)).tolist()
+    cuts = sorted({*firsts, *range(0, len(ops), _MOST), len(ops)})
+    launches = [(int(word[a]), a, b - a) for a, b in pairwise(cuts)]
+    return Image(image, tuple(launches), groups)

@@ -13,6 +13,7 @@ from kvproto.transport.cuda.driver import has_nvlink
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.memory import Mapped as DeviceMapped
 from kvproto.transport.cuda.memory import connect as connect_device
+from kvproto.transport.cuda.sums import SUMMED
 from kvproto.transport.cuda.table import LONG, PerProgramCache
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as TransportCode
@@ -40,7 +41,7 @@ class CudaTransport(base.Transport):
         self._tables = PerProgramCache[Prepared]()
         self.capabilities = base.Capabilities(
             code=TransportCode.CUDA, reads=True, death_is_proof=True, batches=True, incremental=True,
-            first_part_ratio=_NVLINK_RATIO if has_nvlink(device) else 1.0, poll_interval=_POLL,
+            first_part_ratio=_NVLINK_RATIO if has_nvlink(device) else 1.0, poll_interval=_POLL, summed_at_once=SUMMED,
         )  # fmt: skip
 
     def expose(

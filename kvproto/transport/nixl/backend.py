@@ -24,6 +24,8 @@ class MemoryBackend(Protocol):
     """Bytes of a staging slot by default."""
     eager: bool
     """Whether callers that ask after a write advance NIXL themselves, because writes end sooner than a thread wakes."""
+    summed_at_once: int
+    """As `Capabilities` say it."""
     device_name: str | None = None
     """UUID of the GPU, as regions state it; None on the host."""
 
@@ -63,7 +65,7 @@ class MemoryBackend(Protocol):
 class HostBackend(MemoryBackend):
     """Shared memory of this host, packed by numpy."""
 
-    slot_bytes, eager = 1 << 20, False
+    slot_bytes, eager, summed_at_once = 1 << 20, False, 4 << 20
 
     def allocate(self, length: int) -> Bytes:
         return Bytes.of(bytearray(length))

@@ -10,6 +10,7 @@ from kvproto.transport.base import Memory, Regions
 from kvproto.transport.cuda.driver import current, is_done, uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
+from kvproto.transport.cuda.sums import SUMMED
 from kvproto.transport.nixl.backend import MemoryBackend
 from kvproto.transport.nixl.handle import Memory as Bytes
 from kvproto.transport.staging.packed import Side
@@ -21,7 +22,7 @@ __all__ = ["DeviceBackend"]
 class DeviceBackend(MemoryBackend):
     """One GPU of this process, by CUDA ordinal, packed by the copy kernel."""
 
-    slot_bytes, eager = 64 << 20, True
+    slot_bytes, eager, summed_at_once = 64 << 20, True, SUMMED
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device

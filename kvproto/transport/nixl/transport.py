@@ -66,7 +66,7 @@ class NixlTransport(base.Transport):
         self.capabilities = base.Capabilities(
             code=TransportCode.NIXL, features=(Feature.STAGED,), reads=False, death_is_proof=False, batches=False,
             incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
-            poll_interval=_POLL[device is None],
+            poll_interval=_POLL[device is None], summed_at_once=self.backend.summed_at_once,
         )  # fmt: skip
         self._registered: dict[int, tuple[base.Memory, Registered]] = {}
         self._probed: Registered | None = None
