@@ -375,7 +375,8 @@ class Door:
         base = dict(zip(BASE, (self.name, *map(str, place), role), strict=True))
         feed = self.options.feed
         counts = Counts() if self.options.metrics or feed is not None else None
-        opened = Feed(str(feed).replace("{rank}", str(self.pool.rank)), self.metrics) if feed is not None else None
+        path = str(feed).replace("{rank}", str(self.pool.rank)).replace("{role}", role)
+        opened = Feed(path, self.metrics) if feed is not None else None
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)
 
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:

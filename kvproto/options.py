@@ -68,7 +68,8 @@ class Options:
         lease: Source, with pull: seconds that a sink may read before it must ask for more.
         metrics: Whether to count what `metrics()` tells, which costs next to nothing; `kvproto.metrics` shows it.
         feed: Where a Unix socket is made that `kvproto top` and `kvproto tail` follow, in a directory that only this
-            user may enter, with "{rank}" where ranks differ; it cannot be used to change anything. Counts metrics too.
+            user may enter, with "{rank}" where ranks differ and "{role}" where one has a Source and a Sink; it cannot
+            be used to change anything. Counts metrics too.
         quarantine: Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY.
     """
 

@@ -452,7 +452,7 @@ def _d_Group(b: Any, p: int) -> tuple[Group, int]:
             f10, p = read_uint(b, f10, p)
     if b[p] != 11:
         raise Doubt
-    n, p = read_count(b, p + 1, 1, 64)
+    n, p = read_count(b, p + 1, 1, 512)
     v11 = []
     for _ in range(n):
         x11, p = _d_Part(b, p)
@@ -538,7 +538,7 @@ def _e_Group(o: Any, out: list[Any]) -> None:
     out += (b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t', BYTE[f9] if f9 < 256 else write_uint(f9), b'\n', BYTE[f10] if f10 < 256 else write_uint(f10), b'\x0b',)
     if f11.__class__ is not tuple:
         raise Doubt
-    out.append(write_count(len(f11), 1, 64))
+    out.append(write_count(len(f11), 1, 512))
     for x11 in f11:
         _e_Part(x11, out)
     if f12 is not None:

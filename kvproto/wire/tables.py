@@ -72,7 +72,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (8, "cp_size", "u32", True, 1, None, None),
         (9, "interleave", "u32", True, 1, None, None),
         (10, "origin", "u64", True, None, None, None),
-        (11, "parts", "list<struct:Part>", True, 1, 64, None),
+        (11, "parts", "list<struct:Part>", True, 1, 512, None),
         (12, "partial", "bool", False, None, None, None),
         (13, "order", "array<u32>", False, 1, 4096, None),
         (14, "axis", "str", False, 1, 64, None),

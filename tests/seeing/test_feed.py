@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvproto import LocalError, Options, Pool, Sink
+from kvproto import LocalError, Options, Pool, Sink, Source
 from tests.door.doors import GEOMETRY, PAGES, Two, two
 
 from .test_metrics import serve
@@ -159,6 +159,17 @@ def test_a_path_that_may_not_be_used(tmp_path: Path, kind: str) -> None:
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     Sink("decode", pool).close()
+
+
+def test_an_engine_that_is_both_has_two(tmp_path: Path) -> None:
+    """By one and the same options."""
+    tmp_path.chmod(0o700)
+    both, pool = Options(feed=tmp_path / "feed-{role}-{rank}"), Pool.allocate(GEOMETRY, PAGES)
+    with (
+        contextlib.closing(Source("engine", pool, f"ipc://{tmp_path}/engine-{{rank}}", both)),
+        contextlib.closing(Sink("engine", pool, {}, both)),
+    ):
+        assert {path.name for path in tmp_path.glob("feed-*")} == {"feed-source-0", "feed-sink-0"}
 
 
 def test_one_that_another_has_is_left_alone(tmp_path: Path) -> None:

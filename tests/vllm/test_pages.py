@@ -1,5 +1,6 @@
 """Pages of vLLM's CPU back end: the order of their elements is measured, and stated so that any other layout meets it."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,13 @@ def test_packed_pages_meet_any_order_and_page_size(
     hand_over(from_, to, tmp_path, (tables[0], tables[1]))
     sent = elements(mine, source, blocks[0], tables[0])
     assert np.array_equal(sent, elements(theirs, sink, blocks[1], tables[1]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_heads_as_wide_as_those_of_real_models(dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Each of their elements is a section."""
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    test_packed_pages_meet_any_order_and_page_size(("transposed", "rows"), ("rows", "rows"), (16, 32), tmp_path)
 
 
 def test_an_order_without_strides_moves_whole_between_equal_pages(tmp_path: Any) -> None:
