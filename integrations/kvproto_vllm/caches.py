@@ -84,7 +84,7 @@ class Stated:
 
 def check_sizes(parallel: Any, kinds: int) -> None:
     """Raise LocalError for a vLLM that divides caches, of so many kinds, as this connector does not state."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) != 1:
             raise _refused(name, "1", str(size))
     if parallel.pipeline_parallel_size > 1 and kinds > 1:
@@ -135,10 +135,11 @@ def _rows(layers: Layers, pages: int) -> Stated:
     apart = kind is DType.I8 or layers.stored.endswith("per_token_head")
     dims = {"latent": spec.head_size} if _mla(layers) else {"k": spec.head_size, "v": spec.head_size_v}
     parts: dict[str, tuple[DType, int, int]] = {}
+    heads = 1 if _mla(layers) else layers.heads
     for part, dim in dims.items():
-        parts[part] = kind, layers.heads, dim * dtype.itemsize
+        parts[part] = kind, heads, dim * dtype.itemsize
         if apart:
-            parts[f"{part}_scale"] = DType.F32, layers.heads, _SCALE
+            parts[f"{part}_scale"] = DType.F32, heads, _SCALE
     size = sum(size for _, _, size in parts.values())
     if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensors[0].itemsize != size:
         expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {size} bytes of {', '.join(parts)}]"

@@ -127,7 +127,7 @@ class Backend:
         names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
         return Layers(
             title=self.name.lower(), layer=layer, backend=self.name, spec=spec, names=names, ids=list(range(LAYERS)),
-            tensors=tensors, heads=1 if self.mla else HEADS, blocks=self.blocks, computed=torch.bfloat16,
+            tensors=tensors, heads=HEADS, blocks=self.blocks, computed=torch.bfloat16,
             stored=self.stored, scales=[self.scales] * LAYERS,
         )  # fmt: skip
 

@@ -36,6 +36,8 @@ def make(folder: Path, name: str) -> Path:
         heads, kv_heads = _HEADS[name]
         layers = ["full_attention", "sliding_attention"] * 2
         windows: dict[str, Any] = {"layer_types": layers, "sliding_window": 80} if name == "window" else {}
+        if heads % 4:
+            shared["vocab_size"] = 576  # vLLM divides it by the ranks, in whole 64s
         llama = LlamaConfig(
             hidden_size=32 * heads, intermediate_size=384, num_hidden_layers=4, num_attention_heads=heads,
             num_key_value_heads=kv_heads, head_dim=32, tie_word_embeddings=False, initializer_range=0.15, **shared, **windows,

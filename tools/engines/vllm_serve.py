@@ -1,6 +1,7 @@
-"""docs/vllm.md as a user follows it: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS`.
+"""docs/vllm.md as a user follows it: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS [NAME]`.
 
-The commands are those of the page. Only the model, the folder, the ports and what makes a server small are put in.
+The commands are those of the page. Only the model, the folder, the ports and what makes a server small are put in. With
+the NAME of a model (tools/engines/vllm_models.py) each server has two data-parallel replicas of it, as the page says.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from tools.engines.vllm_models import make
 __all__ = ["main"]
 
 _PAGE = Path(__file__).parents[2] / "docs/vllm.md"
+_REPLICAS = {
+    "--port": "--data-parallel-size 2 --port", "prefill-{rank}": "prefill-{replica}-{rank}",
+    '{"prefill": "ipc:///run/kv/prefill-0"}':
+        '{"prefill": "ipc:///run/kv/prefill-0-0", "prefill/1": "ipc:///run/kv/prefill-1-0"}',
+}  # fmt: skip
+"""What a command has in place of this, for two replicas."""
 _SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 8388608 --block-size"
 
 
@@ -31,7 +38,7 @@ def main(argv: list[str]) -> int:
     """Print what differs; the exit status."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = list(_differences(make(Path(argv[0]), "llama"), Path(folder)))
+        found = list(_differences(make(Path(argv[0]), (*argv, "llama")[1]), Path(folder), replicas=len(argv) > 1))
     head = "DIFFERS" if found else "same   "
     print(f"{head} {time.monotonic() - began:5.0f} s  docs/vllm.md: two servers, curl, and a proxy", flush=True)
     for line in found:
@@ -39,7 +46,7 @@ def main(argv: list[str]) -> int:
     return 1 if found else 0
 
 
-def _differences(model: Path, folder: Path) -> Iterator[str]:
+def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
     folder.chmod(0o700)
     blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     commands = [block for block in blocks if block.startswith("vllm serve")]
@@ -52,17 +59,19 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
         "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{folder}",
     }  # fmt: skip
 
+    here = (_REPLICAS if replicas else {}) | {"/run/kv": str(folder), "MODEL": str(model)}
+
     def filled(command: str) -> str:
-        for page, here in (
-            {"/run/kv": str(folder), "MODEL": str(model)} | {k: str(v) for k, v in ports.items()}
-        ).items():
-            command = command.replace(page, here)
+        for page, ours in (here | {k: str(v) for k, v in ports.items()}).items():
+            command = command.replace(page, ours)
         return command
 
     running = []
     try:
-        for command, block in zip(commands, ("64", "32"), strict=True):
-            small = filled(command).replace(" --port", f" {_SMALL} {block} --port", 1)
+        mla = model.name == "mla"  # its back end on the CPU has blocks of 16, and needs this
+        more = """ --compilation-config '{"custom_ops": ["-rotary_embedding"]}'""" if mla else ""
+        for command, block in zip(commands, ("16", "16") if mla else ("64", "32"), strict=True):
+            small = filled(command).replace(" --port", f" {_SMALL} {block}{more} --port", 1)
             server = ["bash", "-c", f"exec {small}"]
             running.append(subprocess.Popen(server, env=env, cwd=folder, stdout=sys.stderr, start_new_session=True))
         for port in ports.values():
@@ -78,7 +87,7 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
         running.append(subprocess.Popen(proxy, env=env, cwd=_PAGE.parents[1]))
         wait(port, running, "")
         long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
-        for text in (prompt, long):
+        for text in (prompt, long, *(long[n:] for n in range(8 * replicas))):
             if (through := _text(f"http://localhost:{port}", model, text)) != (alone := _text(decode, model, text)):
                 yield f"through a proxy {through!r}, not {alone!r}"
     finally:
