@@ -21,7 +21,6 @@ SLOW = {
     "cli/test_cli.py::test_reader_that_has_seen_enough",
     "cli/test_plans.py",
     "cli/test_probe.py",
-    "conformance/test_c.py",
     "conformance/test_checking.py",
     "conformance/test_codec.py::test_two_readers_agree_on_any_bytes",
     "conformance/test_codec.py::test_two_readers_of_json_agree",

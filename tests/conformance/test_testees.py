@@ -1,24 +1,104 @@
 """Implementations in other languages, which share no code with kvproto, keep the contract as far as they claim."""
 
 import json
+import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvproto_conformance.__main__ import main
+from kvproto_conformance.cases import load
+from kvproto_conformance.codec import Refusal, read_frame
+from kvproto_conformance.testee import Testee as Driver
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
+STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+Said = pytest.CaptureFixture[str]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
-def test_javascript(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "node", str(TESTEES / "node/codec.mjs")]) == 0
+def compiled(flags: list[str], folder: Path) -> list[str]:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    program = folder / "codec"
+    subprocess.run(["gcc", *flags, "-o", program, TESTEES / "c/codec.c"], check=True, timeout=100)
+    return [str(program)]
+
+
+def javascript() -> list[str]:
+    if shutil.which("node") is None:
+        pytest.skip("no node")
+    return ["node", str(TESTEES / "node/codec.mjs")]
+
+
+@pytest.fixture(params=["c", "javascript"])
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    return compiled(SANITIZED, tmp_path) if request.param == "c" else javascript()
+
+
+def test_they_are_conformant(command: list[str], capsys: Said) -> None:
+    assert main(["run", *command]) == 0
     assert "conformant: kvproto 1.0-draft · codec · L1 · json · streams" in capsys.readouterr().out
 
 
-def test_a_live_engine_is_asked_by_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_c_compiles_without_a_warning(tmp_path: Path) -> None:
+    with Driver(compiled(STRICT, tmp_path)) as testee:
+        assert isinstance(testee.greet({"op": "hello"}), dict)
+
+
+def test_they_say_of_damaged_frames_what_the_suite_says(command: list[str]) -> None:
+    """Cut short anywhere, and with bytes changed, taken away or put in."""
+    rng = random.Random(11)
+    frames = [
+        bytes.fromhex(case.asks[0].question["frame"])
+        for case in load()
+        if case.suite == "codec" and case.id.endswith(("/full", "/least")) and "frame" in case.asks[0].question
+    ]
+    with Driver(command) as testee:
+        testee.greet({"op": "hello"})
+        for _ in range(600):
+            frame = damaged(rng, bytearray(rng.choice(frames)))
+            assert testee.ask({"op": "decode", "frame": frame.hex()}) == said(bytes(frame)), frame.hex()
+
+
+def damaged(rng: random.Random, frame: bytearray) -> bytearray:
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(frame))
+        match rng.randrange(4):
+            case 0:
+                frame[at] = rng.choice([0, 1, 0x7F, 0x80, 0xC0, 0xC7, 0xCF, 0xD4, 0xDF, 0xFF, rng.randrange(256)])
+            case 1:
+                del frame[at : at + rng.randint(1, 4)]
+            case 2:
+                frame[at:at] = rng.randbytes(rng.randint(1, 4))
+            case 3:
+                del frame[at + 1 :]
+    if rng.random() < 0.8 and len(frame) >= 16:
+        frame[12:16] = (len(frame) - 16).to_bytes(4, "little")
+    return frame
+
+
+def said(frame: bytes) -> dict[str, object]:
+    try:
+        message, fields = read_frame(frame)
+    except Refusal as refusal:
+        return {"error": refusal.code, "path": refusal.path}
+    return {"message": message, "fields": fields}
+
+
+@pytest.mark.parametrize("language", ["node", "c"])
+def test_init_testee_gives_a_whole_codec(language: str, tmp_path: Path, capsys: Said) -> None:
+    assert main(["init-testee", "--lang", language, str(tmp_path)]) == 0
+    (made,) = tmp_path.iterdir()
+    assert capsys.readouterr().out.startswith(str(made))
+    (kept,) = TESTEES.glob(f"{language}/codec.*")
+    assert made.read_text() == kept.read_text()
+
+
+def test_a_live_engine_is_asked_by_the_same_command(tmp_path: Path, capsys: Said) -> None:
     """Without an adapter its scenarios are left out, which is never conformance."""
     asked = ["run", "--role", "source", "--level", "L3", "--suite", "session", "--only", "LIVE-101"]
     testee = ["--", sys.executable, str(TESTEES / "minimal.py")]

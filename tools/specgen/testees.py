@@ -65,4 +65,57 @@ def _node(facts: Facts) -> str:
     return "\n".join([*lines, "};"]) + "\n"
 
 
-_MADE = {TESTEES / "node/codec.mjs": _node}
+def _c(facts: Facts) -> str:
+    """Tables in C: limits, enums, and of each message and struct its fields and rules."""
+    limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "body"}
+    enums, layouts = _enums(facts), facts["struct"] | facts["message"]
+    lines = ["enum { " + ", ".join(f"{name.upper()} = {value}" for name, value in limits.items()) + " };"]
+    lines += [
+        f"enum {{ {', '.join(f'E_{name}' for name in enums)} }};",
+        f"enum {{ {', '.join(f'L_{name}' for name in layouts)} }};",
+    ]
+    for name, (_, values) in enums.items():
+        lines.append(
+            f"static const Value V_{name}[] = {{{', '.join(f'{{{json.dumps(word)}, {n}}}' for word, n in values.items())}}};"
+        )
+    lines.append("static const Enum ENUMS[] = {")
+    lines += [
+        f"    {{{'true' if open_ else 'false'}, V_{name}, {len(values)}}}," for name, (open_, values) in enums.items()
+    ]
+    lines.append("};")
+    for name, body in layouts.items():
+        lines.append(f"static const Field F_{name}[] = {{")
+        for field in sorted(body["field"], key=lambda field: int(field["id"])):
+            required = "true" if field["presence"] == "required" else "false"
+            lines.append(f'    {{{field["id"]}, "{field["name"]}", {required}, {_c_type(facts, field)}}},')
+        lines.append("};")
+        if rules := body.get("rule"):
+            lines.append(f"static const Rule R_{name}[] = {{")
+            for rule in rules:
+                args = [" ".join(rule["args"])] if rule["rule"] == "same_length" else map(str, rule["args"])
+                lines.append(f'    {{"{rule["rule"]}", {{{", ".join(map(json.dumps, args))}}}, "{rule["error"]}"}},')
+            lines.append("};")
+    lines.append("static const Layout LAYOUTS[] = {")
+    for name, body in layouts.items():
+        frozen, rules = "true" if body.get("frozen") else "false", len(body.get("rule", ()))
+        table = f"R_{name}" if rules else "NULL"
+        lines.append(
+            f'    {{"{name}", {body.get("id", 0)}, {frozen}, F_{name}, {len(body["field"])}, {table}, {rules}}},'
+        )
+    return "\n".join([*lines, "};"]) + "\n"
+
+
+def _c_type(facts: Facts, field: dict[str, Any]) -> str:
+    kind, _, inner = field["type"].partition("<" if "<" in field["type"] else ":")
+    least, most = _range(facts, field)
+    ref, of = "0", "NULL"
+    if kind in ("list", "array"):
+        of = f"&(const Type){_c_type(facts, {'type': inner[:-1]})}"
+    elif inner:
+        ref = f"{'E' if kind == 'enum' else 'L'}_{inner}"
+    elif kind[0] == "u":
+        kind, ref = "uint", str(int(kind[1:]) // 8)
+    return f"{{{kind.upper()}, {ref}, {least}u, {most}u, {of}}}"
+
+
+_MADE = {TESTEES / "node/codec.mjs": _node, TESTEES / "c/codec.c": _c}
