@@ -99,7 +99,7 @@ static const Field F_Group[] = {
     {8, "cp_size", true, {UINT, 4, 1u, 4294967295u, NULL}},
     {9, "interleave", true, {UINT, 4, 1u, 4294967295u, NULL}},
     {10, "origin", true, {UINT, 8, 0u, 18446744073709551615u, NULL}},
-    {11, "parts", true, {LIST, 0, 1u, 64u, &(const Type){STRUCT, L_Part, 0u, 0u, NULL}}},
+    {11, "parts", true, {LIST, 0, 1u, 512u, &(const Type){STRUCT, L_Part, 0u, 0u, NULL}}},
     {12, "partial", false, {BOOL, 0, 0u, 0u, NULL}},
     {13, "order", false, {ARRAY, 0, 1u, 4096u, &(const Type){UINT, 4, 0u, 4294967295u, NULL}}},
     {14, "axis", false, {STR, 0, 1u, 64u, NULL}},
