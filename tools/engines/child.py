@@ -23,12 +23,14 @@ class Child:
 
     Fields:
         done: What came of requests that are over, by their names, until it is asked for.
+        blocks: Free pages, or tokens, of an engine that has just started.
     """
 
     name: str
     pipe: Any = None
     process: Any = None
     done: dict[str, Any] = attrs.Factory(dict)
+    blocks: int = 0
 
     def fork(self, serve: Callable[..., None], *given: Any) -> None:
         """Run `serve(pipe, *given)` in a process of its own; packages that are imported already are there."""
@@ -41,6 +43,7 @@ class Child:
     def ready(self) -> None:
         """Wait until it has started."""
         self.hear("ready")
+        self.blocks = self.free()[0]
 
     def hear(self, kind: str) -> list[Any]:
         """What it says next of this kind; raises RuntimeError where it has ended, or TimeoutError."""
@@ -83,6 +86,13 @@ class Child:
         self.pipe.send(("free",))
         free, requests = self.hear("free")
         return free, requests
+
+    def idle(self, seconds: float = 120) -> bool:
+        """Whether all blocks are free and no request is left, at most so many seconds later."""
+        until = time.monotonic() + seconds
+        while (found := self.free()) != (self.blocks, 0) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found == (self.blocks, 0)
 
 
 _numbers = itertools.count()

@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvproto import write_ticket
+from kvproto import Ticket, new_ticket, write_ticket
 from kvproto_sglang import ticket_of
 from tools.engines import sglang_engine as sg
 from tools.engines import vllm_engine as vl
 from tools.engines.child import new_name, prompts
 from tools.engines.sglang_bench import CORRUPT
+from tools.engines.strangers import STRANGERS, as_sinks, as_sources
 
 __all__ = ["Over", "from_sglang", "main", "to_sglang"]
 
@@ -76,6 +77,24 @@ def one_bit(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
         yield f"{tokens}, {said}: the pages were not used"
 
 
+def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -> Iterator[str]:
+    """Engines that do not fit, and one that is not there: a request to each fails and says why."""
+
+    def ask(ticket: Ticket, prompt: list[int]) -> str:
+        request, given = new_name(), {"ticket": json.dumps(write_ticket(ticket)), "first_token": 3}
+        place: dict[str, Any] = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room()}
+        decode.add(request, prompt, sampling={"custom_params": {"kvproto": given}}, **place)
+        return str(decode.result(request)[1]["finish_reason"])
+
+    yield from as_sources(folder, model, model.name, ask)
+    yield from as_sinks(f"{prefill.name}:1", f"ipc://{folder}/{prefill.name}-0", model, model.name)
+    for engine, says in ((ABSENT, ABSENT), ("of-another-fleet", "WRONG_PEER")):
+        if says not in (said := ask(new_ticket(engine), [5] * 40)):
+            yield f"{engine}: {said}"
+
+
+ABSENT = "absent"
+"""A prefill engine that decode engines know, and that does not run."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
@@ -106,11 +125,14 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
         about["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
         engines[name].start()
     prefill = sg.Engine.prefill("p64", folder, named, **shared, page_size=64, chunked_prefill_size=128)
-    decode = sg.Engine.decode("d64", folder, [*engines], named | {"metadata": "request"}, **shared, page_size=64)
+    known = [*engines, ABSENT, *(stranger.name for stranger in STRANGERS)]
+    decode = sg.Engine.decode("d64", folder, known, named | {"metadata": "request"}, **shared, page_size=64)
     try:
         alone = sg.Alone(path)
         for engine in (*engines.values(), prefill, decode):
             engine.ready()
+        if model == "llama":
+            wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
                 (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),

@@ -1,4 +1,6 @@
-"""A plug-in of SGLang for the tests of the back end: one bit that is flipped, and what MLA needs to run on a CPU."""
+"""A plug-in of SGLang for the tests of the back end: one bit that is flipped, what its allocator counts, and what MLA needs
+to run on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,15 @@ def _arrived(poll: Any, receiver: Any) -> None:
         receiver.first_page = None
 
 
+def _counted(answer: Any, controller: Any, *args: Any) -> None:
+    """Tokens that SGLang's allocator may give away, and the requests that its queues have."""
+    scheduler = controller.scheduler
+    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    load = scheduler.load_inquirer.get_loads()
+    requests = load.num_running_reqs + load.num_waiting_reqs + load.disaggregation.prefill_inflight_queue_reqs
+    answer.internal_state["counted"] = [free, requests]
+
+
 def _rope(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The wrapper for a CPU knows one kind of rotary embedding; this one is another."""
     if named.get("device") == "cpu" and not named.get("rope_scaling"):
@@ -54,6 +65,11 @@ def _handler(original: Callable[..., Any], cls: Any, name: str) -> Any:
 
 
 _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    (
+        "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        _counted,
+        "AFTER",
+    ),
     ("kvproto_sglang.conn.Receiver.send_metadata", _fetched, "AROUND"),
     ("kvproto_sglang.conn.Receiver.poll", _arrived, "AFTER"),
     ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope, "AROUND"),

@@ -17,6 +17,7 @@ SETTINGS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "skip_tokenizer_init": True, "dtype": "float32",
     "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 4096,
     "mem_fraction_static": 0.5, "log_level": "warning", "page_size": 32, "random_seed": 0,
+    "sleep_on_idle": True,
 }  # fmt: skip
 HAND_OVER = {"disaggregation_transfer_backend": "kvproto", "disaggregation_decode_retraction_backup": "cpu_tensor"}
 
@@ -55,6 +56,9 @@ async def _answer(pipe: Connection, engine: Any) -> None:
             tasks.add(asyncio.create_task(_generate(pipe, engine, *given)))
         elif name == "abort":
             engine.tokenizer_manager.abort_request(rid=given[0])
+        elif name == "free":
+            (state, *_) = await engine.tokenizer_manager.get_internal_state()
+            pipe.send(("free", *state["counted"]))
         else:
             return
 

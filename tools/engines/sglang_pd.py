@@ -15,6 +15,7 @@ from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
 from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, room, run, settings_of, told, where
+from tools.engines.sglang_random import at_random
 
 __all__ = ["main"]
 
@@ -152,9 +153,13 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
     "llama": [
         (
             "Llama, page 64 in chunks of 128 tokens to page 16",
-            {"page_size": 64, "chunked_prefill_size": 128},
-            {"page_size": 16, "disaggregation_decode_enable_radix_cache": True},
-            [same_tokens, one_bit, one_after_the_other, prefix_hits, aborts, bad_input, still_there],
+            {"page_size": 64, "chunked_prefill_size": 128, "max_total_tokens": 1536},
+            {
+                "page_size": 16,
+                "disaggregation_decode_enable_radix_cache": True,
+                "max_total_tokens": 1536,
+            },
+            [same_tokens, one_bit, one_after_the_other, prefix_hits, aborts, bad_input, at_random, still_there],
         ),
         (
             "Llama, page 64 to page 1",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import time
 from typing import Any
 
 import attrs
@@ -35,7 +34,6 @@ class Engine(Child):
     settings: dict[str, Any]
     kind: str = "vllm_child"
     """The module that serves it."""
-    blocks: int = 0
     fetched: dict[str, float] = attrs.Factory(dict)
     """Requests whose prompts have arrived from another engine, and how many seconds that took, where it was measured."""
 
@@ -79,10 +77,6 @@ class Engine(Child):
         """Begin to start, as often as it was stopped."""
         self.fork(importlib.import_module(f"tools.engines.{self.kind}").serve, dict(self.settings))
 
-    def ready(self) -> None:
-        super().ready()
-        self.blocks = self.free()[0]
-
     def kill(self) -> None:
         """End it as a crash would."""
         self.process.kill()
@@ -120,13 +114,6 @@ class Engine(Child):
         """Seconds of each of its steps since the last call, and seconds of processor that its thread took."""
         self.pipe.send(("steps",))
         return list(self.hear("steps")[0])
-
-    def idle(self, seconds: float = 120) -> bool:
-        """Whether all blocks are free and no request is left, at most so many seconds later."""
-        until = time.monotonic() + seconds
-        while self.free() != (self.blocks, 0) and time.monotonic() < until:
-            time.sleep(0.05)
-        return self.free() == (self.blocks, 0)
 
     def stop(self) -> None:
         if self.process is not None and self.process.is_alive():
