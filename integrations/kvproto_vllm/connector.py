@@ -18,7 +18,7 @@ from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.memory import ShareableMemory
-from kvproto_vllm.orders import Orders, Tables
+from kvproto_vllm.orders import Orders
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
@@ -69,7 +69,6 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         groups = [type(each.kv_cache_spec).__name__ for each in kv_cache_config.kv_cache_groups]
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles, windows=WINDOW in groups)
         self._tables, self._lost = BlockTables(), LostBlocks()
-        self._targets: dict[str, Tables] = {}
         self._gpu: torch.device | None = None
         self._opened: Opened | None = None
 
@@ -87,16 +86,13 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            self._targets[request.request_id] = blocks.get_block_ids()
 
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         manager = getattr(self, "_kv_cache_manager", None)
         if manager is None and self._roles[0]:
             self._tables.scheduled(scheduler_output)
-        orders = self._scheduling.orders(scheduler_output, manager.get_block_ids if manager else self._tables)
-        orders.targets, self._targets = self._targets, {}
-        return _Metadata(orders)
+        tables = manager.get_block_ids if manager else self._tables
+        return _Metadata(self._scheduling.orders(scheduler_output, tables))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
@@ -152,7 +148,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._sending.take(self._bound)
         if self._loading is not None:
             self._loading.take(self._bound)
-            self._lost.begun(self._bound.targets)
+            self._lost.begun(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are between steps, so a layer waits for none."""

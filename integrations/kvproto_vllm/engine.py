@@ -38,17 +38,15 @@ class Opened:
 
 def open_pool(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], rank: int, settings: Settings) -> Opened:
     """The pool of one rank; raises LocalError for caches that this connector cannot state."""
-    for form in {"auto": ("strides", "whole")}.get(settings.pages, (settings.pages,)):
+    given = config, kv_config, tensors, rank, settings
+    if settings.pages != "whole":
         try:
-            opened = _open(config, kv_config, tensors, rank, settings, form == "strides")
+            return _open(*given, strides=True)
         except LocalError as error:
-            if settings.pages != "auto" or form == "whole" or error.code not in _BY_STRIDES:
+            if settings.pages == "strides" or error.code not in _BY_STRIDES:
                 raise
             logger.warning("pages move whole, between equal engines alone: %s", error)
-            continue
-        logger.info("kvproto: pages of %s, %s", list(opened.tables), form)
-        return opened
-    raise AssertionError(settings.pages)
+    return _open(*given, strides=False)
 
 
 _BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY, ErrorCode.OUT_OF_RANGE)
@@ -73,6 +71,7 @@ def _open(
     pool = Pool(geometry, {n: each.tensors for n, each in stated.items()}, rank=rank, axes="page head token dim")
     windows = {each.title: each.spec.block_size for _, each in groups if type(each.spec).__name__ == WINDOW}
     tables = {each.title: Table(i, stated[each.title].pages, windows.get(each.title, 0)) for i, each in groups}
+    logger.info("kvproto: pages of %s, %s", list(tables), "strides" if strides else "whole")
     return Opened(pool, tables)
 
 

@@ -35,7 +35,7 @@ class Loading:
                 self._fetch(load)
             except KvprotoError as error:
                 logger.warning("the source of request %s is not told that it is free: %s", load.request, error)
-        for name, reason in orders.refused.items():
+        for name, (reason, _) in orders.refused.items():
             self._fail(name, reason)
         for name in orders.aborted:
             if name in self._fetches:

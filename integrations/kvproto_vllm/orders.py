@@ -72,9 +72,8 @@ class Orders:
         taken: Source ranks that handed a request over, so that the others may release it.
         loads: What is to be fetched.
         spared: What this engine does not need of a source, so that it may free it.
-        refused: Why a request cannot be fetched, by its id.
+        refused: Why a request cannot be fetched, and its blocks, by its id.
         aborted: Requests whose fetches are to stop.
-        targets: Blocks of requests that are to be fetched, also of those that cannot be.
     """
 
     requests: dict[str, tuple[Ticket, Prompt]] = field(default_factory=dict)
@@ -85,6 +84,5 @@ class Orders:
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     spared: list[Load] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, tuple[str, Tables]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
-    targets: dict[str, Tables] = field(default_factory=dict)

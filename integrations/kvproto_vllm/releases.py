@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvproto_engines.settings import refuse
-from kvproto_vllm.orders import Tables
+from kvproto_vllm.orders import Orders, Tables
 from kvproto_vllm.settings import WHERE
 
 __all__ = ["RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "layers_of"]
@@ -75,9 +75,11 @@ class LostBlocks:
         self._loads: dict[str, Tables] = {}
         self._lost: set[int] = set()
 
-    def begun(self, loads: dict[str, Tables]) -> None:
-        """Requests have these blocks for what they load."""
-        self._loads |= loads if _FAILS_BY_BLOCK else {}
+    def begun(self, orders: Orders) -> None:
+        """These are to be loaded in this step, or cannot be."""
+        if _FAILS_BY_BLOCK:
+            self._loads |= {load.request: load.tables for load in orders.loads}
+            self._loads |= {name: tables for name, (_, tables) in orders.refused.items()}
 
     def over(self, done: Iterable[str], failed: Iterable[str]) -> None:
         """Loads are over, and some of them failed."""

@@ -103,7 +103,7 @@ class Scheduling:
         if not external:
             self._spare(name, receive)
         elif receive.wanted is None:
-            self._orders.refused[name] = receive.error
+            self._orders.refused[name] = receive.error, blocks.get_block_ids()
         else:
             ticket, prompt = receive.wanted
             tokens = len(prompt) - 1

@@ -178,7 +178,8 @@ def test_a_fetch_by_what_is_no_ticket_fails_that_request(params: Any, says: str)
     made.allocated(asked, blocks([1, 2, 3, 4]), 99)
     orders = step(made)
     assert orders.loads == []
-    assert says in orders.refused["a"]
+    assert says in orders.refused["a"][0]
+    assert orders.refused["a"][1] == ([1, 2, 3, 4],)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_fetch_that_cannot_be_fails_alone(pair: Pair, ticket: Ticket, pages: l
 
 
 def test_a_fetch_that_the_scheduler_refuses_fails(pair: Pair) -> None:
-    pair.turn(load=Orders(refused={"a": "no ticket"}))
+    pair.turn(load=Orders(refused={"a": ("no ticket", ())}))
     assert pair.done == pair.failed == {"a"}
 
 
