@@ -89,7 +89,7 @@ def _check_entry(at: str, k: int, own: Columns, rows: int, lanes: int, size: int
         path = f"{at}.{name}[{k}]"
         if stride > region.length:
             mine, yours = f"at most {region.length} bytes", f"{stride} bytes"
-            raise RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, "a stride is the distance of two neighbours")
+            raise RemoteError(ErrorCode.OUT_OF_REGION, path, mine, yours, "a stride is the distance of two neighbours")
         if stride < reach:
             mine, yours = f"at least {reach} bytes, or neighbours overlap", f"{stride} bytes"
             raise RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, f"lay each element of {reach} bytes out apart")

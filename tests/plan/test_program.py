@@ -167,7 +167,7 @@ def test_columns_that_overlap_or_leave_their_region() -> None:
         ({"item_stride": np.array([0])}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
         ({"item_stride": np.array([page - 1])}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
         ({"item_stride": np.array([page + 1])}, ErrorCode.OUT_OF_REGION, "item_stride[0]"),
-        ({"item_stride": np.array([2**64 - 1], np.uint64)}, ErrorCode.BAD_COLUMNS, "item_stride[0]"),
+        ({"item_stride": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION, "item_stride[0]"),
         ({"items": 3}, ErrorCode.OUT_OF_REGION, "item_stride[0]"),
         ({"offset": np.array([page + 1])}, ErrorCode.OUT_OF_REGION, "offset[0]"),
         ({"offset": np.array([2**64 - 1], np.uint64)}, ErrorCode.OUT_OF_REGION, "offset[0]"),

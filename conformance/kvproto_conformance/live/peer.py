@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance.codec import write_frame
-from kvproto_conformance.codec.facts import MAGIC, MESSAGES
+from kvproto_conformance.codec.facts import MESSAGES
+from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
 from kvproto_conformance.live.wire import Wire
 
-__all__ = ["Missed", "Peer", "raw_frame"]
+__all__ = ["Missed", "Peer", "greased"]
 
 Json = dict[str, Any]
 PATIENCE = 10.0
@@ -28,13 +29,12 @@ class Missed(Exception):
         self.clause = clause
 
 
-def raw_frame(name: str, body: bytes, **envelope: int) -> bytes:
-    """A frame of any body; `major`, `minor`, `type`, `flags`, `reserved` and `length` are stated as they are given."""
-    layout = MESSAGES[name]
-    fields = {"major": layout.major, "minor": 0, "type": layout.number, "flags": 0, "reserved": 0, "length": len(body)}
-    fields |= envelope
-    sizes = (("major", 1), ("minor", 1), ("type", 2), ("flags", 2), ("reserved", 2), ("length", 4))
-    return MAGIC + b"".join(fields[key].to_bytes(size, "little") for key, size in sizes) + body
+def greased(raw: bytes) -> bytes:
+    """The same message with a field that is never assigned (KVP-GREASE-SEND)."""
+    if not 0x80 <= raw[16] < 0x8F:
+        return raw
+    body = bytes([raw[16] + 1]) + raw[17:] + b"\xcd\x80\x1b" + b"\x92\xa6grease\xc3"
+    return raw[:12] + len(body).to_bytes(4, "little") + body
 
 
 class Peer:
@@ -45,7 +45,7 @@ class Peer:
         self.wire, self.watch = wire, Watch(engine)
         self.session = ""
         self.ids = 0
-        self.answers_pings = True
+        self.answers_pings, self.greases = True, False
         self.incarnation = (int(time.time() * 1000) << 20) + secrets.randbits(20)
         self.heard: list[Frame] = []
         """Frames of the engine that no `expect` has taken yet."""
@@ -61,6 +61,8 @@ class Peer:
         if self.session and "session" in MESSAGES[name].names:
             fields.setdefault("session", self.session)
         raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
+        if self.greases:
+            raw = greased(raw)
         frame = self.watch.see(raw, SUITE)
         self.wire.send(raw)
         return frame
@@ -76,13 +78,12 @@ class Peer:
         self.watch.bad(raw, what)
         self.wire.send(raw, *more)
 
-    def lie(self, name: str, **fields: Any) -> str:
-        """Send a well-formed message that breaks a rule of what it says or of when it comes; its request id."""
-        if "session" in MESSAGES[name].names:
-            fields.setdefault("session", self.session)
-        if MESSAGES[name].names.get("request") is not None:
-            fields.setdefault("request", self.next_id())
-        self.misbehave(name, write_frame(name, {k: v for k, v in fields.items() if v is not None}))
+    def misstate(self, name: str, **fields: Any) -> str:
+        """Send a message that breaks a rule by what it says or by when it comes; its request id."""
+        for key, value in (("session", lambda: self.session), ("request", self.next_id)):
+            if key in MESSAGES[name].names and MESSAGES[name].names[key].required:
+                fields.setdefault(key, value())
+        self.misbehave(name, lax_frame(name, fields))
         return str(fields.get("request", ""))
 
     def hear(self, seconds: float) -> Frame | None:

@@ -10,6 +10,7 @@ from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.memory import holds
 from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
 from kvproto_conformance.live.sink import Request, Sink
+from kvproto_conformance.live.watch import Frame
 
 __all__ = ["PrefillRun"]
 
@@ -37,6 +38,38 @@ class PrefillRun(Run):
         made = self.sink(**more).ready()
         self.keep(made)
         return made
+
+    def refused(
+        self,
+        sink: Sink,
+        id: str | None,
+        by: str,
+        codes: str | tuple[str, ...],
+        path: str | None = None,
+        clause: str = "",
+        sequence: str = "",
+    ) -> Frame:
+        """Check that a request was refused: by which message, which code, and where.
+
+        A Failed may come later, under an id of its own: then `sequence` tells.
+        """
+        wanted = (codes,) if isinstance(codes, str) else codes
+
+        def where(fields: Json) -> bool:
+            return id is None or fields.get("request") == id or (by == "Failed" and fields["sequence"] == sequence)
+
+        found = sink.expect(by, where=where, seconds=6.0, clause=clause)
+        fields = found.fields
+        self.check("code", fields["code"] in wanted, f"{fields['code']} at {fields['path']!r}, not {wanted}", clause)
+        if path is not None:
+            self.check("path", fields["path"] == path, f"{fields['path']!r}, not {path!r}", "KVP-ERR-REPORT")
+        if by == "Failed":
+            sink.reply(found, "DoneAck")
+        return found
+
+    def untouched(self, sink: Sink) -> None:
+        """Check that nothing has written the sink's memory."""
+        self.check("memory as before", not (text := sink.differs()), text, "KVP-ERR-ALONE")
 
     def keep(self, sink: Sink) -> None:
         """Look later whether the engine still holds the sink's memory."""

@@ -36,6 +36,7 @@ class Scenario:
         must: Whether a failure makes the engine nonconformant.
         extensions: Features that it needs.
         slow: Whether it waits for a timer of the protocol.
+        spoils: Whether the engine serves nobody afterwards, as one that drains.
         script: What is done.
     """
 
@@ -50,6 +51,7 @@ class Scenario:
     must: bool
     extensions: tuple[str, ...]
     slow: bool
+    spoils: bool
     script: Script = attrs.field(repr=False)
 
 
@@ -60,6 +62,7 @@ SCENARIOS: dict[str, Scenario] = {}
 def scenario(
     id: str, title: str, *clauses: str, guards: str, role: str = "source", level: str = "L3", world: str = "gqa",
     transport: str = "SHM", must: bool = True, extensions: tuple[str, ...] = (), slow: bool = False,
+    spoils: bool = False,
 ) -> Callable[[Script], Script]:  # fmt: skip
     """Make a script a scenario."""
 
@@ -67,7 +70,7 @@ def scenario(
         if id in SCENARIOS:
             raise ValueError(f"two scenarios {id}")
         SCENARIOS[id] = Scenario(
-            id, title, clauses, guards, role, level, world, transport, must, extensions, slow, script
+            id, title, clauses, guards, role, level, world, transport, must, extensions, slow, spoils, script
         )
         return script
 

@@ -51,6 +51,8 @@ class Sink(Peer):
         self.version, self.their_version = "1", "1"
         self.heads_first, self.items = heads_first, items
         self.memory: Shared | None = None
+        self.spare: Shared | None = None
+        """More memory, for lies about it."""
         self.image = np.empty(0, np.uint8)
         self.columns: list[Json] = []
         self.planned: Json = {}
@@ -262,9 +264,10 @@ class Sink(Peer):
     def close(self) -> None:
         """Goodbye, and give the memory back."""
         super().close()
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+        for memory in (self.memory, self.spare):
+            if memory is not None:
+                memory.close()
+        self.memory = self.spare = None
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,131 @@
+"""Transfers to a source that say something wrong, and what must come of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.scenario import scenario
+from kvproto_conformance.live.sink import Sink
+
+Json = dict[str, Any]
+Change = Callable[[Json, Sink], Json]
+"""Of a good Transfer and the sink that would send it: the fields that are wrong."""
+
+
+def _grant(number: int, **wrong: Any) -> Change:
+    def change(good: Json, sink: Sink) -> Json:
+        grants = [dict(grant) for grant in good["grants"]]
+        for name, value in wrong.items():
+            grants[number][name] = value(grants[number]) if callable(value) else value
+        return {"grants": [{k: v for k, v in grant.items() if v is not None} for grant in grants]}
+
+    return change
+
+
+def _fields(**wrong: Any) -> Change:
+    return lambda good, sink: wrong
+
+
+def _items(change: Callable[[list[str]], list[str]]) -> Callable[[Json], list[str]]:
+    return lambda grant: change(list(grant["items"]))
+
+
+def _windows(good: Json, sink: Sink) -> Json:
+    grants = [dict(grant) for grant in good["grants"]]
+    grants[0]["count"] = grants[0]["valid"] = str(int(grants[0]["count"]) + 1)
+    return {"grants": grants}
+
+
+_STALE = "A frame from before is taken for one of now."
+_WRITES = "Bytes are written where nobody asked for them: pages of another request are corrupted in silence."
+_WRONG = "A sink of another version, epoch or model is served with bytes that mean something else to it."
+
+# id, what is wrong, world, change, message that refuses, codes, path, clause, guards
+LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, str, str]] = [
+    ("LIVE-401", "the content digest of another prompt", "gqa", _fields(content="ab" * 32),
+     "Failed", "CONTENT_MISMATCH", "content", "KVP-TKT-CONTENT",
+     "The cache of one prompt is handed to another request: an answer to somebody else's question."),
+    ("LIVE-402", "another version of the sink's Description", "gqa", _fields(sink_version="7"),
+     "Failed", "BAD_GRANT", "sink_version", "KVP-TRN-AGREE", _WRONG),
+    ("LIVE-403", "another version of the source's Description", "gqa", _fields(source_version="7"),
+     "Failed", "DESCRIPTION_MISMATCH", "source_version", "KVP-TRN-CHANGED", _WRONG),
+    ("LIVE-404", "an epoch that was never registered", "gqa", _fields(epoch="9"),
+     "Failed", "BAD_GRANT", "epoch", "KVP-TRN-AGREE", _WRITES),
+    ("LIVE-405", "a writer too many", "gqa", _fields(writers=["0", "1"]),
+     "Failed", "BAD_GRANT", "writers", "KVP-TRN-AGREE", "A sink waits for ever for a rank that has nothing to send."),
+    ("LIVE-406", "another writer", "gqa", _fields(writers=["3"]),
+     "Failed", "BAD_GRANT", "writers", "KVP-TRN-AGREE", "A sink waits for ever for a rank that has nothing to send."),
+    ("LIVE-407", "no grant for the hand-off group", "gqa", lambda good, sink: {"grants": good["grants"][:1]},
+     "Failed", "BAD_GRANT", "grants", "KVP-HND-GRANT", "The first token is lost: decode begins with a wrong one."),
+    ("LIVE-408", "a grant for a group that nobody has", "gqa", _grant(1, group="99"),
+     "Failed", "BAD_GRANT", "grants", "KVP-GRANT-GROUPS", _WRITES),
+    ("LIVE-409", "an item beyond the pool", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], "64"])),
+     "Failed", "OUT_OF_REGION", "grants[0].items", "KVP-GRANT-POOL", _WRITES),
+    ("LIVE-410", "an item far beyond the pool", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], str(2**32 - 1)])),
+     "Failed", "OUT_OF_REGION", "grants[0].items", "KVP-GRANT-POOL", _WRITES),
+    ("LIVE-411", "one item twice", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], i[0]])),
+     "Failed", "ITEM_ALIAS", "grants[0].items", "KVP-GRANT-ALIAS", _WRITES),
+    ("LIVE-412", "an item too few", "gqa", _grant(0, items=_items(lambda i: i[:-1])),
+     "Failed", "BAD_GRANT", None, "KVP-GRANT-COUNT", _WRITES),
+    ("LIVE-413", "an item too many", "gqa", _grant(0, items=_items(lambda i: [*i, "0"])),
+     "Failed", "BAD_GRANT", None, "KVP-GRANT-COUNT", _WRITES),
+    ("LIVE-414", "no items at all, and no INTENT", "gqa", _grant(0, items=None),
+     "Failed", "BAD_GRANT", None, "KVP-INT-ITEMS", "A request without pages is accepted and never ends."),
+    ("LIVE-415", "a window that ends above the prompt", "gqa", _windows,
+     "Failed", "BAD_GRANT", "grants[0].valid", "KVP-GRANT-PROMPT",
+     "A guard tests positions of before: rows that nobody computed are handed over."),
+    ("LIVE-416", "`valid` above the prompt, the window below", "gqa", _grant(0, valid="46"),
+     "Failed", "BAD_GRANT", "grants[0].valid", "KVP-GRANT-PROMPT",
+     "A guard tests positions of before: rows that nobody computed are handed over."),
+    ("LIVE-417", "a window that ends above `valid`", "gqa", _grant(0, valid="44"),
+     "Error", "BAD_GRANT", "grants[0].valid", "KVP-GRANT-VALID", _WRITES),
+    ("LIVE-418", "sequence 0", "gqa", _fields(sequence="0"),
+     "Error", "OUT_OF_RANGE", "sequence", "KVP-BODY-RANGE", _STALE),
+    ("LIVE-419", "attempt 0", "gqa", _fields(attempt="0"),
+     "Error", "OUT_OF_RANGE", "attempt", "KVP-BODY-RANGE", _STALE),
+    ("LIVE-420", "attempt 2 without attempt 1", "gqa", _fields(attempt="2"),
+     "Failed", "UNEXPECTED_MESSAGE", "attempt", "KVP-TRN-ATTEMPT", _STALE),
+    ("LIVE-421", "a sequence a million ahead", "gqa", _fields(sequence="1000000"),
+     "Failed", "BUSY", "sequence", "KVP-TRN-BUSY", "A peer makes the source remember without a bound."),
+    ("LIVE-422", "grants out of order", "gqa", lambda good, sink: {"grants": good["grants"][::-1]},
+     "Error", "NOT_ASCENDING", "grants[1].group", "KVP-RULE-ASCEND", _WRITES),
+    ("LIVE-423", "the state after another token", "hybrid", _grant(2, state_after="44"),
+     "Failed", "STATE_POSITION", None, "KVP-GRANT-STATE",
+     "A recurrent state of other tokens is decoded on: the text drifts, and nothing says so."),
+    ("LIVE-424", "a window longer than the source's ring", "hybrid",
+     _grant(1, first=lambda g: str(int(g["first"]) - 1), count=lambda g: str(int(g["count"]) + 1)),
+     "Failed", ("BAD_GRANT", "NOT_HELD"), None, "KVP-GRANT-HELD",
+     "Rows that the ring has overwritten are served as if they were old ones."),
+    ("LIVE-425", "more transfers than the grants' writers: none", "gqa", _fields(writers=[]),
+     "Error", "OUT_OF_RANGE", "writers", "KVP-BODY-RANGE", "A request that nobody answers."),
+    ("LIVE-426", "a ticket key of 15 bytes", "gqa", _fields(ticket="00" * 15),
+     "Error", "OUT_OF_RANGE", "ticket", "KVP-BODY-RANGE", _STALE),
+]  # fmt: skip
+
+
+def _lie(change: Change, by: str, codes: str | tuple[str, ...], path: str | None, clause: str) -> Any:
+    def script(run: PrefillRun) -> None:
+        """The lie is refused, writes nothing, and the same session serves the next good request."""
+        sink = run.ready()
+        prompt = run.prompt()
+        run.serve(prompt)
+        good = sink.transfer(sink.request(prompt.key, prompt.tokens))
+        fields = good | change(good, sink)
+        id = sink.misstate("Transfer", **fields)
+        run.refused(sink, id, by, codes, path, clause, fields["sequence"])
+        run.untouched(sink)
+        run.engine.ask("fail", id=prompt.id, reason="over")
+        run.engine.ask("wait", id=prompt.id, seconds=5)
+        if fields["sequence"] != good["sequence"] or by == "Error":
+            sink.sequences -= 1
+        run.hand_over(sink)
+
+    return script
+
+
+for _id, _what, _world, _change, _by, _codes, _path, _clause, _guards in LIES:
+    scenario(_id, f"a Transfer with {_what}", _clause, "KVP-ERR-ALONE", guards=_guards, level="L4", world=_world)(
+        _lie(_change, _by, _codes, _path, _clause)
+    )
