@@ -1,4 +1,4 @@
-"""The driver for live engines: the reference passes, and engines with a fault fail where the scenario says so."""
+"""The driver for live engines: the reference passes, and what is no engine is an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ def adapter(name: str) -> list[str]:
     return [sys.executable, str(TESTEES / name)]
 
 
-@pytest.mark.parametrize(("role", "ids"), [("source", ["LIVE-101", "LIVE-104"]), ("sink", ["LIVE-301", "LIVE-306"])])
-def test_the_reference_hands_over_every_byte(role: str, ids: list[str]) -> None:
-    chosen = [s for s in list_scenarios(role) if s.id in ids]
+@pytest.mark.parametrize(
+    ("role", "ids"),
+    [
+        ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-123", "LIVE-411", "LIVE-520", "LIVE-607", "LIVE-713"]),
+        ("sink", ["LIVE-301", "LIVE-306"]),
+    ],
+)
+def test_the_reference_passes(role: str, ids: list[str]) -> None:
+    chosen = sorted((s for s in list_scenarios(role) if s.id in ids), key=lambda s: s.id)
     results = list(run(adapter(f"live_{role}.py"), chosen))
     assert [(r.id, r.status, r.text) for r in results] == [(id, "pass", "") for id in ids]
     assert all(len(result.checks) > 8 for result in results)
@@ -28,3 +34,9 @@ def test_a_program_that_is_none_is_an_error() -> None:
     chosen = list_scenarios("source")[:1]
     assert [r.status for r in run(["/no/such/program"], chosen)] == ["error"]
     assert [r.status for r in run([sys.executable, "-c", "print('hello')"], chosen)] == ["error"]
+
+
+def test_scenarios_say_what_they_are_about() -> None:
+    for each in list_scenarios():
+        assert each.clauses, each.id
+        assert each.guards.endswith("."), each.id

@@ -143,9 +143,12 @@ class Watch:
                     raise Blamed(frame.sender, f"{frame.name} of another {key} than its request", "KVP-SES-ECHO")
             if frame.name == "Failed":
                 self._requests.setdefault((frame.sender, f"failed {id}"), frame)
+                if (other, id) in self._lies:
+                    self._lies.add((frame.sender, f"failed {id}"))
             before = self._answered.get((other, id)) == frame.name
             self._answered[other, id] = frame.name
-            return before or (other, id) in self._lies
+            key = f"failed {id}" if asked is failed and failed is not None else id
+            return before or (other, key) in self._lies
         earlier = self._requests.get((frame.sender, id))
         if earlier is not None and (earlier.name, _same(earlier)) != (frame.name, _same(frame)):
             text = f"{frame.name} under request id {id}, which {earlier.name} has used"

@@ -2,6 +2,8 @@
 
 from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in which they run
     handovers,
+    prefill_frames,
     prefill_registers,
+    prefill_sessions,
     prefill_transfers,
 )

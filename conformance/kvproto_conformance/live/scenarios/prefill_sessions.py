@@ -1,0 +1,504 @@
+"""Sessions and transfers of a source, as they go in an engine's day: early, twice, again, in pieces, given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproto_conformance.live import world
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.scenario import scenario
+from kvproto_conformance.live.wire import Dealer
+
+Json = dict[str, Any]
+_PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
+_TWICE = "A frame that comes twice is done twice, or not answered."
+_NEGOTIATE = "Engines of two releases cannot say that they do not fit, and hang or guess."
+
+
+@scenario("LIVE-111", "two sink ranks take their heads, and the request is held until both have", "KVP-TRN-HOLD",
+          "KVP-PLAN-EXACT", guards=_PAGES)  # fmt: skip
+def _two_ranks(run: PrefillRun) -> None:
+    name = f"pair-{run.prompt().id}"
+    first, second = (run.ready(ranks=2, rank=rank, name=name) for rank in (0, 1))
+    prompt = run.prompt()
+    run.serve(prompt)
+    made = [sink.request(prompt.key, prompt.tokens) for sink in (first, second)]
+    first.ask_for(made[0])
+    second.ask_for(made[1])
+    run.arrived(first, made[0], prompt)
+    run.over(prompt, "held", 0.1)
+    run.arrived(second, made[1], prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-112", "a Transfer that comes before its prompt", "KVP-TKT-EARLY",
+          guards="Decode is told before prefill is, and the request is lost.")  # fmt: skip
+def _early(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    made = sink.request(prompt.key, prompt.tokens)
+    accepted = sink.ask_for(made)
+    run.check("pending", accepted.fields["state"] == "PENDING", accepted.fields["state"], "KVP-TKT-EARLY")
+    run.serve(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-113", "no Done before prefill is over", "KVP-TRN-ORDER", "KVP-GRANT-FINITE",
+          guards="Decode begins with rows that nobody has computed.")  # fmt: skip
+def _during(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    accepted = sink.ask_for(made)
+    run.check("not ready", accepted.fields["state"] != "READY", accepted.fields["state"], "KVP-TKT-EARLY")
+    run.fill(prompt, 20)
+    run.engine.ask("computed", id=prompt.id, tokens=20)
+    early = sink.silence(0.1)
+    run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-TRN-ORDER")
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-114", "a fetch that begins behind a prefix which the sink has", "KVP-GRANT-COUNT",
+          guards="Pages of a prefix that others share are written again.")  # fmt: skip
+def _prefix(run: PrefillRun) -> None:
+    sink = run.ready()
+    for first in (16, 3, 44):
+        run.hand_over(sink, run.prompt(), first)
+
+
+@scenario("LIVE-115", "a prompt of one token, and one of whole pages", "KVP-GRANT-COUNT",
+          guards="The last page is counted by one too many or too few.")  # fmt: skip
+def _lengths(run: PrefillRun) -> None:
+    sink = run.ready()
+    for tokens in (1, 4, 16, 17, 32):
+        run.hand_over(sink, run.prompt(tokens))
+
+
+@scenario("LIVE-116", "Ping is answered in every state of a session", "KVP-SES-PONG",
+          guards="An engine that is busy registering is taken for dead.")  # fmt: skip
+def _pings(run: PrefillRun) -> None:
+    sink = run.sink()
+    steps = (
+        sink.greet, lambda: sink.describe(sink.geometry or {}), sink.allocate, lambda: run.keep(sink), sink.register,
+    )  # fmt: skip
+    for step in steps:
+        step()
+        found = sink.ask("Ping", "Pong")
+        run.check(f"Pong when {sink.watch.state}", found.fields["session"] == sink.session, clause="KVP-SES-PONG")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-117", "Describe, Register and Transfer twice under one id", "KVP-SES-REPLY", guards=_TWICE)
+def _again(run: PrefillRun) -> None:
+    sink = run.sink()
+    sink.greet()
+
+    def twice(name: str, answer: str) -> None:
+        frame = next(raw for raw in reversed(sent) if raw.name == name)
+        sink.watch.see(frame.raw, "suite")
+        sink.wire.send(frame.raw)
+        found = sink.expect(answer, where=lambda f: f["request"] == frame.fields["request"], clause="KVP-SES-REPLY")
+        run.check(f"{answer} again", True, found.name)
+
+    sent: list[Any] = []
+    plain = sink.send
+    sink.send = lambda name, **fields: sent.append(plain(name, **fields)) or sent[-1]  # type: ignore[method-assign]
+    sink.describe(sink.geometry or {})
+    twice("Describe", "Description")
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    twice("Register", "Registered")
+    prompt = run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    twice("Transfer", "Accepted")
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-118", "a connection breaks, and the session is resumed over another", "KVP-SES-RESUME",
+          guards="A connection that breaks costs every transfer that was under way.")  # fmt: skip
+def _resume(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    sink.wire.close()
+    sink.wire = Dealer(run.live.address)
+    session = sink.session
+    found = sink.greet(resume=session)
+    run.check("the same session", found.fields["session"] == session, found.fields["session"], "KVP-SES-RESUME")
+    run.serve(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-119", "a session that nobody has is not resumed", "KVP-SES-RESUME", "KVP-SES-FRESH",
+          guards="A process that began again is taken for the one before it.")  # fmt: skip
+def _no_resume(run: PrefillRun) -> None:
+    sink = run.sink()
+    found = sink.greet(resume="12345")
+    run.check("a new session", found.fields["session"] != "12345", clause="KVP-SES-FRESH")
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    run.hand_over(sink)
+
+
+@scenario("LIVE-121", "Abort before prefill ends: PROVEN, and no byte is written after it", "KVP-END-PROVEN",
+          guards=_PAGES)  # fmt: skip
+def _abort(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.fill(prompt)
+    run.finish(prompt)
+    late = sink.silence(0.1)
+    run.check("nothing follows", not late, str([frame.name for frame in late]), "KVP-END-PROVEN")
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-122", "Abort while rows are copied: once it is PROVEN, no byte changes", "KVP-END-PROVEN",
+          guards=_PAGES)  # fmt: skip
+def _abort_running(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.fill(prompt)
+    run.engine.ask("computed", id=prompt.id, tokens=30)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    assert sink.memory is not None
+    sink.image[:] = sink.memory.bytes
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.finish(prompt)
+    sink.silence(0.1)
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-123", "Abort of an attempt that has not come yet", "KVP-END-UNSEEN",
+          guards="An Abort overtakes its Transfer, which is then served into pages of somebody else.")  # fmt: skip
+def _abort_unseen(run: PrefillRun) -> None:
+    sink, before, prompt = run.ready(), run.prompt(), run.prompt()
+    run.take(before)
+    sink.ask_for(sink.request(before.key, before.tokens))  # keeps what follows above the low-water mark
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="changed its mind")
+    proven = drained.fields["proof"] == "PROVEN"
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "ABORTED", "sequence", "KVP-END-UNSEEN", made.sequence)
+    run.check("proven", proven, drained.fields["proof"], "KVP-END-PROVEN")
+    run.untouched(sink)
+    for each in (before, prompt):
+        run.engine.ask("fail", id=each.id, reason="over")
+    run.refused(sink, None, "Failed", "ABORTED", sequence="1")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-124", "attempt 2 with other pages, after an Abort that is PROVEN", "KVP-TRN-ATTEMPT",
+          guards="A request that was aborted once can never be fetched again.")  # fmt: skip
+def _attempt(run: PrefillRun) -> None:
+    sink, before, prompt = run.ready(), run.prompt(), run.prompt()
+    run.take(before)
+    held = sink.request(before.key, before.tokens)
+    sink.ask_for(held)  # while this one is under way, the next is above the low-water mark
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    sink.ask("Transfer", "Accepted", **fields)
+    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="other pages")
+    made.grants = sink.request(prompt.key, prompt.tokens).grants
+    sink.ask("Transfer", "Accepted", **(fields | {"attempt": "2", "grants": made.grants}))
+    for each, of in ((prompt, made), (before, held)):
+        run.fill(each)
+        run.finish(each)
+        run.arrived(sink, of, each)
+        run.over(each)
+
+
+@scenario("LIVE-125", "Abort after Done: Drained says PROVEN", "KVP-END-PROVEN", guards=_PAGES)
+def _abort_done(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="late")
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-126", "prefill gives a request up", "KVP-TRN-CHECKS",
+          guards="A prompt that cannot be computed lets decode wait for ever.")  # fmt: skip
+def _failed(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sent = sink.ask_for(made)
+    run.engine.ask("fail", id=prompt.id, reason="no pages")
+    found = run.refused(sink, None, "Failed", "ABORTED", clause="KVP-TRN-CHECKS")
+    run.check("about it", found.fields["sequence"] == sent.fields["sequence"], clause="KVP-SES-ECHO")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-127", "the first token ends the text", "KVP-TRN-SET",
+          guards="Decode goes on after the end of the text.")  # fmt: skip
+def _finished(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    run.fill(prompt)
+    run.finish(prompt, finished=True)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    done = sink.await_done(made)
+    run.check("outcome", done.fields["outcome"] == "FINISHED", done.fields["outcome"])
+    sink.reply(done, "DoneAck")
+    run.over(prompt)
+
+
+@scenario("LIVE-128", "Done comes again under its id until it is acknowledged", "KVP-SES-RESEND", "KVP-TRN-HOLD",
+          guards="A lost frame lets a request hang, or its pages leak.", slow=True)  # fmt: skip
+def _resend(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    first = sink.await_done(made)
+    again = sink.expect("Done", seconds=8.0, clause="KVP-SES-RESEND")
+    same = first.fields == again.fields
+    run.check("the same Done", same, f"{first.fields} and {again.fields}", "KVP-SES-RESEND")
+    run.over(prompt, "held", 0.05)
+    sink.reply(again, "DoneAck")
+    run.over(prompt)
+
+
+@scenario("LIVE-129", "an Error in place of DoneAck ends the attempt", "KVP-TRN-REFUSED",
+          guards="A source says Done for ever to a sink that has refused it.", slow=True)  # fmt: skip
+def _refused_done(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    done = sink.await_done(made)
+    sink.send("Error", request=done.fields["request"], code="WRONG_PEER", path="writer", mine="1", yours="0")
+    late = sink.silence(3.0)
+    run.check("no Done again", not late, str([frame.name for frame in late]), "KVP-TRN-REFUSED")
+    run.over(prompt, "undelivered")
+
+
+@scenario("LIVE-131", "a deadline passes while prefill runs", "KVP-TKT-DEADLINE",
+          guards="A request that everybody has forgotten keeps its pages.")  # fmt: skip
+def _deadline(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt, deadline=300)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.refused(sink, None, "Failed", "DEADLINE", clause="KVP-TKT-DEADLINE")
+    run.over(prompt, "expired")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-132", "a request that nobody fetches ends at its deadline", "KVP-TKT-DEADLINE",
+          guards="A request that everybody has forgotten keeps its pages.")  # fmt: skip
+def _nobody(run: PrefillRun) -> None:
+    prompt = run.prompt()
+    run.take(prompt, deadline=200)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.over(prompt, "expired")
+
+
+@scenario("LIVE-133", "a ticket that another engine's sink has taken", "KVP-TKT-BIND",
+          guards="Two decode engines compute one request, or the wrong one gets it.")  # fmt: skip
+def _bound(run: PrefillRun) -> None:
+    first, second, prompt = run.ready(), run.ready(), run.prompt()
+    run.take(prompt)
+    made = first.request(prompt.key, prompt.tokens)
+    first.ask_for(made)
+    other = second.request(prompt.key, prompt.tokens)
+    id = second.misstate("Transfer", **second.transfer(other))
+    run.refused(second, id, "Failed", "TICKET_BOUND", "ticket", "KVP-TKT-BIND", other.sequence)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(first, made, prompt)
+    run.over(prompt)
+    run.untouched(second)
+
+
+@scenario("LIVE-134", "a ticket in two sequences of a session", "KVP-TKT-USED",
+          guards="One ticket is fetched twice, and the second time from pages of another request.")  # fmt: skip
+def _used(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    other = sink.request(prompt.key, prompt.tokens)
+    id = sink.misstate("Transfer", **sink.transfer(other))
+    run.refused(sink, id, "Failed", "TICKET_USED", "ticket", "KVP-TKT-USED", other.sequence)
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-135", "a Transfer of a sequence that has ended", "KVP-TRN-STALE",
+          guards="A frame that waited in a queue writes pages that belong to another request by now.")  # fmt: skip
+def _stale(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    sink.ask("Transfer", "Accepted", **fields)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-136", "eight transfers at once, finished in another order", "KVP-TRN-BUSY",
+          guards="Transfers of one session get each other's pages.")  # fmt: skip
+def _many(run: PrefillRun) -> None:
+    sink = run.ready()
+    prompts = [run.prompt(5 + 3 * i) for i in range(8)]
+    made = [sink.request(p.key, p.tokens) for p in prompts]
+    for each, prompt in zip(made, prompts, strict=True):
+        run.take(prompt)
+        sink.ask_for(each)
+    for i in (3, 0, 7, 1, 6, 2, 5, 4):
+        run.fill(prompts[i])
+        run.finish(prompts[i])
+        run.arrived(sink, made[i], prompts[i])
+        run.over(prompts[i])
+
+
+@scenario("LIVE-141", "no version in common", "KVP-NEG-VERSION", guards=_NEGOTIATE)
+def _version(run: PrefillRun) -> None:
+    sink = run.sink()
+    id = sink.send("Hello", **(sink.hello() | {"versions": [{"major": "7", "min_minor": "0", "max_minor": "3"}]}))
+    run.refused(sink, id.fields["request"], "Refused", "NO_VERSION", "versions", "KVP-NEG-VERSION")
+
+
+@scenario("LIVE-142", "a feature is needed that nobody knows", "KVP-NEG-FEATURE", guards=_NEGOTIATE)
+def _feature(run: PrefillRun) -> None:
+    sink = run.sink()
+    unknown = [{"unknown": "28672"}]
+    id = sink.send("Hello", **(sink.hello() | {"offered": unknown, "needed": unknown}))
+    run.refused(sink, id.fields["request"], "Refused", "FEATURE_MISSING", "needed", "KVP-NEG-FEATURE")
+
+
+@scenario("LIVE-143", "grease in Hello and in every message after it", "KVP-GREASE-TAKE", "KVP-NEG-IGNORE",
+          "KVP-BODY-IGNORE", guards="What a later version adds ends an engine of today.")  # fmt: skip
+def _grease(run: PrefillRun) -> None:
+    sink = run.sink(offered=["VERIFY"])
+    sink.greases = True
+    hello = sink.hello()
+    sink.greet(
+        offered=[*hello["offered"], {"unknown": "61467"}],
+        versions=[{"major": "170", "min_minor": "0", "max_minor": "0"}, *hello["versions"]],
+    )
+    known = sink.watch.features <= {"VERIFY"}
+    run.check("no grease is chosen", known, str(sink.watch.features), "KVP-NEG-CHOOSE")
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    run.hand_over(sink)
+
+
+@scenario("LIVE-144", "a Hello of another source", "KVP-NEG-ROLE", guards=_NEGOTIATE)
+def _role(run: PrefillRun) -> None:
+    sink = run.sink()
+    id = sink.send("Hello", **(sink.hello() | {"role": "SOURCE"}))
+    run.refused(sink, id.fields["request"], "Refused", "WRONG_PEER", None, "KVP-NEG-ROLE")
+
+
+@scenario("LIVE-145", "an earlier run of a rank comes after a later one", "KVP-SES-SUPERSEDE", "KVP-SES-REPLACED",
+          guards="A process that was thought dead takes the place of its successor.")  # fmt: skip
+def _superseded(run: PrefillRun) -> None:
+    old = run.ready()
+    new = run.sink(name=old.name)
+    new.incarnation = old.incarnation + (1 << 30)
+    new.ready()
+    run.keep(new)
+    id = old.misstate("Ping")
+    run.refused(old, id, "Error", "SUPERSEDED", clause="KVP-SES-REPLACED")
+    ghost = run.sink(name=old.name)
+    ghost.incarnation = old.incarnation
+    sent = ghost.send("Hello", **ghost.hello())
+    run.refused(ghost, sent.fields["request"], "Refused", "SUPERSEDED", None, "KVP-SES-SUPERSEDE")
+    run.hand_over(new)
+    old.session = ""
+
+
+@scenario("LIVE-146", "a prompt that never comes", "KVP-TKT-EARLY",
+          guards="A ticket that was mistyped holds decode's pages for ever.", slow=True)  # fmt: skip
+def _unknown_ticket(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    made = sink.request(prompt.key, prompt.tokens)
+    accepted = sink.ask_for(made)
+    run.check("pending", accepted.fields["state"] == "PENDING", accepted.fields["state"], "KVP-TKT-EARLY")
+    found = sink.expect("Failed", seconds=20.0, clause="KVP-TKT-EARLY")
+    run.check("code", found.fields["code"] == "UNKNOWN_TICKET", str(found.fields), "KVP-TKT-EARLY")
+    sink.reply(found, "DoneAck")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-147", "the engine drains: what is under way ends, the rest is refused", "KVP-SES-DRAINING",
+          guards="An engine that is taken down loses requests.", spoils=True)  # fmt: skip
+def _drain(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    done = sink.await_done(made)
+    run.engine.ask("drain")
+    late = run.sink()
+    sent = late.send("Hello", **late.hello())
+    run.refused(late, sent.fields["request"], "Refused", "DRAINING", None, "KVP-SES-DRAINING")
+    other = sink.request(run.prompt().key, prompt.tokens)
+    id = sink.misstate("Transfer", **sink.transfer(other))
+    run.refused(sink, id, "Failed", "DRAINING", None, "KVP-SES-DRAINING", other.sequence)
+    sink.reply(done, "DoneAck")
+    run.over(prompt)
+
+
+@scenario("LIVE-148", "an engine that ends says Goodbye", "KVP-SES-DRAINING",
+          guards="A peer waits out every patience before it knows.", spoils=True, must=False)  # fmt: skip
+def _goodbye(run: PrefillRun) -> None:
+    sink = run.ready()
+    run.live.engine.stop()
+    found = sink.expect("Goodbye", seconds=5.0, clause="KVP-SES-LOST")
+    run.check("of this session", found.fields["session"] == sink.session)
+
+
+@scenario("LIVE-149", "the plan of two sink ranks is the suite's, digest and all", "KVP-PLAN-EXACT", "KVP-REG-CHECK",
+          guards="Two planners that nearly agree.", world="mla")  # fmt: skip
+def _plan(run: PrefillRun) -> None:
+    name = f"pair-{run.prompt().id}"
+    for rank in (0, 1):
+        sink = run.ready(ranks=2, rank=rank, name=name)
+        run.check(f"routes of rank {rank}", len(sink.routes()) == 3, str(sink.routes()), "KVP-PLAN-EXACT")
+    described = world.digest_of(run.live.geometry)[1] == sink.their_digest
+    run.check("the Description is what the engine said", described, sink.their_digest, "KVP-DSC-DIGEST")
