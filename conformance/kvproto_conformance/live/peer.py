@@ -49,6 +49,8 @@ class Peer:
         self.incarnation = (int(time.time() * 1000) << 20) + secrets.randbits(20)
         self.heard: list[Frame] = []
         """Frames of the engine that no `expect` has taken yet."""
+        self.last: dict[str, Frame] = {}
+        """The latest message of each name that was sent."""
         self._replies: dict[tuple[str, str], bytes] = {}
 
     def next_id(self) -> str:
@@ -63,7 +65,7 @@ class Peer:
         raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
         if self.greases:
             raw = greased(raw)
-        frame = self.watch.see(raw, SUITE)
+        frame = self.last[name] = self.watch.see(raw, SUITE)
         self.wire.send(raw)
         return frame
 
@@ -80,9 +82,9 @@ class Peer:
 
     def misstate(self, name: str, **fields: Any) -> str:
         """Send a message that breaks a rule by what it says or by when it comes; its request id."""
-        for key, value in (("session", lambda: self.session), ("request", self.next_id)):
-            if key in MESSAGES[name].names and MESSAGES[name].names[key].required:
-                fields.setdefault(key, value())
+        for key in ("session", "request"):
+            if key in MESSAGES[name].names and MESSAGES[name].names[key].required and key not in fields:
+                fields[key] = self.session if key == "session" else self.next_id()
         self.misbehave(name, lax_frame(name, fields))
         return str(fields.get("request", ""))
 

@@ -97,15 +97,12 @@ def _again(run: PrefillRun) -> None:
     sink.greet()
 
     def twice(name: str, answer: str) -> None:
-        frame = next(raw for raw in reversed(sent) if raw.name == name)
+        frame = sink.last[name]
         sink.watch.see(frame.raw, "suite")
         sink.wire.send(frame.raw)
         found = sink.expect(answer, where=lambda f: f["request"] == frame.fields["request"], clause="KVP-SES-REPLY")
         run.check(f"{answer} again", True, found.name)
 
-    sent: list[Any] = []
-    plain = sink.send
-    sink.send = lambda name, **fields: sent.append(plain(name, **fields)) or sent[-1]  # type: ignore[method-assign]
     sink.describe(sink.geometry or {})
     twice("Describe", "Description")
     sink.allocate()
