@@ -43,7 +43,7 @@ def _early(run: PrefillRun) -> None:
     run.over(prompt)
 
 
-@scenario("LIVE-113", "no Done before prefill is over", "KVP-TRN-ORDER", "KVP-GRANT-FINITE",
+@scenario("LIVE-113", "no Done before prefill is over", "KVP-TRN-ORDER",
           guards="Decode begins with rows that nobody has computed.")  # fmt: skip
 def _during(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
