@@ -39,7 +39,7 @@ _POLL: dict[State, Any] = {
     State.SUCCESS: KVPoll.Success,
 }
 _WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
-_ONES = ("pp_size", "attn_cp_size", "attn_dcp_size", "num_dp_ranks")
+_ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
 """Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
 _NOT_ASKED = "the plug-in's hooks are not in place: SGLang's log says why"
 
@@ -89,13 +89,15 @@ class Manager(BaseKVManager):
         names = metadata.SETS["all" if self.prefills else settings.metadata]
         self.layout = Layout(
             parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in _ONES),
+            parallel.attn_dp_rank or parallel.dp_rank or 0, parallel.num_dp_ranks,
         )  # fmt: skip
         self.opened: Opened = open_pool(
             queue.token_to_kv_pool, queue.scheduler.model_config, self._server, self.buffers, args.state_types,
             args.num_draft_entries, self.layout, settings, names,
         )  # fmt: skip
         if self.prefills:
-            self.source = Source(settings.name, self.opened.pool, str(settings.listen), settings.options)
+            listen = settings.listen_of(self.layout.replica, self.layout.replicas)
+            self.source = Source(settings.name, self.opened.pool, listen, settings.options)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
 
@@ -146,7 +148,8 @@ class Sender(BaseKVSender):
             return
         try:
             asked = asked_of(request)
-            made = asked.ticket or ticket_of(self._room, manager.settings.name, 0, manager.settings.deadline)
+            name, replica, deadline = manager.settings.name, manager.layout.replica, manager.settings.deadline
+            made = asked.ticket or ticket_of(self._room, name, replica, deadline)
             sending.begin(made, asked.prompt)
         except KvprotoError as error:
             sending.error = error

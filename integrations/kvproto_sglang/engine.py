@@ -23,11 +23,18 @@ TARGET = "kv"
 
 @attrs.frozen
 class Layout:
-    """The place of this process among those of its engine; `refused` has sizes that have to be 1, by name."""
+    """The place of this process among those of its engine.
+
+    Fields:
+        refused: Sizes that have to be 1, by name.
+        replica: Which of the `replicas` of data parallel, that of attention too.
+    """
 
     tp: int = 1
     rank: int = 0
     refused: tuple[tuple[str, int], ...] = ()
+    replica: int = 0
+    replicas: int = 1
 
 
 @attrs.frozen
@@ -73,7 +80,7 @@ def open_pool(
     cache, tensors, axes = _KINDS[kind](pool, model)
     facts = settings.facts if settings.facts is not None else _facts(model, server, settings)
     geometry = lay_out(
-        [cache, *metadata.cache_of(buffers, parts)], Parallel(tp=layout.tp), facts=facts,
+        [cache, *metadata.cache_of(buffers, parts)], Parallel(tp=layout.tp), layout.replica, facts,
         depth=model.num_hidden_layers,
     )  # fmt: skip
     made = Pool(geometry, {TARGET: tensors}, rank=layout.rank, axes=axes)

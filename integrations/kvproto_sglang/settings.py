@@ -30,7 +30,7 @@ class Settings:
     Fields:
         name: Of the engine, the same on all its ranks. Of a prefill engine what requests call it by: `bootstrap_host`
             and `bootstrap_port` with a colon between, or `bootstrap_host` alone.
-        listen: Prefill: where each rank listens, with "{rank}" where ranks differ.
+        listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do.
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
@@ -72,6 +72,14 @@ class Settings:
                 VARIABLE, "metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"'
             )
         return cls(**made)
+
+    def listen_of(self, replica: int, replicas: int) -> str:
+        """Where the ranks of one of the replicas listen; raises LocalError where all would in one place."""
+        listen = str(self.listen)
+        if replicas > 1 and "{replica}" not in listen:
+            mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
+            raise refuse(VARIABLE, "listen", mine, listen, advice)
+        return listen.replace("{replica}", str(replica))
 
     def source_of(self, address: str) -> str:
         """The name of the prefill engine that a request calls by `host:port`; raises LocalError(WRONG_PEER)."""

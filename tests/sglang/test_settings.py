@@ -36,6 +36,13 @@ def test_a_source_is_called_by_host_and_port_or_by_host_alone() -> None:
         made.source_of("h:2")
 
 
+def test_replicas_listen_apart() -> None:
+    made = Settings.read({"name": "h:1", "listen": "ipc:///run/kv/p-{replica}-{rank}"}, True)
+    assert [made.listen_of(replica, 2) for replica in range(2)] == [f"ipc:///run/kv/p-{n}-{{rank}}" for n in range(2)]
+    with pytest.raises(LocalError, match="2 replicas"):
+        Settings.read(PREFILL, True).listen_of(1, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "prefill", "says"),
     [

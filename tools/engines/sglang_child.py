@@ -57,8 +57,8 @@ async def _answer(pipe: Connection, engine: Any) -> None:
         elif name == "abort":
             engine.tokenizer_manager.abort_request(rid=given[0])
         elif name == "free":
-            (state, *_) = await engine.tokenizer_manager.get_internal_state()
-            pipe.send(("free", *state["counted"]))
+            counted = [state["counted"] for state in await engine.tokenizer_manager.get_internal_state()]
+            pipe.send(("free", *map(sum, zip(*counted, strict=True))))
         else:
             return
 

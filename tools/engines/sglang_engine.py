@@ -61,15 +61,17 @@ class Engine(Child):
     @classmethod
     def prefill(cls, name: str, folder: str, about: dict[str, Any] | None = None, **settings: Any) -> Engine:
         """One that prefills, called NAME:1; `about` are more settings of the back end."""
-        own = {"name": f"{name}:1", "listen": f"ipc://{folder}/{name}-{{rank}}", "deadline": DEADLINE, **(about or {})}
+        replica = "-{replica}" * (settings.get("dp_size", 1) > 1)
+        listen = f"ipc://{folder}/{name}{replica}-{{rank}}"
+        own = {"name": f"{name}:1", "listen": listen, "deadline": DEADLINE, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
     def decode(
         cls, name: str, folder: str, sources: list[str], about: dict[str, Any] | None = None, **settings: Any
     ) -> Engine:  # fmt: skip
-        """One that decodes what these prefill, each called NAME:1 or, where it is no SGLang, NAME."""
-        where = {each: f"ipc://{folder}/{each.removesuffix(':1')}-0" for each in sources}
+        """One that decodes what these prefill, each called NAME:1 or, where it is no SGLang, NAME; then "/" and a replica."""
+        where = {each: f"ipc://{folder}/{each.replace(':1', '').replace('/', '-')}-0" for each in sources}
         own = {"name": name, "deadline": DEADLINE, "sources": where, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
 

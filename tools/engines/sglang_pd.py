@@ -179,6 +179,12 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             {"page_size": 1},
             [same_tokens, one_bit, aborts, still_there, killed],
         ),
+        (
+            "Llama, two replicas, page 64, to page 1",
+            {"page_size": 64, "dp_size": 2},
+            {"page_size": 1},
+            [same_tokens, one_bit, aborts, still_there],
+        ),
     ],
     "mla": [
         ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
@@ -189,7 +195,14 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
 
 def _title(settings: dict[str, Any]) -> str:
     """Engines with the same one are the same engine."""
-    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size"))
+    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size"))
+
+
+def _replicas(settings: dict[str, Any]) -> Iterator[str]:
+    """What decode engines call a prefill engine of these settings."""
+    replicas = settings.get("dp_size", 1)
+    for n in range(replicas):
+        yield f"p{_title(settings)}:1" + f"/{n}" * (replicas > 1)
 
 
 def tried(models: Path, chosen: str, folder: str) -> int:
@@ -200,7 +213,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
     try:
         pairs = []
         chosen_pairs = MODELS[model][int(nth) :][:1] if nth else MODELS[model]
-        sources = list(dict.fromkeys(f"p{_title(first)}:1" for _, first, _, _ in chosen_pairs))
+        sources = list(dict.fromkeys(name for _, first, _, _ in chosen_pairs for name in _replicas(first)))
         for title, first, second, cases in chosen_pairs:
             names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
             if names[0] not in engines:
