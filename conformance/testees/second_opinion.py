@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance import dcp, inline, late, lowering, negotiation, planner
+from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_struct, write_frame, write_struct
 from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
 
@@ -20,6 +21,13 @@ def decode(frame: bytes) -> Json:
     return {"message": message, "fields": fields}
 
 
+def planned(q: Json) -> Json:
+    for side in (q["source"], q["sink"]):
+        write_struct("Geometry", side)
+        check(side)
+    return planner.plan(q["source"], q["sink"], q["features"])
+
+
 OPS: dict[str, Callable[[Json], Json]] = {
     "decode": lambda q: decode(bytes.fromhex(q["frame"])),
     "decode_struct": lambda q: {"fields": read_struct(q["struct"], bytes.fromhex(q["bytes"]))},
@@ -27,7 +35,7 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "encode": lambda q: {"frame": write_frame(q["message"], q["fields"]).hex()},
     "encode_struct": lambda q: {"bytes": write_struct(q["struct"], q["fields"]).hex()},
     "negotiate": lambda q: negotiation.negotiated(q["sink"], q["source"]),
-    "plan": lambda q: planner.plan(q["source"], q["sink"], q["features"]),
+    "plan": planned,
     "lower": lambda q: {"copies": lowering.copies(q["source"], q["sink"])},
     "checksums": lambda q: {"checksums": lowering.sums(q["source"], q["sink"])},
     "stream": lambda q: {"stream": lowering.stream(q["source"], q["sink"])},

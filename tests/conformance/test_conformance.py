@@ -5,12 +5,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 
-from kvproto_conformance import inline, inline_vectors, late, lowering, negotiation, planner, testee
+from kvproto_conformance import broken_vectors, inline, inline_vectors, late, lowering, negotiation, planner, testee
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
 from kvproto_conformance.claims import EXTENSIONS, SUITES
@@ -124,8 +125,9 @@ def test_an_answer_may_say_more_only_where_the_case_allows_it() -> None:
     assert run(strict, Always({**answers[0], "routes": []}))[0].wrong
 
 
-def test_the_vectors_of_data_are_what_their_maker_makes() -> None:
-    assert inline_vectors.FILE.read_text() == inline_vectors.made()
+@pytest.mark.parametrize("maker", [inline_vectors, broken_vectors])
+def test_vectors_are_what_their_maker_makes(maker: ModuleType) -> None:
+    assert maker.FILE.read_text() == maker.made()
 
 
 def test_the_readme_counts_the_cases_of_each_suite() -> None:

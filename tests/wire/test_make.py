@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.specgen import __main__ as make
-from tools.specgen import clauses, lock, markdown
+from tools.specgen import clauses, lock, markdown, shown
 from tools.specgen import named as held
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import HEAD, ROOT, SPEC, load
@@ -250,3 +250,20 @@ def test_exemptions_have_a_reason_that_holds(case: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(held, "EXEMPTIONS", path)
     with pytest.raises(RegistryError):
         held.exemptions(load())
+
+
+def test_a_clause_that_no_case_shows_needs_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a reason for one that a case shows, or that is none of the list, is refused."""
+    kept = shown.EXCEPTIONS.read_text()
+    changed = tmp_path / "unshown.toml"
+    changed.write_text(
+        kept.replace('["KVP-NEG-ROLE"]\nreason = "live"', '["KVP-NEG-CHOOSE"]\nreason = "tired"')
+        + '["KVP-SES-PING"]\nreason = "live"\nnote = "n"\n'
+    )
+    monkeypatch.setattr(shown, "EXCEPTIONS", changed)
+    assert sorted(shown.unshown(load())) == [
+        "negotiation.md: KVP-NEG-ROLE is shown by no case of the suite",
+        "unshown.toml, KVP-NEG-CHOOSE: a note, and a reason of ['inside', 'large', 'live', 'meaning']",
+        "unshown.toml: KVP-NEG-CHOOSE is shown by a case",
+        "unshown.toml: there is no clause KVP-SES-PING on the pages that count",
+    ]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, forms, lock, markdown, named, promela, python, straight, testees, vectors
+from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, straight, testees, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, load
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stale = renew(outputs(), args.check)
         clauses.check(facts)
-        unnamed = named.unnamed(facts)
+        unnamed = [*named.unnamed(facts), *(shown.unshown(facts) if args.check else ())]
         differing = lock.renew(facts, args.lock) if args.lock is not None else lock.differences(facts)
     except RegistryError as error:
         print(f"error: {error}")

@@ -120,6 +120,17 @@ def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[A
             )
         if field["type"] in _BITS and at in least and int(least[at]) < 1 << 53:
             yield case(f"{at}-as-number", _INT, {**least, at: int(least[at])}, "a JSON number is a number too", **whole)
+        for predicate, args, error in ((r["rule"], r["args"], r["error"]) for r in body.get("rule", ())):
+            if predicate in ("ascend", "unique") and args == [at] and len(full.get(at, ())) > 1:
+                again, path = [*full[at][:-1], full[at][-2]], f"{at}[{len(full[at]) - 1}]"
+                yield case(
+                    f"{at}-again",
+                    "KVP-JSON-RULE",
+                    {**full, at: again},
+                    "the last element twice",
+                    error=error,
+                    path=path,
+                )
         for form, clause, value, error, where, note in _wrong(facts, field, full.get(at), turns, name in _EVERY):
             yield case(f"{at}-{form}", clause, {**least, at: value}, note, error=error, path=at + where)
 
