@@ -20,14 +20,14 @@ def adapter(name: str) -> list[str]:
     ("role", "ids"),
     [
         ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-123", "LIVE-411", "LIVE-520", "LIVE-607", "LIVE-713"]),
-        ("sink", ["LIVE-301", "LIVE-306"]),
+        ("sink", ["LIVE-301", "LIVE-306", "LIVE-311", "LIVE-319", "LIVE-803", "LIVE-823", "LIVE-836"]),
     ],
 )
 def test_the_reference_passes(role: str, ids: list[str]) -> None:
     chosen = sorted((s for s in list_scenarios(role) if s.id in ids), key=lambda s: s.id)
     results = list(run(adapter(f"live_{role}.py"), chosen))
     assert [(r.id, r.status, r.text) for r in results] == [(id, "pass", "") for id in ids]
-    assert all(len(result.checks) > 8 for result in results)
+    assert all(len(result.checks) > 5 for result in results)
 
 
 def test_a_program_that_is_none_is_an_error() -> None:

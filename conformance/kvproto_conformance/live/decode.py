@@ -37,9 +37,11 @@ class DecodeRun(Run):
         """Ranks of the suite whose sessions with the engine are ready."""
         made = self.source(ranks, **more)
         self.connect(made[0])
-        for step in ("welcome", "describe", "registered"):
-            for each in made:
-                getattr(each, step)()
+        for each in made:  # the second rank is greeted when the first has described itself
+            each.welcome()
+            each.describe()
+        for each in made:
+            each.registered()
         return made
 
     def one(self, **more: Any) -> Source:
@@ -112,8 +114,8 @@ class DecodeRun(Run):
         found = self.state(prompt, seconds)
         good = found["state"] == "lost" and found["code"] in codes
         self.check(f"fetch lost by {' or '.join(codes)}", good, str(found), "KVP-SES-LOST")
-        if free:
-            self.check("pages are free", bool(found.get("free")), str(found), "KVP-END-REUSE")
+        if free and self.check("pages are free", bool(found.get("free")), str(found), "KVP-END-REUSE"):
+            self.engine.ask("release", id=prompt.id)
 
     def hand_over(self, sources: list[Source], prompt: Prompt | None = None, first: int = 0) -> None:
         """One whole transfer, with every check."""

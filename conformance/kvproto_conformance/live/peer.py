@@ -96,6 +96,9 @@ class Peer:
             if frame.name == "Ping" and self.answers_pings:
                 self.reply(frame, "Pong")
                 continue
+            if frame.name == "Goodbye":
+                self._replies.clear()
+                self.watch.restart()
             answer = self._replies.get((frame.name, str(frame.fields.get("request"))))
             if answer is None:
                 return frame
@@ -147,6 +150,13 @@ class Peer:
                 found.append(frame)
         self.heard = [frame for frame in found if frame.name in but]
         return [frame for frame in found if frame.name not in but]
+
+    def over(self) -> None:
+        """The session has ended; what comes next on this connection begins another."""
+        self.session = ""
+        self.watch.restart()
+        self.heard.clear()
+        self._replies.clear()
 
     def goodbye(self, reason: str = "over") -> None:
         """End the session in order, if there is one."""

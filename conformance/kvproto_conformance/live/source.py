@@ -205,8 +205,8 @@ class Source(Peer):
                 raise Missed(f"a total of {total} after {self.total}", "KVP-INL-CREDIT")
             self.total = total
 
-    def done(self, asked: Asked, handoff: Mapping[str, str], seed: str, **changes: Any) -> Frame:
-        """Send Done; `handoff` is by the sink's group, in hex."""
+    def done_fields(self, asked: Asked, handoff: Mapping[str, str], seed: str) -> Json:
+        """What a good Done says; `handoff` is by the sink's group, in hex."""
         size = sum(p.hi - p.lo for p in asked.moved)
         fields: Json = {
             "writer": str(self.rank), "groups": [r["group"] for r in self.routes()], "bytes": str(size),
@@ -215,7 +215,18 @@ class Source(Peer):
         if "VERIFY" in self.watch.features:
             sums = moving.checksums(asked.moved, seed)
             fields["checksums"] = [{"group": g, "value": str(sums[g])} for g in sorted(sums, key=int)]
+        return fields
+
+    def done(self, asked: Asked, handoff: Mapping[str, str], seed: str, **changes: Any) -> Frame:
+        """Send Done."""
+        fields = self.done_fields(asked, handoff, seed)
         return self.send("Done", request=self.next_id(), **asked.of, **(fields | changes))
+
+    def flip(self, asked: Asked) -> None:
+        """Change a bit of what was written."""
+        piece = asked.moved[len(asked.moved) // 2]
+        region, offset, _, _ = next(moving.spans(asked.side, piece.group, piece))
+        self.regions[region][offset] ^= 4
 
     def acknowledged(self, done: Frame, clause: str = "KVP-TRN-SET") -> Frame:
         """Hear DoneAck of a Done or Failed."""

@@ -65,11 +65,15 @@ class Watch:
     def __init__(self, engine: str) -> None:
         self.log: list[tuple[float, str, str, Json | str]] = []
         """Seconds, sender, message, and fields or raw bytes in hex."""
+        self._engine, self._begin = engine, time.monotonic()
+        self.restart()
+
+    def restart(self) -> None:
+        """Watch for another session; the log goes on."""
         self.session: str | None = None
         self.features: set[str] = set()
         self.state = "idle"
         self.transfers: dict[tuple[str, str], str] = {}
-        self._engine, self._begin = engine, time.monotonic()
         self._requests: dict[tuple[str, str], Frame] = {}
         self._answered: dict[tuple[str, str], str] = {}
         self._lies: set[tuple[str, str]] = set()

@@ -1,6 +1,8 @@
 """All scenarios; each module makes those of its subject known."""
 
 from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in which they run
+    decode_hostile,
+    decode_sessions,
     handovers,
     prefill_frames,
     prefill_registers,

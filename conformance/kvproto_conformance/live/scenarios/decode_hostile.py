@@ -1,0 +1,327 @@
+"""What a source may say wrongly to a sink, and what must come of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvproto_conformance.codec import write_frame
+from kvproto_conformance.live.decode import DecodeRun
+from kvproto_conformance.live.lax import lax_body, raw_frame
+from kvproto_conformance.live.scenario import Prompt, scenario
+from kvproto_conformance.live.source import Asked, Source
+
+Json = dict[str, Any]
+Change = Callable[[Json, Source], Json]
+
+_TOKEN = "The first token is lost, or another's: decode begins with a wrong one."
+_ANOTHER = "An answer about another rank, group or request is taken for this one: decode begins too early."
+_BYTES = "Bytes that were damaged on their way are decoded on, and nothing says so."
+_FLOOD = "A source floods a sink that reads slowly, until its memory is gone."
+_STREAM = "A packed stream is unpacked one piece off: every row behind it is wrong."
+_ROUTES = "The two sides have computed different routes, and each believes its own."
+_PARSER = "A parser of bytes from the network ends the engine, or costs another peer its session."
+
+
+def _fields(**wrong: Any) -> Change:
+    return lambda good, source: wrong
+
+
+def _sums(change: Callable[[int], int]) -> Change:
+    return lambda good, source: {"checksums": [c | {"value": str(change(int(c["value"])))} for c in good["checksums"]]}
+
+
+# id, what, change, code of the Error or "" where DoneAck may come, path, codes of the loss, clause, guards
+DONES: list[tuple[str, str, Change, str, str | None, tuple[str, ...], str, str]] = [
+    ("LIVE-801", "another writer", _fields(writer="5"), "WRONG_PEER", "writer", ("WRONG_PEER",), "KVP-TRN-WRITER",
+     _ANOTHER),
+    ("LIVE-802", "a group too few", lambda g, s: {"groups": g["groups"][:1]}, "WRONG_PEER", "groups", ("WRONG_PEER",),
+     "KVP-TRN-WRITER", _ANOTHER),
+    ("LIVE-803", "a group too many", lambda g, s: {"groups": [*g["groups"], "77"]}, "WRONG_PEER", "groups",
+     ("WRONG_PEER",), "KVP-TRN-WRITER", _ANOTHER),
+    ("LIVE-804", "no hand-off data", _fields(handoff=[]), "WRONG_PEER", None, ("WRONG_PEER",), "KVP-HND-GROUPS",
+     _TOKEN),
+    ("LIVE-805", "hand-off data of a group of pages",
+     lambda g, s: {"handoff": [{"group": g["groups"][0], "data": "00000000"}]},
+     "WRONG_PEER", None, ("WRONG_PEER",), "KVP-HND-GROUPS", _TOKEN),
+    ("LIVE-806", "hand-off data that is short", lambda g, s: {"handoff": [g["handoff"][0] | {"data": "0000"}]},
+     "OUT_OF_RANGE", None, ("OUT_OF_RANGE",), "KVP-HND-BYTES", _TOKEN),
+    ("LIVE-807", "a late beginning that nobody asked for",
+     lambda g, s: {"begins": [{"group": g["groups"][0], "first": "16"}]},
+     "BAD_GRANT", None, ("BAD_GRANT",), "KVP-GRANT-BEGINS", "Rows that were not sent are decoded on."),
+    ("LIVE-808", "another checksum", _sums(lambda v: v ^ 1), "", None, ("VERIFY_FAILED",), "KVP-VERIFY-SINK", _BYTES),
+    ("LIVE-809", "no checksums, though VERIFY is chosen", _fields(checksums=None), "", None, ("VERIFY_FAILED",),
+     "KVP-VERIFY-SINK", _BYTES),
+    ("LIVE-810", "checksums of 0", _sums(lambda v: 0), "", None, ("VERIFY_FAILED",), "KVP-VERIFY-SINK", _BYTES),
+]  # fmt: skip
+
+
+def _begun(run: DecodeRun, **more: Any) -> tuple[Source, Prompt, Asked]:
+    """A fetch that the source has accepted."""
+    source, prompt = run.one(**more), run.prompt()
+    run.fetch(source, prompt)
+    return source, prompt, run.asked(source, prompt)
+
+
+def _given_up(run: DecodeRun, source: Source, prompt: Prompt, codes: tuple[str, ...], proven: str = "PROVEN") -> None:
+    """The engine aborts, hears that nothing is written any more, and tells its engine; the next fetch is good."""
+    if proven:
+        abort = source.expect("Abort", clause="KVP-END-FAILED")
+        source.reply(abort, "Drained", proof=proven)
+    run.lost(prompt, *codes)
+    run.hand_over([source])
+
+
+def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], clause: str) -> Any:
+    def script(run: DecodeRun) -> None:
+        """The lie is refused, or found when bytes are compared; the request is lost, and the next is not."""
+        source, prompt, asked = _begun(run, offered=["VERIFY"])
+        source.move(asked, prompt.seed)
+        good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
+        changed = {k: v for k, v in (good | change(good, source)).items() if v is not None}
+        done = source.send("Done", request=source.next_id(), **asked.of, **changed)
+        if code:
+            found = source.expect(
+                "Error", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0, clause=clause
+            )
+            run.check("code", found.fields["code"] == code, str(found.fields), clause)
+            if path is not None:
+                run.check("path", found.fields["path"] == path, found.fields["path"], "KVP-ERR-REPORT")
+        else:
+            found = source.expect("DoneAck", "Error", seconds=6.0, clause=clause)
+        if found.name == "Error":
+            source.watch.transfers[asked.of["sequence"], asked.of["attempt"]] = "done"
+        _given_up(run, source, prompt, codes, "PROVEN" if found.name == "Error" else "")
+
+    return script
+
+
+for _id, _what, _change, _code, _path, _codes, _clause, _guards in DONES:
+    scenario(_id, f"a Done with {_what}", _clause, "KVP-TRN-REFUSE", role="sink", guards=_guards, level="L4")(
+        _done(_change, _code, _path, _codes, _clause)
+    )
+
+
+@scenario("LIVE-811", "a byte that changes before Done", "KVP-VERIFY-SINK", role="sink", guards=_BYTES, level="L4")
+def _flipped(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run, offered=["VERIFY"])
+    source.move(asked, prompt.seed)
+    source.flip(asked)
+    source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
+    run.lost(prompt, "VERIFY_FAILED")
+    run.hand_over([source])
+
+
+# id, what, (offset, bytes kept, last) of the second piece of a stream in two, code, path, clause
+STREAMS: list[tuple[str, str, Callable[[int, int], tuple[int, int, bool]], str, str, str]] = [
+    ("LIVE-821", "bytes that are not the next", lambda at, end: (at + 1, end - at - 1, True),
+     "OUT_OF_RANGE", "offset", "KVP-INL-NEXT"),
+    ("LIVE-822", "bytes that came before", lambda at, end: (0, end, True), "OUT_OF_RANGE", "offset", "KVP-INL-NEXT"),
+    ("LIVE-823", "`last` before the end", lambda at, end: (at, 16, True), "FIELD_CONFLICT", "last", "KVP-INL-LAST"),
+    ("LIVE-824", "no `last` at the end", lambda at, end: (at, end - at, False), "FIELD_CONFLICT", "last",
+     "KVP-INL-LAST"),
+    ("LIVE-825", "bytes beyond the end", lambda at, end: (at, end - at + 8, True), "OUT_OF_RANGE", "data",
+     "KVP-INL-NEXT"),
+]  # fmt: skip
+
+
+def _stream(piece: Callable[[int, int], tuple[int, int, bool]], code: str, path: str, clause: str) -> Any:
+    def script(run: DecodeRun) -> None:
+        """The piece is refused and its transfer given up; the next one is served."""
+        source, prompt, asked = _begun(run)
+        raw = source.packed(asked, prompt.seed)
+        source.take_credit(len(raw) + 64)
+        half = len(raw) // 2
+        source.data(asked, 0, raw[:half], False)
+        offset, size, last = piece(half, len(raw))
+        source.data(asked, offset, (raw + bytes(16))[offset : offset + size], last)
+        found = source.expect("Error", seconds=6.0, clause=clause)
+        run.check("code", found.fields["code"] == code, str(found.fields), clause)
+        run.check("path", found.fields["path"] in (path, "offset"), found.fields["path"], "KVP-ERR-REPORT")
+        _given_up(run, source, prompt, (code,))
+
+    return script
+
+
+for _id, _what, _piece, _code, _at, _clause in STREAMS:
+    scenario(_id, f"Data with {_what}", _clause, "KVP-INL-COUNT", role="sink", guards=_STREAM, level="L4",
+             transport="INLINE", extensions=("INLINE",))(_stream(_piece, _code, _at, _clause))  # fmt: skip
+
+
+@scenario("LIVE-826", "Data beyond the stream, and beyond the total", "KVP-INL-NEXT", role="sink", guards=_FLOOD,
+          level="L4", transport="INLINE", extensions=("INLINE",))  # fmt: skip
+def _beyond(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    source.take_credit(1)
+    piece = 1 << 18
+    for offset in range(0, source.total + piece, piece):
+        source.data(asked, offset, bytes(piece), False)
+    code = source.expect("Error", seconds=6.0, clause="KVP-INL-BEYOND").fields["code"]
+    run.check("refused", code in ("CREDIT", "OUT_OF_RANGE"), code, "KVP-INL-BEYOND")
+    abort = source.expect("Abort", clause="KVP-END-FAILED")
+    source.reply(abort, "Drained", proof="PROVEN")
+    run.lost(prompt, "CREDIT", "OUT_OF_RANGE")
+
+
+@scenario("LIVE-827", "Done before the stream is at its end", "KVP-STG-END", role="sink", guards=_STREAM, level="L4",
+          transport="INLINE", extensions=("INLINE",))  # fmt: skip
+def _early_done(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    raw = source.packed(asked, prompt.seed)
+    source.take_credit(len(raw))
+    source.data(asked, 0, raw[: len(raw) // 2], False)
+    done = source.done(asked, run.handed(source, prompt), prompt.seed)
+    source.expect("Error", "DoneAck", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0)
+    run.lost(prompt, "OUT_OF_RANGE", "UNEXPECTED_MESSAGE", "PEER_LOST")
+    run.hand_over([source])
+
+
+def _no_next(run: DecodeRun, source: Source, name: str, clause: str) -> None:
+    """The engine does not go on with this session."""
+    heard = [frame.name for frame in source.silence(0.4)]
+    run.check(f"no {name}", name not in heard, str(heard), clause)
+    source.session = ""
+
+
+# id, what, changes of Welcome, clause
+WELCOMES: list[tuple[str, str, Json, str]] = [
+    ("LIVE-831", "a version that was not offered", {"version": {"major": "1", "minor": "9"}}, "KVP-NEG-CHECK"),
+    ("LIVE-832", "a feature that was not offered", {"features": ["PULL"]}, "KVP-NEG-CHECK"),
+    ("LIVE-833", "a feature that nobody knows", {"features": [{"unknown": "28673"}]}, "KVP-NEG-CHECK"),
+]
+
+
+def _welcome(changes: Json, clause: str) -> Any:
+    def script(run: DecodeRun) -> None:
+        """The engine ends the session, and another source is served."""
+        (source,) = run.source()
+        run.connect(source)
+        source.welcome(**changes)
+        _no_next(run, source, "Describe", clause)
+
+    return script
+
+
+for _id, _what, _welcomed, _clause in WELCOMES:
+    scenario(_id, f"a Welcome with {_what}", _clause, role="sink", guards="A session that only one side believes in.",
+             level="L4")(_welcome(_welcomed, _clause))  # fmt: skip
+
+
+@scenario("LIVE-834", "a Description whose digest is another's", "KVP-DSC-DIGEST", role="sink", guards=_ROUTES,
+          level="L4")  # fmt: skip
+def _digest(run: DecodeRun) -> None:
+    (source,) = run.source()
+    run.connect(source)
+    source.welcome()
+    source.describe(digest="66" * 32)
+    _no_next(run, source, "Register", "KVP-DSC-DIGEST")
+
+
+@scenario("LIVE-835", "a Registered with another plan digest", "KVP-REG-CHECK", role="sink", guards=_ROUTES, level="L4")
+def _plan(run: DecodeRun) -> None:
+    (source,) = run.source()
+    run.connect(source)
+    source.welcome()
+    source.describe()
+    source.registered(plan="77" * 32)
+    prompt = run.prompt()
+    run.fetch(source, prompt)
+    _no_next(run, source, "Transfer", "KVP-REG-CHECK")
+
+
+@scenario("LIVE-836", "a Registered without a route", "KVP-REG-CHECK", role="sink", guards=_ROUTES, level="L4")
+def _route(run: DecodeRun) -> None:
+    (source,) = run.source()
+    run.connect(source)
+    source.welcome()
+    source.describe()
+    source.registered(routes=source.routes()[:1])
+    prompt = run.prompt()
+    run.fetch(source, prompt)
+    _no_next(run, source, "Transfer", "KVP-REG-CHECK")
+
+
+@scenario("LIVE-837", "frames of another session", "KVP-SES-OTHER", role="sink",
+          guards="An answer of a process that is gone is taken for one of its successor.", level="L4")  # fmt: skip
+def _other(run: DecodeRun) -> None:
+    source = run.one()
+    id = source.misstate("Ping", session=str(int(source.session) ^ 1))
+    found = source.expect("Error", where=lambda f: f.get("request") == id, seconds=6.0, clause="KVP-SES-OTHER")
+    run.check("code", found.fields["code"] == "UNKNOWN_SESSION", str(found.fields), "KVP-SES-OTHER")
+    run.hand_over([source])
+
+
+@scenario("LIVE-838", "frames that cannot be read, of one part and of two", "KVP-ERR-ALONE", "KVP-NET-ONE", role="sink",
+          guards=_PARSER, level="L4")  # fmt: skip
+def _junk(run: DecodeRun) -> None:
+    source = run.one()
+    ping = write_frame("Ping", {"session": source.session, "request": "900"})
+    done, data = lax_body("Done", {"session": source.session}), b"\xdf\xff\xff\xff\xff"
+    for junk in (b"", b"HTTP/1.1 200 OK", ping[:15], ping + b"\0", raw_frame("Ping", b"\xc1", major=9),
+                 raw_frame("Done", done), raw_frame("Data", data)):  # fmt: skip
+        source.misbehave("junk", junk)
+    source.misbehave("two parts", ping, b"more")
+    source.ask("Ping", "Pong")
+    run.check("900 is not answered", all(f.name != "Pong" for f in source.heard), clause="KVP-NET-ONE")
+    source.heard.clear()
+    run.hand_over([source])
+
+
+@scenario("LIVE-839", "addresses in Welcome that cannot be", "KVP-ERR-ALONE", role="sink",
+          guards="An address goes to the socket library as it is, and ends the engine.", level="L4")  # fmt: skip
+def _addresses(run: DecodeRun) -> None:
+    for address in ("tcp://999.1.1.1:5", "tcp://127.0.0.1:http", "ipc://" + "x" * 200, "udp://1.2.3.4:5", ""):
+        (source,) = run.source()
+        run.connect(source)
+        endpoints = [{"rank": "0", "address": source.endpoints[0]}, {"rank": "1", "address": address}]
+        source.welcome(endpoints=endpoints)
+        source.silence(0.05)
+        source.session = ""
+
+
+@scenario("LIVE-840", "an Error NOT_ALLOWED that answers nothing", "KVP-SES-REVOKED", role="sink",
+          guards="A key that was revoked goes on.", level="L4")  # fmt: skip
+def _revoked(run: DecodeRun) -> None:
+    source, prompt, _asked = _begun(run)
+    source.send("Error", code="NOT_ALLOWED", path="", mine="", yours="")
+    run.lost(prompt, "NOT_ALLOWED", "PEER_LOST", free=False)
+    source.session = ""
+
+
+@scenario("LIVE-841", "a Failed with a code that nobody knows", "KVP-ERR-UNKNOWN", role="sink",
+          guards="A later version's error ends an engine of today.", level="L4")  # fmt: skip
+def _unknown_code(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    failed = source.send("Failed", request=source.next_id(), **asked.of, code={"unknown": "31000"}, path="", mine="",
+                         yours="")  # fmt: skip
+    source.acknowledged(failed)
+    _given_up(run, source, prompt, ("INTERNAL",))
+
+
+@scenario("LIVE-842", "Done of a transfer that nobody asked for", "KVP-SES-STATE", role="sink", guards=_ANOTHER,
+          level="L4")  # fmt: skip
+def _unasked(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
+    id = source.misstate("Done", **(good | {"sequence": "99", "attempt": "1"}))
+    found = source.expect("Error", where=lambda f: f.get("request") == id, seconds=6.0, clause="KVP-SES-STATE")
+    run.check("code", found.fields["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(found.fields))
+    waiting = run.state(prompt, 0.1)
+    run.check("still waiting", waiting["state"] == "waiting", str(waiting), "KVP-ERR-ALONE")
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+
+
+@scenario("LIVE-843", "a source whose run is older than one that was met", "KVP-SES-OLDER", "KVP-END-LATE", role="sink",
+          guards="A process that was thought dead takes the place of its successor.", level="L4")  # fmt: skip
+def _older(run: DecodeRun) -> None:
+    source, prompt, _asked = _begun(run)
+    source.goodbye()
+    run.lost(prompt, "PEER_LOST", free=False)
+    abort = source.expect("Abort", clause="KVP-END-LATE")
+    source.reply(abort, "Drained", proof="PROVEN")
+    source.over()
+    source.incarnation -= 1 << 40
+    run.fetch(source, run.prompt())
+    source.welcome()
+    _no_next(run, source, "Describe", "KVP-SES-OLDER")
