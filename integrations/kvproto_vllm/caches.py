@@ -84,7 +84,7 @@ class Stated:
 
 def check_sizes(parallel: Any, kinds: int) -> None:
     """Raise LocalError for a vLLM that divides caches, of so many kinds, as this connector does not state."""
-    for name in ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) != 1:
             raise _refused(name, "1", str(size))
     if parallel.pipeline_parallel_size > 1 and kinds > 1:

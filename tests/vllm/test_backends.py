@@ -101,7 +101,6 @@ def test_a_draft_is_a_model_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds", "says"),
     [
-        ("data_parallel_size", 1, "data_parallel_size"),
         ("decode_context_parallel_size", 1, "decode_context_parallel_size"),
         ("prefill_context_parallel_size", 1, "prefill_context_parallel_size"),
         ("pipeline_parallel_size", 2, "with drafts, or with layers of several kinds"),
