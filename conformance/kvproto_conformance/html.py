@@ -15,12 +15,12 @@ __all__ = ["matrix", "matrix_text", "page"]
 
 Json = dict[str, Any]
 _STYLE = """
-:root{color-scheme:light dark;--line:#8884;--good:#1a7f37;--bad:#cf222e;--dim:#8889}
+:root{color-scheme:light dark;--line:#8884;--good:light-dark(#1a7f37,#3fb950);--bad:light-dark(#cf222e,#f85149);--dim:light-dark(#666,#aaa);--odd:light-dark(#9a6700,#d29922)}
 body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.4rem;margin:0}h2{font-size:1.1rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-.pass,.conformant{color:var(--good)}.fail,.error,.unearned,.nonconformant,.invalid-run{color:var(--bad)}.nonstrict,.known,.incomplete{color:#9a6700}
+.pass,.conformant{color:var(--good)}.fail,.error,.unearned,.nonconformant,.invalid-run{color:var(--bad)}.nonstrict,.known,.incomplete{color:var(--odd)}td.d{white-space:nowrap;color:var(--dim)}
 .verdict{font-weight:700}.dim{color:var(--dim)}pre{overflow-x:auto;background:#8881;padding:.6rem;border-radius:.3rem;font-size:13px}
 details{border-bottom:1px solid var(--line);padding:.3rem 0}summary{cursor:pointer}
 """
@@ -110,7 +110,7 @@ def matrix(reports: list[Json]) -> str:
         f"<tr><td>{escape(_who(report))}</td><td>{escape(_claim(report))}</td>"
         f'<td class="{report["verdict"]}">{report["verdict"]}</td>'
         + "".join(f'<td class="n">{_cell(report, name)}</td>' for name in names)
-        + f'<td class="dim">{report["date"][:10]}</td></tr>'
+        + f'<td class="d">{report["date"][:10]}</td></tr>'
         for report in reports
     )
     table = f"<table><tr><th>implementation</th><th>claim</th><th>verdict</th>{head}<th>date</th></tr>{body}</table>"
@@ -134,8 +134,9 @@ def _who(report: Json) -> str:
 
 
 def _claim(report: Json) -> str:
+    """Role and level; which extensions, the columns say."""
     claim = report["claim"]
-    return " · ".join([claim["role"], claim["level"], *claim["extensions"]])
+    return f"{claim['role']} · {claim['level']}" + (f" of {', '.join(claim['messages'])}" if claim["messages"] else "")
 
 
 def _counts(report: Json) -> dict[str, tuple[int, int]]:
