@@ -174,7 +174,7 @@ class Handle(Generic[Result]):
 
     def _end(self, result: Result | None, error: BaseException | None = None) -> None:
         if isinstance(error, KvprotoError):
-            error.__traceback__ = None  # its frames use the pool's memory, which could not be freed before the handle
+            error.kept()  # with its frames the pool's memory could not be freed before the handle
         with self._door._handles_lock:
             if self.done:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from kvproto.wire.enums import ErrorCode as ErrorCode
 
@@ -18,6 +18,14 @@ class KvprotoError(Exception):
     def __init__(self, code: ErrorCode, path: str, mine: str = "", yours: str = "", advice: str = "") -> None:
         self.code, self.path, self.mine, self.yours, self.advice = code, path, mine, yours, advice
         super().__init__(code, path, mine, yours, advice)
+
+    def kept(self) -> Self:
+        """Itself, for whoever keeps it: without its frames and its causes', which hold memory of pools."""
+        each: BaseException | None = self
+        while each is not None:
+            each.__traceback__ = None
+            each = each.__cause__ or each.__context__
+        return self
 
     def __str__(self) -> str:
         return self.between("mine", "yours", " ")

@@ -31,7 +31,7 @@ class Arrivals:
         try:
             taken = [terms.sums(done, grants) for done in event.done if Feature.VERIFY in features]
         except KvprotoError as error:
-            taken = error
+            taken = error.kept()
         self._waiting.append((event, terms, taken))
 
     def take(self) -> list[tuple[Arrived, Taken]]:

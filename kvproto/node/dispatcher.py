@@ -77,7 +77,7 @@ class Dispatcher:
         except KvprotoError as error:
             self._refused = error.code == ErrorCode.BUSY
             for attempt, _ in batch:
-                attempt.failure = None if self._refused else error
+                attempt.failure = None if self._refused else error.kept()
                 attempt.news = 0
             return None
         self._refused = False
@@ -124,7 +124,7 @@ class Dispatcher:
         try:
             done = launch.copying.done
         except KvprotoError as error:
-            launch.stopping = error
+            launch.stopping = error.kept()
         if launch.copying.stream is not None:
             for piece in launch.copying.stream.take():
                 self._arrived(launch.attempts[0], piece)

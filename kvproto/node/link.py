@@ -284,7 +284,7 @@ class SourceLink:
                 inner = self.endpoint.transfer(*asked, time.monotonic(), unpackers)
             except KvprotoError as error:
                 self._claims.pop(number, None)
-                self._told.append(TransferLost(number, error, True))
+                self._told.append(TransferLost(number, error.kept(), True))
                 continue
             self._numbers[inner], self._grants[number], self._asked[number] = number, wanted.grants, asked_by
             self._under[number] = terms
@@ -390,7 +390,7 @@ class SourceLink:
                 if taken:
                     sums |= terms.verify(done, taken[n])
         except KvprotoError as error:  # every writer is Done: nothing can arrive any more
-            return TransferLost(number, error, True)
+            return TransferLost(number, error.kept(), True)
         finished = all(d.outcome == Outcome.FINISHED for d in event.done)
         return Received(
             number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,

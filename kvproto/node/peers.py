@@ -84,7 +84,7 @@ class Peers:
             own, features = None if self.asleep else self._pool.memories, session.features
             peer = map_peer(event, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
-            session.refuse_register(error)
+            session.refuse_register(error.kept())
             return
         self._mapped[event.session, event.register.epoch] = peer
         capabilities = peer.transport.capabilities
@@ -146,7 +146,7 @@ class Peers:
                 elif self._unread(session):
                     self._register(session, self._regions(peer))
             except KvprotoError as error:
-                session.give_up(error)
+                session.give_up(error.kept())
 
     def holders(self, epoch: int) -> list[str]:
         """Who may still read a pool that was taken back, for people."""

@@ -67,7 +67,7 @@ class Puller:
             pair = _pair(rank, event, pool)
             peer = map_peer(event, self._transports, pair, None if asleep else pool.memories, writes=False)
         except KvprotoError as error:
-            self._endpoint.refuse_register(event.session, error, time.monotonic())
+            self._endpoint.refuse_register(event.session, error.kept(), time.monotonic())
             return
         self._peers[peer.key] = peer
         self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
@@ -111,7 +111,7 @@ class Puller:
                     pair = Pair(pull.routes, pair.source, pull.into.layout)
                 pull.program = pair.lower(windows(offered.offer.grants), pull.sinks)
         except KvprotoError as error:
-            self._endpoint.unread(offered, error, now)
+            self._endpoint.unread(offered, error.kept(), now)
             return True
         if not self._endpoint.may_read(offered, now):
             return False
@@ -122,7 +122,7 @@ class Puller:
             if error.code == ErrorCode.BUSY:
                 self._endpoint.postpone(offered)
                 return False
-            self._endpoint.unread(offered, error, now)
+            self._endpoint.unread(offered, error.kept(), now)
             return True
         return self._finish(pull)
 
@@ -133,7 +133,7 @@ class Puller:
             try:
                 done = pull.copying.done
             except KvprotoError as error:
-                pull.error, done = error, False
+                pull.error, done = error.kept(), False
             if done:
                 # the clock after the copy: what was read beyond the lease is of no use
                 self._endpoint.read(pull.offered, pull.copying.bytes, time.monotonic())

@@ -118,7 +118,7 @@ def map_peer(
             if own is not None:
                 made.prepare(own, writes)
         except KvprotoError as found:
-            error = found
+            error = found.kept()
             made.close()
             continue
         return made

@@ -141,7 +141,7 @@ class Scheduler:
             try:
                 check_ends(attempt.peer.pair, attempt.asked.transfer.grants, request.finished.tokens, request.axes)
             except KvprotoError as error:
-                attempt.failure = error
+                attempt.failure = error.kept()
         return not attempt.peer.packed and attempt.failure is None
 
     def _computed(self, attempt: Attempt, request: Request) -> Mapping[Layer, Available]:
@@ -170,7 +170,7 @@ class Scheduler:
             try:
                 check_ends(attempt.peer.pair, attempt.asked.transfer.grants, finished.tokens, request.axes)
             except KvprotoError as error:
-                attempt.failure = error
+                attempt.failure = error.kept()
                 return None
             return StreamRows(None, finished.events)
         if attempt.news == request.news:
@@ -189,7 +189,7 @@ class Scheduler:
             program = attempt.program = self._lower(attempt, request)
             attempt.begins = request.begins(attempt.peer.pair, attempt.asked.transfer.grants)
         except KvprotoError as error:
-            attempt.failure = error
+            attempt.failure = error.kept()
             return []
         if attempt.peer.reads:
             return [Part(NOTHING, None, finished.events, 0)]

@@ -108,6 +108,5 @@ class Endpoint:
             about = head.cls.TYPE if head.cls is not None else None
             answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
             self.send(conn, encode(answer))
-        error.__traceback__ = None  # its frames use the pool's memory
-        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error))
+        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
         return head

@@ -128,7 +128,7 @@ class Exposing(Endpoint):
             try:
                 session.register(exposed.epoch, exposed, exposed.columns, exposed.registration(session.peer.rank), now)
             except KvprotoError as error:  # no memory can be exposed to this source
-                session.give_up(error)
+                session.give_up(error.kept())
         return bool(due)
 
     def _all_ready(self) -> bool:

@@ -80,6 +80,9 @@ class Delivery(Part):
         """Whether no write of an attempt can arrive any more (KVP-END-REUSE)."""
         raise NotImplementedError
 
+    def given_back(self) -> None:
+        """The source has unmapped the memory, by its word as PROVEN (KVP-EPO-PROOF)."""
+
     def advance(self) -> None:
         """Send what has become due since the last frame."""
 
@@ -112,8 +115,8 @@ class SinkPush(Delivery):
         self.prover = session.session
         self.transport = 0
         """That the source took."""
-        self.dead = False
-        """Whether the writer has ended."""
+        self.dead = self._unmapped = False
+        """Whether the writer has ended, or has given the memory back."""
 
     def registered(self, message: m.Registered, proving: Collection[int]) -> None:
         """The source has mapped this side's memory; by the transports `proving` its death is proof."""
@@ -123,8 +126,11 @@ class SinkPush(Delivery):
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
         """Done says where late windows begin."""
 
+    def given_back(self) -> None:
+        self._unmapped = True
+
     def free(self, attempt: SinkAttempt) -> bool:
-        return self.dead or attempt.done is not None or attempt.proof == Proof.PROVEN
+        return self.dead or self._unmapped or attempt.done is not None or attempt.proof == Proof.PROVEN
 
 
 def check_whole(attempt: SinkAttempt) -> None:

@@ -134,6 +134,8 @@ class Owner(Part):
             owned.unprovable = message.proof != Proof.PROVEN
             if not owned.unprovable:
                 del self.epochs[owned.number]
+                if owned.delivery is not None:
+                    owned.delivery.given_back()
 
     def _refused(self, message: m.Refused, now: float) -> None:
         asked_back = self._of(message.request, lambda each: each.asking)

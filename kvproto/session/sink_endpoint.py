@@ -336,7 +336,7 @@ class SinkEndpoint(Reading):
         try:
             over = want.error is not None or all(a.delivery.finish(a) for _, a in parts)
         except KvprotoError as error:
-            want.error, over = error, True
+            want.error, over = error.kept(), True
         if not over or not all(a.delivery.stop(a) for _, a in parts):
             self._unpacking.add(want.number)
             return

@@ -1,5 +1,7 @@
 """Copies under way at a source, by a transport whose copies end when the test says."""
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -112,6 +114,37 @@ def test_a_copy_that_cannot_start_fails_all_that_it_serves(made: Dispatched, mon
     assert made.start(first, second) is None
     assert [attempt.failure for attempt, _ in (first, second)] == [FAULT, FAULT]
     assert not made.dispatcher.busy
+
+
+@pytest.mark.parametrize("at", ["start", "done"])
+def test_a_failure_that_is_kept_holds_no_memory(made: Dispatched, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Its frames would: pools that are free could not be closed before the garbage collector has run."""
+    views: list[weakref.ref[Any]] = []
+
+    def fail(_: Any) -> Any:
+        view = contents(made.stage.source)[:4]
+        views.append(weakref.ref(view))
+        try:
+            raise ValueError(f"of {view.size} bytes")
+        except ValueError as error:
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", str(error)) from error
+
+    gc.disable()
+    try:
+        attempt, parts = made.attempt()
+        with monkeypatch.context() as patch:
+            if at == "start":
+                patch.setattr(made.device, "start", fail)
+                assert made.start((attempt, parts)) is None
+            else:
+                made.start((attempt, parts))
+                patch.setattr(type(made.device.launches[0]), "done", property(fail))
+                patch.setattr(type(made.device.launches[0]), "stop", lambda launch: Proof.PROVEN)
+                assert made.dispatcher.advance()
+        assert attempt.failure is not None
+        assert [view() is None for view in views] == [True]
+    finally:
+        gc.enable()
 
 
 def test_a_copy_for_several_goes_on_while_one_wants_it(made: Dispatched) -> None:

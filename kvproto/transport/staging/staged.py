@@ -342,7 +342,7 @@ class StagedReceiver:
         try:
             stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
         except KvprotoError as fault:  # ours, not the peer's: `complete` tells it
-            stream.error = fault
+            stream.error = fault.kept()
             self._free.add(chunk.slot)
 
     def step(self) -> None:
@@ -354,7 +354,7 @@ class StagedReceiver:
                     if not unpacking.ready():
                         break
                 except KvprotoError as error:
-                    stream.error = error
+                    stream.error = error.kept()
                 stream.unpacking.popleft()
                 self._free.add(slot)
 

@@ -114,8 +114,9 @@ class Decode(Engine):
             self._free(job)
         self._kept.clear()
 
-    def in_use(self, shelf: Shelf) -> list[Name]:
-        return [job.name for job in self.jobs.values() if job.book is shelf]
+    def in_use(self, shelf: Shelf) -> list[tuple[Name, str]]:
+        jobs = [job for job in self.jobs.values() if job.book is shelf]
+        return [(job.name, f"{job.fetch!r}, {'lost' if job.over else 'not over'}, {job.order}") for job in jobs]
 
     def _abort(self, job: Job) -> None:
         """Its client is gone."""

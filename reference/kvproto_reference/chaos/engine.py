@@ -212,8 +212,10 @@ class Engine:
         """This is the pool from now on."""
         raise NotImplementedError
 
-    def in_use(self, shelf: Shelf) -> list[Name]:
-        """Requests whose pages somebody may still touch; at prefill they may only be waiting to be acknowledged."""
+    def in_use(self, shelf: Shelf) -> list[tuple[Name, str]]:
+        """Requests whose pages somebody may still touch, and what is known of each; at prefill they may only be
+        waiting to be acknowledged.
+        """
         return []
 
     def retire(self, withdrawal: Withdrawal) -> None:
@@ -233,8 +235,8 @@ class Engine:
         for old in [each for each in self._old if each.steps >= 0]:
             old.steps -= 1
             if old.steps == 18:
-                for name in self.in_use(old.shelf):
-                    text = f"{old.withdrawal} is done while request {name[0]}.{name[1]} is under way in it"
+                for name, state in self.in_use(old.shelf):
+                    text = f"{old.withdrawal} is done while request {name[0]}.{name[1]} is under way in it, {state}"
                     self.say("finding", Finding("freed too early", text, name, name))
                 old.shelf.wipe()
             if old.steps < 0:
