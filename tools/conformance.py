@@ -1,7 +1,7 @@
 """`python -m tools.conformance`: every testee of this repository by the suite, and a page of who keeps the contract.
 
-The pages are in build/conformance. The exit status is 0 only if all are conformant in what they claim. Testees that need a
-compiler or an interpreter that is not here are left out, which is said.
+The pages are in build/conformance. The exit status is 0 only if all are conformant in what they claim.
+Testees that need a compiler or an interpreter that is not here are left out, which is said.
 """
 
 from __future__ import annotations

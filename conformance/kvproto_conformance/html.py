@@ -16,7 +16,7 @@ __all__ = ["matrix", "matrix_text", "page"]
 Json = dict[str, Any]
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--good:light-dark(#1a7f37,#3fb950);--bad:light-dark(#cf222e,#f85149);--dim:light-dark(#666,#aaa);--odd:light-dark(#9a6700,#d29922)}
-body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;max-width:96rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.4rem;margin:0}h2{font-size:1.1rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
@@ -107,7 +107,7 @@ def matrix(reports: list[Json]) -> str:
     names = [name for name in SUITES if any(name in _counts(report) for report in reports)]
     head = "".join(f'<th class="n">{name}</th>' for name in names)
     body = "".join(
-        f"<tr><td>{escape(_who(report))}</td><td>{escape(_claim(report))}</td>"
+        f'<tr><td>{escape(_who(report))}</td><td class="d">{escape(_claim(report))}</td>'
         f'<td class="{report["verdict"]}">{report["verdict"]}</td>'
         + "".join(f'<td class="n">{_cell(report, name)}</td>' for name in names)
         + f'<td class="d">{report["date"][:10]}</td></tr>'
@@ -130,7 +130,7 @@ def matrix_text(reports: list[Json]) -> str:
 
 def _who(report: Json) -> str:
     testee = report["testee"]
-    return f"{testee['name']} {testee['version']} ({testee['language']})"
+    return " ".join(word for word in (testee["name"], testee["version"], f"({testee['language']})") if "?" not in word)
 
 
 def _claim(report: Json) -> str:
