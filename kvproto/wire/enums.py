@@ -134,6 +134,26 @@ class CreditKind(IntEnum):
     """Bytes inside the session, for Data."""
 
 
+class KeyForm(IntEnum):
+    """Which tokens the id of a cached page covers."""
+
+    OWN = 1
+    """Those of the page."""
+    AHEAD = 2
+    """Those of the page, and the one that follows."""
+
+
+class LengthRule(IntEnum):
+    """Which pages of a component have to be there for a prefix to be used."""
+
+    PREFIX = 1
+    """All."""
+    WINDOW = 2
+    """Those that hold the last `reach` tokens."""
+    STATE = 3
+    """The last."""
+
+
 class Feature(IntEnum):
     """Optional behaviour, offered in Hello and chosen in Welcome."""
 

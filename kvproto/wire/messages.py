@@ -337,6 +337,46 @@ class Axis:
 
 
 @attrs.frozen(kw_only=True)
+class Manifest:
+    """A cached page in storage (draft)."""
+
+    id: bytes
+    """Id of the page. Since 1.0."""
+    form: enums.KeyForm
+    """Form of the id. Since 1.0."""
+    own: bytes
+    """Id of form OWN, with which the chain goes on. Since 1.0."""
+    previous: bytes
+    """Id of form OWN of the page before, or the namespace. Since 1.0."""
+    namespace: bytes
+    """What the page was computed by. Since 1.0."""
+    page: int
+    """Tokens of a page. [token] Since 1.0."""
+    geometry: bytes
+    """Geometry digest of the writer. Since 1.0."""
+    components: tuple["Component", ...]
+    """What there is of the page, by ascending group. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
+class Component:
+    """The bytes of one group of a cached page."""
+
+    group: int
+    """Group of the Description. Since 1.0."""
+    form: enums.KeyForm
+    """Tokens that its rows depend on. Since 1.0."""
+    rule: enums.LengthRule
+    """How its pages count. Since 1.0."""
+    reach: int | None = attrs.field(default=None)
+    """Tokens of a window; absent: it is none. [token] Since 1.0."""
+    length: int
+    """Length of the object. [byte] Since 1.0."""
+    digest: bytes
+    """SHA-256 of the object. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
 class Hello:
     """Open or resume a session."""
 

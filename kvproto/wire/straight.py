@@ -22,6 +22,8 @@ _RequestState = {int(v): v for v in enums.RequestState}
 _Outcome = {int(v): v for v in enums.Outcome}
 _Proof = {int(v): v for v in enums.Proof}
 _CreditKind = {int(v): v for v in enums.CreditKind}
+_KeyForm = {int(v): v for v in enums.KeyForm}
+_LengthRule = {int(v): v for v in enums.LengthRule}
 _Feature = {int(v): v for v in enums.Feature}
 _ErrorCode = {int(v): v for v in enums.ErrorCode}
 
@@ -1675,6 +1677,232 @@ def _e_Axis(o: Any, out: list[Any]) -> None:
     if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
         raise Doubt
     out += (b'\x82\x01', write_text(f1, 1, 64), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
+
+
+Manifest = messages.Manifest
+_Manifest_id = setter(Manifest, "id")
+_Manifest_form = setter(Manifest, "form")
+_Manifest_own = setter(Manifest, "own")
+_Manifest_previous = setter(Manifest, "previous")
+_Manifest_namespace = setter(Manifest, "namespace")
+_Manifest_page = setter(Manifest, "page")
+_Manifest_geometry = setter(Manifest, "geometry")
+_Manifest_components = setter(Manifest, "components")
+
+
+def _d_Manifest(b: Any, p: int) -> tuple[Manifest, int]:
+    if b[p] != 136:
+        raise Doubt
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f1 = bytes(b[p - 32 : p])
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        f2, p = read_uint(b, f2, p)
+    f2 = _KeyForm.get(f2)
+    if f2 is None:
+        raise Doubt
+    if b[p] != 3:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f3 = bytes(b[p - 32 : p])
+    if b[p] != 4:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f4 = bytes(b[p - 32 : p])
+    if b[p] != 5:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f5 = bytes(b[p - 32 : p])
+    if b[p] != 6:
+        raise Doubt
+    f6 = b[p + 1]
+    p += 2
+    if f6 > 127:
+        f6, p = read_uint(b, f6, p)
+    if f6 < 1:
+        raise Doubt
+    if f6 > 4294967295:
+        raise Doubt
+    if b[p] != 7:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f7 = bytes(b[p - 32 : p])
+    if b[p] != 8:
+        raise Doubt
+    n, p = read_count(b, p + 1, 1, 512)
+    v8 = []
+    for _ in range(n):
+        x8, p = _d_Component(b, p)
+        v8.append(x8)
+    f8 = tuple(v8)
+    if len(f8) > 1 and not ascends([x.group for x in f8]):
+        raise Doubt
+    o = new(Manifest)
+    _Manifest_id(o, f1); _Manifest_form(o, f2); _Manifest_own(o, f3); _Manifest_previous(o, f4); _Manifest_namespace(o, f5); _Manifest_page(o, f6); _Manifest_geometry(o, f7); _Manifest_components(o, f8)
+    return o, p
+
+
+def _e_Manifest(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Manifest:
+        raise Doubt
+    f1 = o.id
+    f2 = o.form
+    f3 = o.own
+    f4 = o.previous
+    f5 = o.namespace
+    f6 = o.page
+    f7 = o.geometry
+    f8 = o.components
+    if len(f8) > 1 and not ascends([x.group for x in f8]):
+        raise Doubt
+    if f1.__class__ is not bytes or len(f1) != 32:
+        raise Doubt
+    if f2.__class__ is not enums.KeyForm and f2.__class__ is not int or f2 not in _KeyForm:
+        raise Doubt
+    if f3.__class__ is not bytes or len(f3) != 32:
+        raise Doubt
+    if f4.__class__ is not bytes or len(f4) != 32:
+        raise Doubt
+    if f5.__class__ is not bytes or len(f5) != 32:
+        raise Doubt
+    if f6.__class__ is not int or not 1 <= f6 <= 4294967295:
+        raise Doubt
+    if f7.__class__ is not bytes or len(f7) != 32:
+        raise Doubt
+    out += (b'\x88\x01', b'\xc4 ', f1, b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', b'\xc4 ', f3, b'\x04', b'\xc4 ', f4, b'\x05', b'\xc4 ', f5, b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', b'\xc4 ', f7, b'\x08',)
+    if f8.__class__ is not tuple:
+        raise Doubt
+    out.append(write_count(len(f8), 1, 512))
+    for x8 in f8:
+        _e_Component(x8, out)
+
+
+Component = messages.Component
+_Component_group = setter(Component, "group")
+_Component_form = setter(Component, "form")
+_Component_rule = setter(Component, "rule")
+_Component_reach = setter(Component, "reach")
+_Component_length = setter(Component, "length")
+_Component_digest = setter(Component, "digest")
+
+
+def _d_Component(b: Any, p: int) -> tuple[Component, int]:
+    left = b[p]
+    if not 133 <= left <= 134:
+        raise Doubt
+    left -= 133
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    f1 = b[p + 1]
+    p += 2
+    if f1 > 127:
+        f1, p = read_uint(b, f1, p)
+    if f1 > 4294967295:
+        raise Doubt
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        f2, p = read_uint(b, f2, p)
+    f2 = _KeyForm.get(f2)
+    if f2 is None:
+        raise Doubt
+    if b[p] != 3:
+        raise Doubt
+    f3 = b[p + 1]
+    p += 2
+    if f3 > 127:
+        f3, p = read_uint(b, f3, p)
+    f3 = _LengthRule.get(f3)
+    if f3 is None:
+        raise Doubt
+    if left and b[p] == 4:
+        left -= 1
+        f4 = b[p + 1]
+        p += 2
+        if f4 > 127:
+            f4, p = read_uint(b, f4, p)
+        if f4 < 1:
+            raise Doubt
+        if f4 > 4294967295:
+            raise Doubt
+    else:
+        f4 = None
+    if b[p] != 5:
+        raise Doubt
+    f5 = b[p + 1]
+    p += 2
+    if f5 > 127:
+        if f5 == 207:
+            (f5,) = u64(b, p)
+            if f5 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f5, p = read_uint(b, f5, p)
+    if f5 < 1:
+        raise Doubt
+    if b[p] != 6:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f6 = bytes(b[p - 32 : p])
+    if left:
+        raise Doubt
+    if (f4 is not None) != (f3 == 2):
+        raise Doubt
+    o = new(Component)
+    _Component_group(o, f1); _Component_form(o, f2); _Component_rule(o, f3); _Component_reach(o, f4); _Component_length(o, f5); _Component_digest(o, f6)
+    return o, p
+
+
+def _e_Component(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Component:
+        raise Doubt
+    f1 = o.group
+    f2 = o.form
+    f3 = o.rule
+    f4 = o.reach
+    f5 = o.length
+    f6 = o.digest
+    if (f4 is not None) != (f3 == 2):
+        raise Doubt
+    out.append(BYTE_OF[134 - (f4 is None)])
+    if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
+        raise Doubt
+    if f2.__class__ is not enums.KeyForm and f2.__class__ is not int or f2 not in _KeyForm:
+        raise Doubt
+    if f3.__class__ is not enums.LengthRule and f3.__class__ is not int or f3 not in _LengthRule:
+        raise Doubt
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3),)
+    if f4 is not None:
+        if f4.__class__ is not int or not 1 <= f4 <= 4294967295:
+            raise Doubt
+        out += (b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4))
+    if f5.__class__ is not int or not 1 <= f5 <= 18446744073709551615:
+        raise Doubt
+    if f6.__class__ is not bytes or len(f6) != 32:
+        raise Doubt
+    out += (b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', b'\xc4 ', f6,)
 
 
 Hello = messages.Hello
@@ -5245,6 +5473,8 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Ticket": _d_Ticket,
     "Content": _d_Content,
     "Axis": _d_Axis,
+    "Manifest": _d_Manifest,
+    "Component": _d_Component,
     "Hello": _d_Hello,
     "Welcome": _d_Welcome,
     "Refused": _d_Refused,
@@ -5300,6 +5530,8 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Ticket: _e_Ticket,
     Content: _e_Content,
     Axis: _e_Axis,
+    Manifest: _e_Manifest,
+    Component: _e_Component,
     Hello: _e_Hello,
     Welcome: _e_Welcome,
     Refused: _e_Refused,

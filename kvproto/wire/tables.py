@@ -172,6 +172,24 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (1, "name", "str", True, 1, 64, None),
         (2, "length", "u64", True, None, None, None),
     ),
+    "Manifest": (
+        (1, "id", "bytes", True, None, None, 32),
+        (2, "form", "enum:KeyForm", True, None, None, None),
+        (3, "own", "bytes", True, None, None, 32),
+        (4, "previous", "bytes", True, None, None, 32),
+        (5, "namespace", "bytes", True, None, None, 32),
+        (6, "page", "u32", True, 1, None, None),
+        (7, "geometry", "bytes", True, None, None, 32),
+        (8, "components", "list<struct:Component>", True, 1, 512, None),
+    ),
+    "Component": (
+        (1, "group", "u32", True, None, None, None),
+        (2, "form", "enum:KeyForm", True, None, None, None),
+        (3, "rule", "enum:LengthRule", True, None, None, None),
+        (4, "reach", "u32", False, 1, None, None),
+        (5, "length", "u64", True, 1, None, None),
+        (6, "digest", "bytes", True, None, None, 32),
+    ),
     "Hello": (
         (1, "resume", "u64", False, None, None, None),
         (2, "request", "u64", True, None, None, None),
@@ -459,6 +477,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Content": (
         ("ascend", ("axes", "name"), "NOT_ASCENDING"),
     ),
+    "Manifest": (
+        ("ascend", ("components", "group"), "NOT_ASCENDING"),
+    ),
+    "Component": (
+        ("present_iff", ("reach", "rule", "WINDOW"), "FIELD_CONFLICT"),
+    ),
     "Hello": (
         ("unique", ("versions", "major"), "REPEATED"),
         ("ascend", ("offered",), "NOT_ASCENDING"),
@@ -562,6 +586,8 @@ UNITS: dict[str, dict[str, str]] = {
     "Ticket": {"key": "byte", "deadline": "ms"},
     "Content": {"tokens": "token"},
     "Axis": {"length": "token"},
+    "Manifest": {"page": "token"},
+    "Component": {"reach": "token", "length": "byte"},
     "Describe": {"geometry": "byte", "digest": "byte"},
     "Description": {"geometry": "byte", "digest": "byte"},
     "Register": {"source": "byte", "sink": "byte", "plan": "byte"},

@@ -26,7 +26,7 @@ Node = Any
 Case = dict[str, Any]
 
 
-_BARE = ("Geometry", "Ticket", "Content")
+_BARE = ("Geometry", "Ticket", "Content", "Manifest")
 """Structs that stand alone: in a byte string, beside a prompt, under a digest."""
 
 

@@ -1,0 +1,116 @@
+"""What a page is made of: a component for each group of a Description, as one rank owns it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+
+import attrs
+
+from kvproto.errors import LocalError, PlanError
+from kvproto.planning.deals import deal, owned_before
+from kvproto.planning.geometry import Geometry, encode_geometry
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
+from kvproto.wire.messages import Group, Owns
+
+__all__ = ["Layout", "Part", "components"]
+
+
+@attrs.frozen
+class Part:
+    """One component of every page of a rank: its group, and how it counts."""
+
+    group: int
+    form: KeyForm
+    rule: LengthRule
+    length: int
+    """Bytes of a page."""
+    reach: int | None = None
+    """Tokens of a window."""
+
+
+@attrs.frozen
+class Layout:
+    """What all pages of one rank are made of."""
+
+    page: int
+    """Tokens."""
+    geometry: bytes
+    """Digest of what the rank owns."""
+    parts: tuple[Part, ...]
+    """By ascending group."""
+
+    @property
+    def form(self) -> KeyForm:
+        """The form by which its pages are found (KVP-TIER-AHEAD)."""
+        return KeyForm.AHEAD if any(p.form is KeyForm.AHEAD for p in self.parts) else KeyForm.OWN
+
+    @property
+    def must(self) -> frozenset[int]:
+        """Groups of which every page has a component."""
+        return frozenset(p.group for p in self.parts if p.rule is LengthRule.PREFIX)
+
+    def part(self, group: int) -> Part:
+        """That of a group; raises LocalError."""
+        for each in self.parts:
+            if each.group == group:
+                return each
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "group", f"one of {[p.group for p in self.parts]}", str(group))
+
+
+def components(
+    geometry: Geometry, rank: int, page: int, ahead: Collection[int] = (), windows: Mapping[int, int] | None = None
+) -> Layout:
+    """The components of a rank's pages of `page` tokens; `ahead` are groups that look ahead, `windows` tokens by group.
+
+    Raises PlanError for a page that cuts rows or turns, or a group whose bytes have no order (KVP-TIER-WHOLE).
+    """
+    kept = tuple(group for group in geometry.groups if kind_of(group).has_memory)
+    (own,) = (r for r in geometry.ranks if r.rank == rank)
+    shares = {share.group: share for share in own.owns}
+    parts = tuple(
+        _part(group, shares[group.id], page, group.id in ahead, (windows or {}).get(group.id))
+        for group in kept
+        if group.id in shares
+    )
+    return Layout(page, _digest(geometry, kept, (shares[p.group] for p in parts), rank), parts)
+
+
+def _part(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> Part:
+    if group.axis is not None:
+        raise PlanError(ErrorCode.AXIS_MISMATCH, f"groups[{group.name}]", "rows of the prompt's tokens", group.axis)
+    form = KeyForm.AHEAD if ahead else KeyForm.OWN
+    rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if kind_of(group).paged else LengthRule.STATE
+    return Part(group.id, form, rule, _rows(group, share, page) * len(share.layers) * _row_bytes(group, share), reach)
+
+
+def _row_bytes(group: Group, share: Owns) -> int:
+    if any(part.encoding for part in group.parts):
+        raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "bytes that strides describe", "an encoding")
+    return sum((lane.hi - lane.lo) * group.parts[lane.part].lane_bytes for lane in share.lanes)
+
+
+def _rows(group: Group, share: Owns, page: int) -> int:
+    """Rows of a page that a rank owns."""
+    if not kind_of(group).paged:
+        return group.live_rows or group.rows
+    step, origin = group.tokens_per_row, 0
+    if group.cp_size > 1:
+        run, origin = deal(group)
+        step *= run * (group.cp_size if group.order is None else group.order.size)
+    if page % step or origin:
+        wants = f"a multiple of {step} tokens, and a deal from token 0"
+        raise PlanError(ErrorCode.ROW_MISMATCH, f"groups[{group.name}]", wants, f"{page} tokens, from {origin}")
+    return owned_before(group, share.cp_rank, page // group.tokens_per_row)
+
+
+def _digest(geometry: Geometry, groups: Iterable[Group], shares: Iterable[Owns], rank: int) -> bytes:
+    """SHA-256 of what one rank owns, as if it were alone (KVP-TIER-GEOMETRY)."""
+    owns = tuple(shares)
+    named = {share.group for share in owns}
+    alone = attrs.evolve(
+        geometry, replica=0, facts=(), groups=tuple(g for g in groups if g.id in named),
+        ranks=tuple(attrs.evolve(r, rank=0, owns=owns) for r in geometry.ranks if r.rank == rank),
+    )  # fmt: skip
+    return hashlib.sha256(encode_geometry(alone)).digest()

@@ -1,0 +1,52 @@
+"""How many leading pages of a prompt can be used: what one rank finds, and what all ranks can agree on.
+
+A set of lengths is a bitmap, an int with bit n set where n pages can be used. Length 0 is in every set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import and_
+
+from kvproto.tiers.components import Layout, Part
+from kvproto.wire.enums import LengthRule
+
+__all__ = ["found", "join", "usable"]
+
+Found = tuple[int, list[int]]
+"""Leading pages with all PREFIX components, and a set for each WINDOW and STATE component by ascending group."""
+
+
+def found(layout: Layout, has: Mapping[int, Sequence[bool]]) -> Found:
+    """What a rank finds; `has` tells of each group which pages there are, as many for each."""
+    prefix = min((_leading(has[p.group]) for p in layout.parts if p.rule is LengthRule.PREFIX), default=None)
+    prefix = min(map(len, has.values())) if prefix is None else prefix
+    rest = (p for p in layout.parts if p.rule is not LengthRule.PREFIX)
+    return prefix, [_allowed(p, layout.page, has[p.group][:prefix]) for p in rest]
+
+
+def join(ranks: Iterable[Found]) -> Found:
+    """MIN of the prefixes and AND of the sets; ranks may be joined in any order, and any number at a time."""
+    prefixes, sets = zip(*ranks, strict=True)
+    return min(prefixes), [reduce(and_, same) for same in zip(*sets, strict=True)]
+
+
+def usable(found: Found) -> int:
+    """The greatest length that is at most the prefix and in all sets (KVP-TIER-LENGTH)."""
+    prefix, sets = found
+    return (reduce(and_, sets, (2 << prefix) - 1) | 1).bit_length() - 1
+
+
+def _allowed(part: Part, page: int, has: Sequence[bool]) -> int:
+    """The set of lengths for which the pages that a WINDOW or STATE component needs are there."""
+    bits, run = 1, 0
+    for n in range(1, len(has) + 1):
+        run = run + 1 if has[n - 1] else 0
+        first = n - 1 if part.reach is None else max(n * page - part.reach, 0) // page
+        bits |= (run >= n - first) << n
+    return bits
+
+
+def _leading(has: Sequence[bool]) -> int:
+    return next((i for i, one in enumerate(has) if not one), len(has))

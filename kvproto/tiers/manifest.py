@@ -1,0 +1,66 @@
+"""The record that says what a stored page is, and what a reader makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import attrs
+
+from kvproto.errors import LocalError, WireError
+from kvproto.tiers.components import Layout
+from kvproto.tiers.identity import Chain
+from kvproto.wire import decode_struct, encode_struct
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Component, Manifest
+
+__all__ = ["Data", "describe", "encode", "manifest_key", "object_key", "take"]
+
+Data = bytes | bytearray | memoryview
+
+
+def manifest_key(id: bytes, geometry: bytes) -> str:
+    """Under which the manifest of a page is stored."""
+    return f"m/{id.hex()}.{geometry.hex()}"
+
+
+def object_key(manifest: Manifest, component: Component) -> str:
+    """Under which the bytes of a component are stored."""
+    return f"o/{manifest.id.hex()}.{manifest.geometry.hex()}.{component.group}.{component.digest.hex()}"
+
+
+def describe(layout: Layout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+    """The manifest of page i with these bytes, by group; raises LocalError for too few bytes (KVP-TIER-ALL)."""
+    if missing := layout.must - data.keys():
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "data", f"groups {sorted(layout.must)}", f"none of {sorted(missing)}")
+    listed = []
+    for group in sorted(data):
+        part, size = layout.part(group), len(data[group])
+        if size != part.length:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"data[{group}]", f"{part.length} bytes", str(size))
+        listed.append(Component(**attrs.asdict(part), digest=hashlib.sha256(data[group]).digest()))
+    return Manifest(
+        id=chain.ids(layout.form)[i], form=layout.form, own=chain.own[i], previous=chain.previous(i),
+        namespace=chain.space, page=layout.page, geometry=layout.geometry, components=tuple(listed),
+    )  # fmt: skip
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical bytes."""
+    return encode_struct(manifest)
+
+
+def take(data: Data, layout: Layout, chain: Chain, i: int) -> Manifest | None:
+    """The manifest that page i has, or None where its page counts as absent (KVP-TIER-MISS, KVP-TIER-PARTS)."""
+    try:
+        found = decode_struct(Manifest, bytes(data))
+    except WireError:
+        return None
+    asked = (chain.ids(layout.form)[i], layout.form, chain.own[i], chain.previous(i), chain.space)
+    if (found.id, found.form, found.own, found.previous, found.namespace) != asked:
+        return None
+    if (found.page, found.geometry) != (layout.page, layout.geometry):
+        return None
+    parts = {part.group: attrs.asdict(part) for part in layout.parts}
+    stated = {c.group: attrs.asdict(c, filter=lambda field, _: field.name != "digest") for c in found.components}
+    return found if layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items()) else None
