@@ -1,0 +1,240 @@
+"""Which pages of which prompts are there: a tree of readable pages over the slots, found by their ids.
+
+Pages that are being written belong to a `Claim` and are in no tree; pages that are read are pinned by a `Hit`. Each
+gives back what it has exactly once, when it is closed. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvproto.errors import LocalError
+from kvproto.tiers.components import Layout
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.lengths import Found, found, usable
+from kvproto.tiers.slots import Slots, State
+from kvproto.wire.enums import ErrorCode, LengthRule
+
+__all__ = ["Claim", "Hit", "Index", "Page"]
+
+_NONE = -1
+
+
+class Page(NamedTuple):
+    """A slot as somebody got it."""
+
+    slot: int
+    generation: int
+
+
+class Index:
+    """The pages of one rank in one memory of `count` slots."""
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        """Raises LocalError for a layout of more than 64 components."""
+        if len(layout.parts) > 64:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "layout", "at most 64 components", str(len(layout.parts)))
+        self.layout, self.slots = layout, Slots(count)
+        self._bit = {part.group: 1 << i for i, part in enumerate(layout.parts)}
+        self._must = sum(self._bit[group] for group in layout.must)
+        self._some = [p.group for p in layout.parts if p.rule is not LengthRule.PREFIX]
+        self._by_id: dict[bytes, int] = {}
+        self._ids: list[bytes | None] = [None] * count
+        self._held = array("Q", bytes(8 * count))
+        self._parent, self._child, self._next, self._before = (array("i", [_NONE]) * count for _ in range(4))
+
+    def __len__(self) -> int:
+        """Pages that can be found."""
+        return len(self._by_id)
+
+    def place(self, page: Page, group: int) -> int:
+        """Where in the memory of a component the page begins, in bytes; raises LocalError."""
+        self.check(page)
+        return page.slot * self.layout.part(group).length
+
+    def check(self, page: Page) -> None:
+        """Raise LocalError if the slot has been given to somebody else since (KVP-TIER-GENERATION)."""
+        now = self.slots.generation(page.slot)
+        if now != page.generation or self.slots.state(page.slot) is State.FREE:
+            raise LocalError(ErrorCode.STALE_TRANSFER, f"slots[{page.slot}]", f"generation {now}", str(page.generation))
+
+    def find(self, chain: Chain) -> Hit:
+        """The longest prefix that can be used, pinned; it may be of no pages."""
+        ids, get = chain.ids(self.layout.form), self._by_id.get
+        slots = []
+        for id in ids:
+            slot = get(id)
+            if slot is None:
+                break
+            slots.append(slot)
+        said: Found = (len(slots), [])
+        if self._some:
+            all_ = [True] * len(slots)
+            some = {g: [bool(self._held[slot] & self._bit[g]) for slot in slots] for g in self._some}
+            said = found(self.layout, dict.fromkeys(self._bit, all_) | some)
+        return Hit(self, said, slots[: usable(said)])
+
+    def claim(self, chain: Chain, first: int, count: int) -> Claim | None:
+        """Slots for pages [first, first + count) of a prompt, all or none; others are given up for them."""
+        ids = chain.ids(self.layout.form)
+        if not 0 <= first <= first + count <= len(ids):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "count", f"pages within {len(ids)}", f"{first} + {count}")
+        if self.slots.free + self.slots.idle < count:
+            return None
+        self.evict(count)
+        parent = ids[first - 1] if first else None
+        return Claim(self, parent, ids[first : first + count], [self.slots.reserve() for _ in range(count)])
+
+    def retire(self, id: bytes) -> int:
+        """Let a page and all that follow it be found no more; how many there were. Readers keep what they have."""
+        slot = self._by_id.get(id)
+        return 0 if slot is None else self._cascade(slot)
+
+    def evict(self, count: int) -> int:
+        """Give up the pages that were not used for longest, with all that follow them, until `count` slots are FREE."""
+        before = self.slots.free
+        while self.slots.free < count and self._give_up():
+            continue
+        return self.slots.free - before
+
+    def _give_up(self) -> bool:
+        slot = self.slots.oldest()
+        return slot is not None and self._cascade(slot) > 0
+
+    def _cascade(self, slot: int) -> int:
+        self._unlink(slot)
+        gone = list(self._below(slot))
+        for each in gone:
+            id = self._ids[each]
+            assert id is not None
+            del self._by_id[id]
+            self._ids[each], self._held[each] = None, 0
+            self._parent[each] = self._child[each] = self._next[each] = self._before[each] = _NONE
+            self.slots.move(each, State.RETIRING if self.slots.pins(each) else State.FREE)
+        return len(gone)
+
+    def _below(self, slot: int) -> Iterator[int]:
+        todo = [slot]
+        while todo:
+            slot = todo.pop()
+            child = self._child[slot]
+            while child != _NONE:
+                todo.append(child)
+                child = self._next[child]
+            yield slot
+
+    def _link(self, slot: int, parent: int) -> None:
+        self._parent[slot] = parent
+        if parent != _NONE:
+            child = self._child[parent]
+            self._next[slot], self._child[parent] = child, slot
+            if child != _NONE:
+                self._before[child] = slot
+
+    def _unlink(self, slot: int) -> None:
+        before, after, parent = self._before[slot], self._next[slot], self._parent[slot]
+        if after != _NONE:
+            self._before[after] = before
+        if before != _NONE:
+            self._next[before] = after
+        elif parent != _NONE:
+            self._child[parent] = after
+
+    def _publish(self, parent_id: bytes | None, ids: Sequence[bytes], slots: Sequence[int], held: Sequence[int]) -> int:
+        """Let sealed pages be found, from the first on, as long as the page before each is (KVP-TIER-PARENT)."""
+        parent = _NONE if parent_id is None else self._by_id.get(parent_id)
+        done = 0
+        for id, slot, bits in zip(ids, slots, held, strict=True):
+            if parent is None or self.slots.state(slot) is not State.SEALED:
+                break
+            known = self._by_id.get(id)
+            if known is None:
+                self.slots.move(slot, State.READABLE)
+                self._by_id[id], self._ids[slot], self._held[slot], known = slot, id, bits, slot
+                self._link(slot, parent)
+            parent, done = known, done + 1
+        while parent is not None and parent != _NONE:  # the leaf first, so that no page is older than what follows it
+            self.slots.touch(parent)
+            parent = self._parent[parent]
+        return done
+
+
+class _Owner:
+    """Something that gives back what it has when it is closed, once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what is left; nothing if that has been done."""
+        raise NotImplementedError
+
+
+class Hit(_Owner):
+    """A prefix that is there, pinned until it is closed."""
+
+    def __init__(self, index: Index, said: Found, slots: Sequence[int]) -> None:
+        self._index, self.found = index, said
+        self.pages = [Page(slot, index.slots.generation(slot)) for slot in slots]
+        """As many as can be used by this rank."""
+        for slot in slots:
+            index.slots.pin(slot)
+
+    def cut(self, length: int) -> None:
+        """Keep only so many pages: what all ranks can use (KVP-TIER-LENGTH)."""
+        for page in reversed(self.pages[length:]):
+            self._index.slots.unpin(page.slot)
+        del self.pages[length:]
+
+    def close(self) -> None:
+        """Let go of all pages; of those that stay, the first is the newest."""
+        self.cut(0)
+
+
+class Claim(_Owner):
+    """Slots that one owner fills, and publishes or gives back."""
+
+    def __init__(self, index: Index, parent: bytes | None, ids: Sequence[bytes], slots: list[int]) -> None:
+        self._index, self._parent, self._ids, self._slots = index, parent, ids, slots
+        self._held = [0] * len(slots)
+
+    @property
+    def pages(self) -> list[Page]:
+        """In the order of the prompt; none once it is closed."""
+        return [Page(slot, self._index.slots.generation(slot)) for slot in self._slots]
+
+    def fill(self, i: int) -> None:
+        """Copies into page i begin."""
+        self._index.slots.move(self._slots[i], State.FILLING)
+
+    def seal(self, i: int, groups: Sequence[int]) -> None:
+        """All copies into page i are over, of these groups; raises LocalError if they lack a PREFIX component."""
+        held = sum(self._index._bit[self._index.layout.part(group).group] for group in {*groups})
+        if self._index._must & ~held:
+            must = sorted(self._index.layout.must)
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "groups", f"{must} at least", str(sorted(groups)))
+        self._index.slots.move(self._slots[i], State.SEALED)
+        self._held[i] = held
+
+    def publish(self) -> int:
+        """Let the sealed pages be found, and close; how many of its first pages can be found now (KVP-TIER-VISIBLE).
+
+        A page that somebody else has published first is theirs.
+        """
+        try:
+            return self._index._publish(self._parent, self._ids, self._slots, self._held)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free all slots that were not published."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            if self._index.slots.state(slot) in (State.RESERVED, State.FILLING, State.SEALED):
+                self._index.slots.move(slot, State.FREE)
