@@ -10,6 +10,9 @@ __all__ = ["make"]
 _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
+_DUMMIES = {"small": (576, 1536, 9, 49152), "thin": (96, 64, 3, 512)}
+"""Of models whose weights are dummies: as large as SmolLM2-135M, and one that computes little with caches as large."""
+
 
 def make(folder: Path, name: str) -> Path:
     """The folder of a model, made where it is not there yet; weights are spread so that greedy tokens vary."""
@@ -23,10 +26,11 @@ def make(folder: Path, name: str) -> Path:
         return path
     torch.manual_seed(int(name.endswith("others")))
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-    if name == "small":  # as SmolLM2-135M; weights are dummies
+    if name in _DUMMIES:
+        hidden, intermediate, heads, vocabulary = _DUMMIES[name]
         LlamaConfig(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-            architectures=["LlamaForCausalLM"], **shared | {"vocab_size": 49152},
+            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=30, num_attention_heads=heads,
+            num_key_value_heads=3, head_dim=64, architectures=["LlamaForCausalLM"], **shared | {"vocab_size": vocabulary},
         ).save_pretrained(path)  # fmt: skip
         return path
     if name == "eagle":
