@@ -85,6 +85,8 @@ SLOW = {
     "session/test_session.py::test_lost_and_doubled_frames_change_nothing",
     "session/test_session.py::test_noise_gets_a_typed_answer_and_costs_nobody_anything",
     "session/test_staged.py::test_nonsense_in_chunks_and_credits_costs_nobody_else_anything",
+    "tiers/test_index.py::test_every_slot_is_freed_once_whatever_fails_when",
+    "tiers/test_storage.py",
     "transport/test_cuda_kernel.py",
     "transport/test_cuda_stream.py",
     "transport/test_nixl.py",

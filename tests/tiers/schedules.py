@@ -1,0 +1,195 @@
+"""Faults in any back end, by seed, and what a shelf of pages must do under them.
+
+python -m tests.tiers.schedules 10000     runs so many schedules and prints what they met
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from kvproto.tiers.components import Layout, Part
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.lengths import usable
+from kvproto.tiers.manifest import Data
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Store
+from kvproto.wire.enums import KeyForm, LengthRule
+
+LAYOUT = Layout(
+    2, bytes(32),
+    (
+        Part(0, KeyForm.OWN, LengthRule.PREFIX, 24), Part(1, KeyForm.AHEAD, LengthRule.PREFIX, 8),
+        Part(2, KeyForm.OWN, LengthRule.STATE, 5),
+    ),
+)  # fmt: skip
+TORN = ("half", "half and fails", "flip", "nothing")
+FAULTS = {
+    "put": ("fails", "full", "dies before", "dies after", *TORN),
+    "get": ("fails", "short", "flip", "gone"),
+    "delete": ("fails", "dies before", "dies after", "nothing"),
+}
+
+
+class Died(Exception):
+    """The process of the writer is gone at this point."""
+
+
+class Memory:
+    """A back end in memory."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+
+    def put(self, key: str, data: Data) -> None:
+        self.data[key] = bytes(data)
+
+    def get(self, key: str) -> bytes | None:
+        return self.data.get(key)
+
+    def delete(self, key: str) -> None:
+        self.data.pop(key, None)
+
+    def keys(self, kind: str) -> Iterator[str]:
+        return (key for key in [*self.data] if key.startswith(f"{kind}/"))
+
+    def age(self, key: str) -> float:
+        return 1e9
+
+
+class Faulty:
+    """Another back end with faults: each call fails in one of the ways above, as often as `rate` says."""
+
+    def __init__(self, inner: Store, rng: random.Random, rate: float) -> None:
+        self.inner, self.rng, self.rate = inner, rng, rate
+        self.met: Counter[str] = Counter()
+
+    def put(self, key: str, data: Data) -> None:
+        fault = self._fault("put")
+        if fault in TORN and fault != "nothing":
+            self.inner.put(key, self._flipped(data) if fault == "flip" else data[: len(data) // 2])
+        elif fault in ("", "dies after"):
+            self.inner.put(key, data)
+        self._end(fault)
+
+    def get(self, key: str) -> bytes | None:
+        fault, data = self._fault("get"), self.inner.get(key)
+        self._end(fault)
+        if data is None or fault == "gone":
+            return None
+        return {"short": data[:-1], "flip": self._flipped(data)}.get(fault, data)
+
+    def delete(self, key: str) -> None:
+        fault = self._fault("delete")
+        if fault in ("", "dies after"):
+            self.inner.delete(key)
+        self._end(fault)
+
+    def keys(self, kind: str) -> Iterator[str]:
+        return self.inner.keys(kind)
+
+    def age(self, key: str) -> float:
+        return self.inner.age(key)
+
+    def _fault(self, call: str) -> str:
+        if self.rng.random() >= self.rate:
+            return ""
+        fault = self.rng.choice(FAULTS[call])
+        self.met[f"{call} {fault}"] += 1
+        return fault
+
+    def _end(self, fault: str) -> None:
+        if fault.endswith("fails"):
+            raise OSError(errno.EIO, "a fault")
+        if fault == "full":
+            raise OSError(errno.ENOSPC, "a fault")
+        if fault.startswith("dies"):
+            raise Died
+
+    def _flipped(self, data: Data) -> bytes:
+        changed, bit = bytearray(data), self.rng.randrange(8 * max(len(data), 1))
+        if changed:
+            changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+
+def prompt(*tokens: int) -> Chain:
+    """Of pages of two tokens."""
+    made = Chain(bytes(32), 2)
+    made.extend(tokens)
+    return made
+
+
+def page(chain: Chain, i: int, writer: int = 0) -> dict[int, bytes]:
+    """The right bytes of a page, which depend on its tokens, its group and who computed them."""
+    seed = chain.ids(LAYOUT.form)[i] + bytes((writer,))
+    return {p.group: hashlib.shake_128(seed + bytes((p.group,))).digest(p.length) for p in LAYOUT.parts}
+
+
+def schedule(seed: int) -> Counter[str]:
+    """Two writers, faults, deaths, little room; then no faults, and all is mended. Raises AssertionError."""
+    rng = random.Random(seed)
+    store, met = Memory(), Counter[str]()
+    faulty = Faulty(store, rng, rng.choice((0.02, 0.1, 0.3)))
+    high = rng.choice((0, 150))
+    shelves = [Shelf(faulty, LAYOUT, high // 2, high) for _ in range(2)]
+    prompts = [prompt(*tokens) for tokens in ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 9, 9, 9), (8, 8, 8))]
+    for _ in range(25):
+        which, chain = rng.randrange(2), rng.choice(prompts)
+        try:
+            if rng.random() < 0.5:
+                i = rng.randrange(len(chain.ahead))
+                data = page(chain, i, which)
+                if rng.random() < 0.3:
+                    del data[2]
+                shelves[which].write(chain, i, data)
+            elif rng.random() < 0.1:
+                shelves[which].sweep()
+            else:
+                _read(shelves[which], chain, met)
+        except Died:
+            met["deaths"] += 1
+            shelves[which] = Shelf(faulty, LAYOUT, high // 2, high)
+    faulty.rate = 0.0
+    fresh = Shelf(faulty, LAYOUT)
+    for chain in prompts:
+        for i in range(len(chain.ahead)):
+            assert fresh.write(chain, i, page(chain, i))
+        assert _read(fresh, chain, met) == len(chain.ahead), "what was damaged is whole again"
+    fresh.sweep()
+    pages = {id for chain in prompts for id in chain.ahead}
+    assert len(store.data) == (1 + len(LAYOUT.parts)) * len(pages), "nothing is left that no manifest names"
+    return met + faulty.met
+
+
+def _read(shelf: Shelf, chain: Chain, met: Counter[str]) -> int:
+    """Pages of a prompt that come whole; each is one writer's, all of it."""
+    length = usable(shelf.find(chain))
+    for i in range(length):
+        got = shelf.read(chain, i)
+        if got is None:
+            met["hits that got shorter"] += 1
+            return i
+        rights = [page(chain, i, writer) for writer in range(2)]
+        assert any(got.items() <= right.items() for right in rights), "a wrong byte"
+        met["pages read"] += 1
+    return length
+
+
+def main() -> int:
+    """Run schedules, print what they met."""
+    count, met = int(sys.argv[1]), Counter[str]()
+    for seed in range(count):
+        met += schedule(seed)
+    print(f"{count} schedules, no wrong byte:")
+    for name, number in sorted(met.items()):
+        print(f"  {number:8} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,271 @@
+"""Pages in files and in other back ends: killed writers, full disks, changed bytes, two writers, little room."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproto.errors import LocalError
+from kvproto.tiers.lengths import usable
+from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Files
+from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
+
+PROMPT = prompt(1, 2, 3, 4, 5)
+PAGE_BYTES = sum(part.length for part in LAYOUT.parts)
+
+
+class Recording(Memory):
+    """A back end that tells what was done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+
+    def put(self, key: str, data: Any) -> None:
+        self.calls.append(("put", key[0]))
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        self.calls.append(("delete", key[0]))
+        super().delete(key)
+
+
+def length(shelf: Shelf) -> int:
+    return usable(shelf.find(PROMPT))
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The wait status of a process that does this work."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def die_at(step: int, before: bool) -> None:
+    """Kill this process at its nth system call that changes files; `before`: a write has written half by then."""
+    done = 0
+
+    def counted(real: Callable[..., Any], half: bool = False) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == step and before:
+                if half:
+                    real(args[0][: len(args[0]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            made = real(*args, **named)
+            if done == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return made
+
+        return call
+
+    opened = Path.open
+
+    class Writing:
+        def __init__(self, file: Any) -> None:
+            self.file, self.fileno = file, file.fileno
+            self.write = counted(file.write, half=True)
+
+        def __enter__(self) -> "Writing":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+    def open_(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        return (
+            Writing(counted(opened)(path, mode, *args, **named)) if "x" in mode else opened(path, mode, *args, **named)
+        )
+
+    Path.open = open_  # type: ignore[assignment, method-assign]
+    for name in ("replace", "fsync", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: bool) -> None:
+    """KVP-TIER-LAST: at every system call of a write, and a page that is there comes whole."""
+    kept = []
+    for step in range(1, 100):
+        root = tmp_path / f"{step}"
+        shelf = Shelf(Files(root), LAYOUT)
+        assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+
+        def write(root: Path = root, step: int = step) -> None:
+            shelf = Shelf(Files(root, durable=True), LAYOUT)
+            die_at(step, before)
+            shelf.write(PROMPT, 1, page(PROMPT, 1, 1))
+
+        status = in_child(write)
+        assert status in (0, signal.SIGKILL)
+        after = Shelf(Files(root), LAYOUT)
+        kept.append(length(after))
+        assert after.read(PROMPT, 0) == page(PROMPT, 0)
+        assert after.read(PROMPT, 1) == (page(PROMPT, 1, 1) if kept[-1] == 2 else None)
+        assert after.write(PROMPT, 1, page(PROMPT, 1))
+        assert after.read(PROMPT, 1) == page(PROMPT, 1)
+        after.sweep(-1.0)
+        assert len([*after.store.keys("o"), *after.store.keys("t")]) == 6
+        if not status:
+            break
+    assert len(kept) == 4 * 5 + 1, "open, write, fsync, rename, fsync of the folder: of three objects and a manifest"
+    assert kept == sorted(kept)
+    assert {*kept} == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["m", "o"])
+def test_every_changed_byte_is_a_miss_and_is_mended(tmp_path: Path, name: str) -> None:
+    """KVP-TIER-CHECK, KVP-TIER-REWRITE."""
+    shelf = Shelf(Files(tmp_path), LAYOUT)
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    for file in [path for path in (tmp_path / name).rglob("*") if path.is_file()]:
+        whole = file.read_bytes()
+        changes = [
+            whole[:at] + bytes((whole[at] ^ 1 << at % 8,)) + whole[at + 1 :]
+            for at in range(0, len(whole), 1 if name == "o" else 3)
+        ]
+        for changed in [*changes, *(whole[:at] for at in range(0, len(whole), 32)), whole + b"\0"]:
+            file.write_bytes(changed)
+            assert shelf.read(PROMPT, 0) is None
+            assert length(shelf) == 0
+            assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+            assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+
+
+def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
+    shelf, other = (Shelf(Files(tmp_path), LAYOUT) for _ in range(2))
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    assert other.read(PROMPT, 0) == page(PROMPT, 0)
+    next(path for path in (tmp_path / "o").rglob("*") if path.is_file()).unlink()
+    assert other.read(PROMPT, 0) is None
+    assert Shelf(Files(tmp_path), LAYOUT).counts["missed"] == 0
+    assert length(other) == 0
+
+
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
+    """The kernel lets files grow to ten bytes, which tears a write in the middle."""
+    assert Shelf(Files(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+
+    def write() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+        shelf = Shelf(Files(tmp_path), LAYOUT)
+        assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
+        assert shelf.counts["failed"] == 1
+        assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+
+    assert in_child(write) == 0
+    assert not [*(tmp_path / "t").iterdir()]
+    assert length(Shelf(Files(tmp_path), LAYOUT)) == 1
+
+
+def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+    shelf = Shelf(Files(tmp_path), LAYOUT)
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    (tmp_path / "t").rmdir()
+    (tmp_path / "t").write_bytes(b"")
+    assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
+    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+
+
+def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path) -> None:
+    """Each page that comes is all one writer's, while both write and give up the same pages."""
+    pids = []
+    for writer in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            shelf = Shelf(Files(tmp_path), LAYOUT, PAGE_BYTES, PAGE_BYTES + writer)
+            for turn in range(150):
+                shelf.write(PROMPT, turn % 2, page(PROMPT, turn % 2, writer))
+            os._exit(0)
+    reader, came, left = Shelf(Files(tmp_path), LAYOUT), 0, [*pids]
+    while left:
+        for i in range(2):
+            got = reader.read(PROMPT, i)
+            assert got is None or got in [page(PROMPT, i, writer) for writer in range(2)]
+            came += got is not None
+        left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
+    assert came
+    last = Shelf(Files(tmp_path), LAYOUT)
+    assert all(last.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
+    assert [last.read(PROMPT, i) for i in range(2)] == [page(PROMPT, i) for i in range(2)]
+
+
+def test_manifests_are_written_last_and_deleted_first() -> None:
+    """KVP-TIER-LAST, KVP-TIER-GONE."""
+    store = Recording()
+    shelf = Shelf(store, LAYOUT, 0, PAGE_BYTES)
+    shelf.write(PROMPT, 0, page(PROMPT, 0))
+    assert store.calls == [("put", "o")] * 3 + [("put", "m")]
+    shelf.write(PROMPT, 1, page(PROMPT, 1))
+    assert store.calls[8:] == [("delete", "m"), *[("delete", "o")] * 3] * 2
+
+
+def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(tmp_path: Path) -> None:
+    others = [prompt(n, n, n) for n in range(10, 14)]
+    shelf = Shelf(Files(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    for other in others[:3]:
+        shelf.write(other, 0, page(other, 0))
+    with shelf.hold(others[0], 1):
+        assert shelf.read(others[1], 0)
+        shelf.write(others[3], 0, page(others[3], 0))
+        assert [usable(shelf.find(other)) for other in others] == [1, 0, 0, 1]
+    assert shelf.bytes == 2 * PAGE_BYTES
+    assert shelf.counts["evicted"] == 2
+    assert Shelf(Files(tmp_path), LAYOUT).bytes == shelf.bytes
+
+
+def test_some_components_of_a_page() -> None:
+    shelf = Shelf(Memory(), LAYOUT)
+    data = page(PROMPT, 0)
+    shelf.write(PROMPT, 0, {0: data[0], 1: data[1]})
+    assert shelf.read(PROMPT, 0) == {0: data[0], 1: data[1]}
+    assert shelf.read(PROMPT, 0, [1]) == {1: data[1]}
+    assert shelf.read(PROMPT, 0, [2]) is None
+    assert shelf.find(PROMPT) == (1, [1])
+
+
+def test_pages_of_another_geometry_are_beside_ours() -> None:
+    store = Memory()
+    other = Shelf(store, type(LAYOUT)(LAYOUT.page, b"\1" * 32, LAYOUT.parts))
+    ours = Shelf(store, LAYOUT)
+    assert other.write(PROMPT, 0, page(PROMPT, 0, 1))
+    assert ours.read(PROMPT, 0) is None
+    assert ours.write(PROMPT, 0, page(PROMPT, 0))
+    assert other.read(PROMPT, 0) == page(PROMPT, 0, 1)
+
+
+def test_what_no_manifest_names_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    shelf = Shelf(files, LAYOUT)
+    shelf.write(PROMPT, 0, page(PROMPT, 0))
+    files.delete(manifest_key(PROMPT.ahead[0], LAYOUT.geometry))
+    shelf.write(PROMPT, 1, page(PROMPT, 1))
+    assert shelf.sweep() == 0
+    for path in (tmp_path / "o").rglob("*"):
+        os.utime(path, (0, 0))
+    assert shelf.sweep() == 3
+    assert shelf.read(PROMPT, 1) == page(PROMPT, 1)
+
+
+def test_marks_the_wrong_way_round_are_refused() -> None:
+    with pytest.raises(LocalError, match="low"):
+        Shelf(Memory(), LAYOUT, 2, 1)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_schedules_of_faults(first: int) -> None:
+    for seed in range(first, first + 25):
+        schedule(seed)
