@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvproto import Cache, DType, ItemKind, KvprotoError, Pool, Ticket, allocate, lay_out
 
 Bytes = npt.NDArray[np.uint8]
-ITEMS = 24
+ITEMS = 64
 WORLDS: dict[str, list[Cache]] = {
     "gqa": [
         Cache.gqa("kv", 2, kv_heads=2, head_dim=32, page=16, dtype=DType.U8),
@@ -33,7 +33,6 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.window("window", [1], kv_heads=2, head_dim=16, ring_rows=8, dtype=DType.U8),
         Cache.state("state", [2], parts={"ssm": (DType.U8, 4, 32)}, rows=2, scratch_rows=1),
     ],
-    "large": [Cache.gqa("kv", 4, kv_heads=8, head_dim=4096, page=16, dtype=DType.U8)],
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvproto_conformance.live import list_scenarios, run
+from tests.conformance.faulty_engine import FAULTS, found
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 
@@ -28,6 +29,16 @@ def test_the_reference_passes(role: str, ids: list[str]) -> None:
     results = list(run(adapter(f"live_{role}.py"), chosen))
     assert [(r.id, r.status, r.text) for r in results] == [(id, "pass", "") for id in ids]
     assert all(len(result.checks) > 5 for result in results)
+
+
+@pytest.mark.parametrize(
+    "name", ["page off by one", "nothing is unmapped", "PROVEN of what goes on", "begun before the last writer"]
+)
+def test_a_fault_is_found_by_the_scenario_that_names_it(name: str) -> None:
+    """Some of the faults; `python tests/conformance/faulty_engine.py` plants them all."""
+    result = found(name)
+    assert result.status == "fail"
+    assert result.text.startswith(FAULTS[name][3])
 
 
 def test_a_program_that_is_none_is_an_error() -> None:

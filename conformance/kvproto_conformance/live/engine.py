@@ -57,14 +57,14 @@ class Engine:
         """Of the adapter itself."""
         return self._program.pid
 
-    def ask(self, op: str, within: float = 20.0, **more: Any) -> Json:
+    def ask(self, op: str, within: float = 60.0, **more: Any) -> Json:
         """Have something done; returns what is under `ok`. Raises EngineFault, and Unsupported."""
         answer = self.answer(op, within, **more)
         if "err" in answer:
             raise EngineFault("garbage", f"{op} was answered by {answer['err']}")
         return dict(answer["ok"])
 
-    def answer(self, op: str, within: float = 20.0, **more: Any) -> Json:
+    def answer(self, op: str, within: float = 60.0, **more: Any) -> Json:
         """The same; returns the answer, with `ok` or `err`."""
         self._seq += 1
         line = json.dumps({"seq": self._seq, "op": op, **more}).encode() + b"\n"

@@ -51,6 +51,8 @@ class Peer:
         """Frames of the engine that no `expect` has taken yet."""
         self.last: dict[str, Frame] = {}
         """The latest message of each name that was sent."""
+        self.last_heard: dict[str, Frame] = {}
+        """The latest message of each name that came."""
         self._replies: dict[tuple[str, str], bytes] = {}
 
     def next_id(self) -> str:
@@ -93,6 +95,7 @@ class Peer:
         end = time.monotonic() + seconds
         while (raw := self.wire.receive(end - time.monotonic())) is not None:
             frame = self.watch.see(raw, ENGINE)
+            self.last_heard[frame.name] = frame
             if frame.name == "Ping" and self.answers_pings:
                 self.reply(frame, "Pong")
                 continue

@@ -109,7 +109,13 @@ class Live:
         self.key = role, world, transport
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-live-")
         self.address = f"ipc://{self.folder.name}/engine"
-        self.engine = Engine(command)
+        self._command = list(command)
+        self.start()
+
+    def start(self) -> None:
+        """Start an engine where there is none any more."""
+        role, world, transport = self.key
+        self.engine = Engine(self._command)
         try:
             stated: Json = {"listen": self.address} if role == "source" else {}
             found = self.engine.ask("open", role=role, world=world, transport=transport, name="engine", **stated)
@@ -117,6 +123,11 @@ class Live:
             self.stop()
             raise
         self.geometry: Json = read_struct("Geometry", bytes.fromhex(found["geometry"]))
+
+    def restart(self) -> None:
+        """Kill the engine (SIGKILL), and start another at the same address."""
+        self.engine.kill()
+        self.start()
 
     def stop(self) -> None:
         """End the engine, and clean up after it."""
@@ -129,9 +140,14 @@ class Run:
 
     def __init__(self, live: Live, scenario: Scenario) -> None:
         self.live, self.scenario = live, scenario
-        self.engine, self.transport = live.engine, scenario.transport
+        self.transport = scenario.transport
         self.checks: list[Check] = []
         self.peers: list[Peer] = []
+
+    @property
+    def engine(self) -> Engine:
+        """That which runs now."""
+        return self.live.engine
 
     def check(self, name: str, good: bool, text: str = "", clause: str = "") -> bool:
         """Note something that was looked at."""

@@ -8,4 +8,5 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_registers,
     prefill_sessions,
     prefill_transfers,
+    restarts,
 )

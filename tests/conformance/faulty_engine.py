@@ -1,0 +1,192 @@
+"""Reference engines with one fault each, as engines have had them: `python faulty_engine.py NAME` is an adapter.
+
+Without a name every fault is planted in turn, and looked for by the scenario that is to find it. A fault is a method of the adapter that does something else, or a change to what kvproto sends or does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance/testees"))
+
+from live_sink import Decode
+from live_source import Prefill
+from toy_engine import serve
+
+from kvproto.session import core
+from kvproto.session.transfers import SourceTransfers
+from kvproto.transport.shm import memory
+from kvproto.wire import messages as m
+from kvproto.wire.enums import Feature
+from kvproto_conformance.live import Result, list_scenarios, run
+
+Ask = dict[str, Any]
+
+
+def says(cls: type[Any], **changes: Any) -> Callable[[Any], None]:
+    """Change what is sent: of messages of a class the fields that are named, by a value or a function of the message."""
+
+    def plant(adapter: Any) -> None:
+        plain = core.encode
+
+        def encode(message: Any, *args: Any, **more: Any) -> Any:
+            if isinstance(message, cls):
+                made = {name: c(message) if callable(c) else c for name, c in changes.items()}
+                message = attrs.evolve(message, **made)
+            return plain(message, *args, **more)
+
+        core.encode = encode  # type: ignore[attr-defined]
+
+    return plant
+
+
+def does(name: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Change an operation of the adapter; `make` is given the operation as it was."""
+    return lambda adapter: setattr(adapter, name, make(getattr(adapter, name)))
+
+
+def has(where: Any, name: str, instead: Any) -> Callable[[Any], None]:
+    """Change a function or method of kvproto."""
+    return lambda adapter: setattr(where, name, instead)
+
+
+def _rotated(adapter: Any, ask: Ask) -> None:
+    request, table = adapter.requests[ask["id"]]
+    adapter.requests[ask["id"]] = request, {name: [*items[1:], items[0]] for name, items in table.items()}
+
+
+def page_off_by_one(finish: Any) -> Any:
+    def on_finish(ask: Ask) -> None:
+        _rotated(finish.__self__, ask)
+        finish(ask)
+
+    return on_finish
+
+
+def bytes_moved(fill: Any) -> Any:
+    def on_fill(ask: Ask) -> None:
+        data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8)
+        fill(ask | {"data": np.roll(data, 1).tobytes().hex()})
+
+    return on_fill
+
+
+def heads_exchanged(fill: Any) -> Any:
+    def on_fill(ask: Ask) -> None:
+        shape = fill.__self__.toy._cells[ask["group"], ask["layer"], ask["part"]].shape[2:]
+        data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8).reshape(-1, *shape)
+        fill(ask | {"data": data[:, ::-1].tobytes().hex()})
+
+    return on_fill
+
+
+def done_before_prefill(request: Any) -> Any:
+    def on_request(ask: Ask) -> None:
+        request(ask)
+        adapter = request.__self__
+        made, table = adapter.requests[ask["id"]]
+        made.finish(table, handoff={"first": {"token": bytes(4)}})
+        adapter.on_computed = adapter.on_finish = lambda ask: None
+
+    return on_request
+
+
+def hand_off_of_nobody(finish: Any) -> Any:
+    return lambda ask: finish(ask | {"handoff": {"first": {"token": "00000000"}}})
+
+
+def free_at_once(wait: Any) -> Any:
+    return lambda ask: wait(ask) | {"free": True}
+
+
+def other_heads_read(read: Any) -> Any:
+    def on_read(ask: Ask) -> Ask:
+        data = np.frombuffer(bytes.fromhex(read(ask)["data"]), np.uint8).reshape(ask["count"], 2, -1)
+        return {"data": data[:, ::-1].tobytes().hex()}
+
+    return on_read
+
+
+def arrived_too_early(wait: Any) -> Any:
+    def on_wait(ask: Ask) -> Ask:
+        found: Ask = wait(ask)
+        return {"state": "arrived", "handoff": {}, "free": True} if found["state"] == "waiting" else found
+
+    return on_wait
+
+
+NOTHING = bytes(32)
+Fault = tuple[str, Callable[[Any], None], str, str]
+FAULTS: dict[str, Fault] = {
+    # name: role, fault, the scenario that finds it, how its failure begins
+    "page off by one": ("source", does("on_finish", page_off_by_one), "LIVE-101", "every byte"),
+    "bytes one place off": ("source", does("on_fill", bytes_moved), "LIVE-101", "every byte"),
+    "heads exchanged": ("source", does("on_fill", heads_exchanged), "LIVE-101", "every byte"),
+    "heads exchanged in a stream": ("source", does("on_fill", heads_exchanged), "LIVE-102", "every byte"),
+    "hand-off of nobody": ("source", does("on_finish", hand_off_of_nobody), "LIVE-101", "hand-off"),
+    "Done before prefill": ("source", does("on_request", done_before_prefill), "LIVE-113", "not ready"),
+    "another writer in Done": ("source", says(m.Done, writer=3), "LIVE-101", "writer"),
+    "another number of bytes in Done": ("source", says(m.Done, bytes=lambda d: d.bytes + 1), "LIVE-101", "bytes"),
+    "checksums of before": (
+        "source", says(m.Done, checksums=lambda d: tuple(attrs.evolve(c, value=c.value ^ 1) for c in d.checksums)),
+        "LIVE-101", "checksums",
+    ),
+    "another plan in Registered": ("source", says(m.Registered, plan=NOTHING), "LIVE-101", "Registered with other"),
+    "a reply under another id": ("source", says(m.Pong, request=lambda p: p.request + 7), "LIVE-116", "engine: Pong"),
+    "another session id": ("source", says(m.Description, session=5), "LIVE-101", "engine: Description of session"),
+    "a feature that was not offered": ("source", says(m.Welcome, features=(Feature.PULL,)), "LIVE-143", "no grease"),
+    "Accepted READY of nothing": ("source", says(m.Accepted, state=3), "LIVE-112", "pending"),
+    "PROVEN of what goes on": (
+        "source", has(SourceTransfers, "_aborted", lambda self, message: None), "LIVE-121", "engine: ",
+    ),
+    "an old sequence is served": (
+        "source", has(SourceTransfers, "_check_sequence", lambda self, message: None), "LIVE-421", "Failed has not come",
+    ),
+    "nothing is unmapped": ("source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-101", "nothing is held"),
+    "a refusal by another code": ("source", says(m.Failed, code=0x0601), "LIVE-401", "code"),
+    "heads exchanged by attention": ("sink", does("on_read", other_heads_read), "LIVE-301", "every byte"),
+    "another prompt": ("sink", says(m.Transfer, content=NOTHING), "LIVE-301", "content digest"),
+    "a version that there is not": ("sink", says(m.Transfer, sink_version=9), "LIVE-301", "Transfer with sink_version"),
+    "another route digest": ("sink", says(m.Register, plan=NOTHING), "LIVE-301", "Register with plan"),
+    "a writer too few": ("sink", says(m.Transfer, writers=np.array([0], np.uint32)), "LIVE-311", "Transfer with writers"),
+    "begun before the last writer": ("sink", does("on_wait", arrived_too_early), "LIVE-311", "still waiting"),
+    "pages free without proof": ("sink", does("on_wait", free_at_once), "LIVE-319", "pages are not free"),
+}  # fmt: skip
+
+
+def found(name: str) -> Result:
+    """What the scenario that is to find a fault says of it."""
+    chosen = [scenario for scenario in list_scenarios() if scenario.id == FAULTS[name][2]]
+    (result,) = run([sys.executable, __file__, name], chosen)
+    return result
+
+
+def main() -> int:
+    """Serve as the adapter with a fault, or look for all of them."""
+    if len(sys.argv) > 1:
+        role, plant, *_ = FAULTS[sys.argv[1]]
+        engine = Prefill() if role == "source" else Decode()
+        plant(engine)
+        serve(engine)
+        return 0
+    missed = 0
+    for name, (_, _, id, begins) in FAULTS.items():
+        result = found(name)
+        good = result.status == "fail" and result.text.startswith(begins)
+        missed += not good
+        print(
+            f"{'found ' if good else 'MISSED'} {name}: {id} {result.status} {result.clause} {result.text[:100]}",
+            flush=True,
+        )
+    print(f"{len(FAULTS) - missed} of {len(FAULTS)} faults found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
