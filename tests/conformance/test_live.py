@@ -20,8 +20,8 @@ def adapter(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "ids"),
     [
-        ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-123", "LIVE-411", "LIVE-520", "LIVE-607", "LIVE-713"]),
-        ("sink", ["LIVE-301", "LIVE-306", "LIVE-311", "LIVE-319", "LIVE-803", "LIVE-823", "LIVE-836"]),
+        ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-520"]),
+        ("sink", ["LIVE-301", "LIVE-319", "LIVE-803"]),
     ],
 )
 def test_the_reference_passes(role: str, ids: list[str]) -> None:
@@ -31,9 +31,7 @@ def test_the_reference_passes(role: str, ids: list[str]) -> None:
     assert all(len(result.checks) > 5 for result in results)
 
 
-@pytest.mark.parametrize(
-    "name", ["page off by one", "nothing is unmapped", "PROVEN of what goes on", "begun before the last writer"]
-)
+@pytest.mark.parametrize("name", ["page off by one", "begun before the last writer"])
 def test_a_fault_is_found_by_the_scenario_that_names_it(name: str) -> None:
     """Some of the faults; `python tests/conformance/faulty_engine.py` plants them all."""
     result = found(name)
