@@ -65,11 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         wrong.append(report(f"{engine} {release}: the frames of the captures", found))
     wrong.append(report("what docs/engines_own.md says of the engines' own connectors", own.differences(args.at)))
     jax = ["--jax", sys.executable] if importlib.util.find_spec("jax") else []
-    for module, path, *more in (
-        ("vllm_pd", ""), ("vllm_pd", "vllm-0.33.0"), ("vllm_serve", ""), ("sglang_pd", "sgt"), ("sglang_serve", "sgt"),
-        ("cross_pd", "sgt", *jax),
+    models = str(args.at.resolve() / "models")
+    for module, path, *given in (
+        ("vllm_pd", "", models), ("vllm_pd", "vllm-0.33.0", models), ("vllm_serve", "", models),
+        ("sglang_pd", "sgt", models), ("sglang_serve", "sgt", models), ("cross_pd", "sgt", models, *jax),
     ):  # fmt: skip
-        wrong.append(handed_over(module, path, args.at.resolve(), *more))
+        wrong.append(handed_over(module, path, args.at.resolve(), *given))
     wrong = [lines for lines in wrong if lines]
     for lines in wrong:  # again, for who reads the end alone
         print("\n".join(lines))
@@ -84,9 +85,9 @@ def report(what: str, found: list[str]) -> list[str]:
     return lines if found else []
 
 
-def handed_over(module: str, path: str, at: Path, *more: str) -> list[str]:
+def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
     """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; what differs, and
-    the last lines that the engines said. `module` is one beside this, which takes `more` arguments.
+    the last lines that the engines said. `module` is one beside this, and `given` are its arguments.
     """
     sglang = path == "sgt"
     paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
@@ -98,7 +99,7 @@ def handed_over(module: str, path: str, at: Path, *more: str) -> list[str]:
         "PYTHONDONTWRITEBYTECODE": "",
         "SGLANG_USE_CPU_ENGINE": str(int(sglang)),
     }
-    command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", str(at / "models"), *more]
+    command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", *given]
     log = at / f"{module}.log"
     told: list[str] = []
     with log.open("a") as said:  # what the engines say, of bad input too

@@ -96,10 +96,14 @@ def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -
 ABSENT = "absent"
 """A prefill engine that decode engines know, and that does not run."""
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"block_size": 32, "enable_prefix_caching": False},
+    "llama": {
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
+    },
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
-"""What a vLLM is started with, by model."""
+"""What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
 

@@ -49,10 +49,10 @@ _SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
 """Without fonts from elsewhere."""
 
 
-def picture(console: Console, path: Path) -> None:
+def picture(console: Console, path: Path, title: str = "make demo") -> None:
     """Write what a recording console has printed as SVG; raises EngineError where it cannot."""
     try:
-        console.save_svg(str(path), title="make demo", code_format=_SVG, unique_id="kvproto")
+        console.save_svg(str(path), title=title, code_format=_SVG, unique_id="kvproto")
     except OSError as error:
         raise EngineError(f"--picture {path} cannot be written: {error.strerror}") from error
 
@@ -106,7 +106,7 @@ def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
     table.add_column("one engine\nsays", justify="right")
     for c in compared:
         r = c.request
-        answer = Text(_text(r.tokens, tokenizer)) if r.error is None else Text(r.error, style="red")
+        answer = Text(text_of(r.tokens, tokenizer)) if r.error is None else Text(r.error, style="red")
         same = (
             "[green]the same"
             if c.same_tokens
@@ -114,11 +114,11 @@ def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
             if c.agrees
             else "[red]" + escape(_differs(c, tokenizer))
         )
-        table.add_row(Text(_short(r.prompt.said or r.prompt.name)), str(len(r.prompt.tokens)), answer, same)
+        table.add_row(Text(short(r.prompt.said or r.prompt.name)), str(len(r.prompt.tokens)), answer, same)
     return table
 
 
-def _short(said: str, most: int = 90) -> str:
+def short(said: str, most: int = 90) -> str:
     """Whole words of both ends of what is long."""
     words = " ".join(said.split())
     if len(words) <= most:
@@ -126,7 +126,8 @@ def _short(said: str, most: int = 90) -> str:
     return f"{words[: most // 2].rpartition(' ')[0]} ... {words[-most // 2 :].partition(' ')[2]}"
 
 
-def _text(tokens: list[int], tokenizer: Tokenizer) -> str:
+def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
+    """An answer, with "..." where it was cut off."""
     ended = bool(tokens) and tokens[-1] in tokenizer.eos
     return tokenizer.decode(tokens).decode("utf-8", "replace").strip() + ("" if ended else " ...")
 
@@ -137,7 +138,7 @@ def _differs(c: Compared, tokenizer: Tokenizer) -> str:
         return "no answer"
     pairs = zip(c.request.tokens, c.tokens, strict=False)
     at = next((i for i, (mine, one) in enumerate(pairs) if mine != one), min(len(c.request.tokens), len(c.tokens)))
-    return f"{_text(c.tokens[at : at + 4], tokenizer)} from token {at} on"
+    return f"{text_of(c.tokens[at : at + 4], tokenizer)} from token {at} on"
 
 
 def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> list[str]:
