@@ -5,6 +5,7 @@ What is expected follows from how a case was made, and not from running a codec.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.specgen.registry import SPEC, Facts
+from tools.specgen.vectors import uint
 
 __all__ = ["forms"]
 
@@ -69,13 +71,13 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
         rows[file["suite"]] = {row["id"]: row for row in file["cases"]}
     turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
     cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
-    made = {"json": cases, "streams": list(_streams(rows))}
+    made = {"json": cases, "streams": list(_streams(rows)), "codec/enums": list(_enums(facts, rows))}
     return {SPEC / f"vectors/{name}.json": _text(name, some) for name, some in made.items()}
 
 
 def _text(suite: str, cases: Iterable[Case]) -> str:
     lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
-    return f'{{"suite": "{suite}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
+    return f'{{"suite": "{Path(suite).name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
 
 
 def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[Any]]) -> Iterator[Case]:
@@ -236,6 +238,51 @@ def _streams(rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
             [says[0], lost],
             "the same, cut",
         )
+
+
+def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
+    """Every value of every enum, in a frame where an enum stands once: who renumbers one writes other bytes."""
+    known = {name: enum["values"] for name, enum in facts["enum"].items()}
+    known["ErrorCode"] = {name: error["code"] for name, error in facts["error"].items()}
+    for enum, values in known.items():
+        for row in (copy.deepcopy(some[id_]) for some in rows.values() for id_ in ("full", "least") if id_ in some):
+            places = list(_places(facts, enum, row.get("message") or row["struct"], row["fields"]))
+            marks = {uint(id_) + uint(values[where[key]]) for where, key, id_ in places if where[key] in values}
+            data = bytes.fromhex(row["bytes"])
+            if len(places) == len(marks) == 1 and data.count(min(marks)) == 1:
+                break
+        else:
+            continue
+        (where, key, id_), head = places[0], 0 if "struct" in row else 16
+        for word, value in values.items():
+            where[key] = word
+            made = data.replace(min(marks), uint(id_) + uint(value))
+            made = made[:12] + (len(made) - head).to_bytes(4, "little") + made[16:] if head else made
+            about: Case = {k: copy.deepcopy(row[k]) for k in ("message", "struct", "fields") if k in row}
+            yield {
+                "id": f"{enum}-{word}",
+                "clause": "KVP-JSON-W-ENUM",
+                "bytes": made.hex(),
+                **about,
+                "note": f"{word} is {value}",
+            }
+
+
+def _places(facts: Facts, enum: str, name: str, fields: Any) -> Iterator[tuple[Any, str, int]]:
+    """Where fields of an enum, of which no rule speaks, stand in a JSON form: the object, the key, the field's id."""
+    for field in (facts["struct"] | facts["message"])[name]["field"]:
+        if field["name"] not in fields:
+            continue
+        inner = field["type"].partition("<")[2][:-1] or field["type"]
+        ruled = any(
+            field["name"] in rule["args"] for rule in (facts["struct"] | facts["message"])[name].get("rule", ())
+        )
+        if inner == f"enum:{enum}" and inner == field["type"] and not ruled:
+            yield fields, field["name"], field["id"]
+        if inner.startswith("struct:"):
+            value = fields[field["name"]]
+            for each in value if isinstance(value, list) else [value]:
+                yield from _places(facts, enum, inner[7:], each)
 
 
 def _answer(row: Case) -> dict[str, Any]:
