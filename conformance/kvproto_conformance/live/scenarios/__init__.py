@@ -5,6 +5,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     decode_sessions,
     handovers,
     prefill_frames,
+    prefill_negotiation,
     prefill_registers,
     prefill_sessions,
     prefill_transfers,
