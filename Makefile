@@ -87,7 +87,7 @@ fuzz: $(VENV)/.test $(VENV)/.fuzz
 
 # vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`,
 # and engines that hand prompts over to each other through integrations/.
-engines: $(VENV)/.demo $(VENV)/.jax
+engines: $(VENV)/.demo $(VENV)/.jax $(VENV)/smollm2
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines
 

@@ -25,6 +25,7 @@ from kvproto.planning.engines import Pools, Setup, pools
 from kvproto.planning.layout import Parallel
 from kvproto.planning.vllm import BACKENDS
 from kvproto.wire.messages import Columns
+from kvproto_reference import smollm2
 from tools.engines import cases, frames, own
 from tools.specgen.registry import ROOT
 
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     for module, path, *given in (
         ("vllm_pd", "", models), ("vllm_pd", "vllm-0.33.0", models), ("vllm_serve", "", models),
         ("sglang_pd", "sgt", models), ("sglang_serve", "sgt", models), ("cross_pd", "sgt", models, *jax),
+        ("real_pd", "sgt", str(smollm2.FOLDER)),
     ):  # fmt: skip
         wrong.append(handed_over(module, path, args.at.resolve(), *given))
     wrong = [lines for lines in wrong if lines]
