@@ -48,6 +48,15 @@ def found(index: Index, *tokens: int) -> int:
         return len(hit.pages)
 
 
+def row(slots: Slots) -> list[int]:
+    """The slots that may be given up, the oldest first."""
+    slot, there = slots._newer[slots.count], []
+    while slot != slots.count:
+        there.append(slot)
+        slot = slots._newer[slot]
+    return there
+
+
 class Pair:
     """The index and the model, driven alike."""
 
@@ -55,6 +64,8 @@ class Pair:
         self.index, self.model = Index(LAYOUT, count), Model(count)
         self.hits: list[tuple[Hit, list[int]]] = []
         self.claims: list[tuple[Claim, tuple[int, ...], int, list[Any]]] = []
+        self.closed: list[Hit | Claim] = []
+        """Closed again at every step, whoever has their slots by then."""
 
     def find(self, tokens: tuple[int, ...], n: int) -> None:
         hit = self.index.find(chain(*tokens))
@@ -73,7 +84,7 @@ class Pair:
         if self.hits:
             hit, slots = self.hits.pop(n % len(self.hits))
             hit.close()
-            hit.close()
+            self.closed.append(hit)
             self.model.unpin(slots)
 
     def claim(self, tokens: tuple[int, ...], n: int) -> None:
@@ -106,13 +117,14 @@ class Pair:
             claim, its, first, sealed = self.claims.pop(n % len(self.claims))
             slots = [page.slot for page in claim.pages]
             assert claim.publish() == self.model.publish(its, first, slots, sealed)
-            claim.close()
+            self.closed.append(claim)
 
     def drop(self, tokens: tuple[int, ...], n: int) -> None:
         if self.claims:
             claim, _, _, sealed = self.claims.pop(n % len(self.claims))
             with pytest.raises(ZeroDivisionError), claim:
                 1 / 0  # noqa: B018
+            self.closed.append(claim)
             self.model.free += len(sealed)
 
     def retire(self, tokens: tuple[int, ...], n: int) -> None:
@@ -124,13 +136,16 @@ class Pair:
         self.model.evict(n)
 
     def check(self) -> None:
-        """Every slot is in one place."""
+        """Every slot is in one place, and the row of those that may be given up is in order."""
         index, model, slots = self.index, self.model, self.index.slots
+        for owner in self.closed:
+            owner.close()
         claimed = [page.slot for claim, *_ in self.claims for page in claim.pages]
         there = [*claimed, *model.tree.values(), *model.retiring]
         assert len(there) == len({*there}) == model.count - model.free
         assert slots.free == model.free
         assert slots.idle == len(model.order)
+        assert row(slots) == [model.tree[page] for page in model.order]
         assert len(index) == len(model.tree)
         states = Counter({state: n for state, n in slots.counts().items() if n})
         assert states[State.READABLE] == len(model.tree)
