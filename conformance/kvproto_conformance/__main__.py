@@ -6,6 +6,7 @@ Exit status of `run`: 0 conformant, 1 nonconformant, 2 the run itself is invalid
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from kvproto_conformance.testee import CannotStart
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever a testee says
     try:
         return int(args.does(args))
     except (commands.Wrong, BadBaseline, BadReport, CannotStart) as error:

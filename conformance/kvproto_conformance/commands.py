@@ -62,6 +62,9 @@ def ran(args: Namespace) -> int:
         greeting = _greeted(testee, seed)
         claim = _claim(args, greeting)
         cases = _cases(args, claim.level)
+        about = {case.about for case in cases if case.suite == "codec"} - {""}
+        if strange := sorted(claim.messages - about):
+            raise Wrong(f"the testee claims {strange[0]!r} in messages; there are cases of {', '.join(sorted(about))}")
         mine = claimed(cases, claim)
         asked = _chosen(mine, args)
         live = [case for case in asked if case.suite in engines.LIVE.values()]
@@ -111,9 +114,8 @@ def _claim(args: Namespace, greeting: Greeting) -> Claim:
     extensions = [*(args.extension or ()), *(() if args.role or args.extension else greeting.extensions)]
     for what, said, all_ in (("role", role, ROLES), ("level", level, LEVELS)):
         if said not in all_:
-            raise Wrong(
-                f"--{what} is one of {', '.join(all_)}" + (f", not {said}" if said else "; the testee says none")
-            )
+            who = f"--{what}" if getattr(args, what) else f"{what}, in the testee's hello,"
+            raise Wrong(f"{who} is one of {', '.join(all_)}" + (f", not {said}" if said else "; it says none"))
     if unknown := sorted({*extensions} - EXTENSIONS.keys()):
         raise Wrong(f"extension {unknown[0]}: there are {', '.join(EXTENSIONS)}")
     if level > HIGHEST.get(role, "L4"):
@@ -135,7 +137,7 @@ def _written(made: Json, args: Namespace) -> None:
             args.report.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         for name, form in _FORMS.items():
             if path := getattr(args, name):
-                path.write_text(form(made), encoding="utf-8")
+                path.write_text(form(made), encoding="utf-8", errors="backslashreplace")
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(report.summary(made))

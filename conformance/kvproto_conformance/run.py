@@ -123,6 +123,8 @@ def greet(testee: Testee, suite: str, seed: int) -> Greeting:
         words = value if several and isinstance(value, list) else [] if several else [value]
         if isinstance(value, list) != several or not all(isinstance(word, str) for word in words):
             raise BadGreeting(f"hello: {field.name} must be {'a list of strings' if several else 'a string'}")
+        if field.name == "messages" and not words:
+            raise BadGreeting("hello: messages names one at least; leave it out where all are read")
         said[field.name] = tuple(words) if several else value
     return Greeting(**said)
 

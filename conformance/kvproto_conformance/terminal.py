@@ -12,6 +12,7 @@ from kvproto_conformance.data import sentence
 from kvproto_conformance.html import explained
 from kvproto_conformance.report import GOOD, headline, text
 from kvproto_conformance.run import Result
+from kvproto_conformance.testee import NOT_ASKED
 
 __all__ = ["Progress", "verdict", "wrong"]
 
@@ -59,6 +60,10 @@ def verdict(report: Json, every: bool) -> None:
         print(f"baseline: {line}")
     count = Counter(row["status"] for row in report["results"])
     print(", ".join(f"{number:,} {status}" for status, number in count.items()) + f", in {report['seconds']:.1f} s")
+    broken = {row["id"]: [w["got"].get("broken", "") for w in row.get("wrong", ())] for row in report["results"]}
+    skipped = [id_ for id_, why in broken.items() if any(each.startswith(NOT_ASKED) for each in why)]
+    if skipped:
+        print(f"{len(skipped):,} of them were not asked, from {skipped[0]} on: it broke too often before")
     if report["left_out"]:
         print(f"{report['left_out']:,} cases of the claim were not asked")
     colour = {"conformant": "32", "incomplete": "33"}.get(report["verdict"], "31")

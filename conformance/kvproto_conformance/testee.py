@@ -20,9 +20,11 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Broken", "CannotStart", "Testee"]
+__all__ = ["NOT_ASKED", "Broken", "CannotStart", "Testee"]
 
 Json = dict[str, Any]
+NOT_ASKED = "not asked"
+"""How the reason begins where a testee was asked no more."""
 _LONGEST = 36 << 20
 """Bytes of an answer; that of the longest frame in hex has 32 MiB."""
 _WORDS = 2048
@@ -76,9 +78,9 @@ class Testee:
     def ask(self, question: Json) -> Json | Broken:
         """Its answer, without `seq`."""
         if time.monotonic() > self._end:
-            return Broken("given-up", f"not asked: the {self._budget:.0f} s of this run are over")
+            return Broken("given-up", f"{NOT_ASKED}: the {self._budget:.0f} s of this run are over")
         if self._breaks <= 0 or self._silences <= 0:
-            return Broken("given-up", "not asked: it broke too often before")
+            return Broken("given-up", f"{NOT_ASKED}: it broke too often before")
         try:
             if self._process is None and isinstance(again := self.greet(self._greeting), Broken):
                 return again

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,23 @@ def test_what_dies_at_one_case_is_asked_the_others(few: Path, tmp_path: Path) ->
     assert error["wrong"][0]["got"] == {"broken": "it ended with status 7"}
 
 
-def test_what_is_silent_too_often_is_asked_no_more(few: Path, tmp_path: Path) -> None:
+def test_a_half_of_a_surrogate_pair_is_printed(few: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    testee = program(r"""said(q, error="\ud800", path="")""")
+    command = [sys.executable, "-m", "kvproto_conformance", "run", "--vectors", str(few), "--html", str(page), "--"]
+    run = subprocess.run([*command, *testee, str(few / "codec/few.json")], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, "Traceback" in run.stderr) == (1, False)
+    assert "nonconformant" in run.stdout
+    assert page.read_text()
+
+
+def test_what_is_silent_too_often_is_asked_no_more(
+    few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, report = reported(few, tmp_path, program("pass"), *SHORT)
     said = [row["wrong"][0]["got"]["broken"] for row in report["results"] if row["suite"] == "codec"]
     assert said[-1] == "not asked: it broke too often before"
+    assert "4 of them were not asked, from few/least on" in capsys.readouterr().out
 
 
 def test_the_time_of_a_run_ends(few: Path, tmp_path: Path) -> None:
@@ -171,11 +185,13 @@ HELLOS = {
     "said(q, driver=1, messages='DoneAck')": "hello: messages must be a list of strings",
     "said(q, driver=1, name=[])": "hello: name must be a string",
     "said(q, driver=1, messages=[1])": "hello: messages must be a list of strings",
-    "said(q, driver=1)": "--role is one of reader",
+    "said(q, driver=1)": "role, in the testee's hello, is one of reader",
     "said(q, driver=1, role='poet', level='L1')": "not poet",
     "said(q, driver=1, role='reader', level='L2')": "a reader has no level above L1",
     "said(q, driver=1, role='reader', level='L1', extensions=['magic'])": "extension magic: there are",
-    "said(q, driver=1, role='reader', level='L1', messages=['Chunk'])": "no case of this claim",
+    "said(q, driver=1, role='reader', level='L1', messages=['Chunk'])": "claims 'Chunk' in messages; there are cases of DoneAck",
+    "said(q, driver=1, role='reader', level='L1', messages=['DoneAck', 'doneack'])": "claims 'doneack' in messages",
+    "said(q, driver=1, role='reader', level='L1', messages=[])": "messages names one at least",
 }
 
 

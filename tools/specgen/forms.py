@@ -12,6 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from tools.specgen.edges import edges
 from tools.specgen.registry import SPEC, Facts
 from tools.specgen.vectors import uint
 
@@ -71,7 +72,12 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
         rows[file["suite"]] = {row["id"]: row for row in file["cases"]}
     turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
     cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
-    made = {"json": cases, "streams": list(_streams(rows)), "codec/enums": list(_enums(facts, rows))}
+    made = {
+        "json": cases,
+        "streams": list(_streams(rows)),
+        "codec/enums": list(_enums(facts, rows)),
+        "codec/edges": edges(facts),
+    }
     return {SPEC / f"vectors/{name}.json": _text(name, some) for name, some in made.items()}
 
 

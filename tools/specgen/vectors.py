@@ -16,7 +16,7 @@ import attrs
 
 from tools.specgen.registry import SPEC, Facts
 
-__all__ = ["vectors"]
+__all__ = ["Body", "Case", "Node", "binary", "ext", "numbers", "raw", "text", "uint", "vectors"]
 
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _UNKNOWN, _GREASE, _OPEN = 0x3FFF, 0x801B, 0xF0F0
@@ -35,7 +35,7 @@ def vectors(facts: Facts) -> dict[Path, str]:
     found = {}
     judged: set[str] = set()
     for name in (*facts["message"], *_BARE):
-        cases = list(_Body(facts, name, judged).cases())
+        cases = list(Body(facts, name, judged).cases())
         lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
         head = (
             f'{{"suite": "{name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n'
@@ -144,7 +144,7 @@ _WRONG: dict[str, list[tuple[str, bytes, str]]] = {
 }  # fmt: skip
 
 
-class _Body:
+class Body:
     """Cases of one message or bare struct: of its own fields, and of those of the structs inside it."""
 
     def __init__(self, facts: Facts, name: str, judged: set[str]) -> None:
@@ -156,8 +156,8 @@ class _Body:
         self.full = self._struct(name, full=True)
 
     def cases(self) -> Iterator[Case]:
-        yield self._good("least", "KVP-BODY-W-MAP", self.least, "every required field at its least")
-        yield self._good("full", "KVP-BODY-W-MAP", self.full, "every field, large values")
+        yield self.good("least", "KVP-BODY-W-MAP", self.least, "every required field at its least")
+        yield self.good("full", "KVP-BODY-W-MAP", self.full, "every field, large values")
         yield from self._whole()
         if not self.bare:
             yield from self._enveloped()
@@ -289,7 +289,7 @@ class _Body:
         major = (0 if self.body["frozen"] else self.facts["protocol"]["major"]) if major is None else major
         return (b"KVPW" + struct.pack("<BBHHHI", major, 0, self.body["id"], 0, 0, len(body)) + body).hex()
 
-    def _good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
+    def good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
         kind = "struct" if self.bare else "message"
         return {
             "id": id_,
@@ -300,7 +300,7 @@ class _Body:
             "note": note,
         }
 
-    def _bad(self, id_: str, clause: str, node: Node, error: str, path: str, note: str) -> Case:
+    def bad(self, id_: str, clause: str, node: Node, error: str, path: str, note: str) -> Case:
         body = node if isinstance(node, bytes) else raw(node)
         kind = {"struct": self.name} if self.bare else {}
         return {
@@ -333,10 +333,10 @@ class _Body:
         """Of the body as a whole."""
         node, last = self.least.node, max(self.least.node)
         body = raw(node)
-        yield self._bad(
+        yield self.bad(
             "trailing", "KVP-BODY-TRAILING", body + b"\x00", "TRAILING_BYTES", "", "a second value in the body"
         )
-        yield self._bad(
+        yield self.bad(
             "unknown-must",
             "KVP-BODY-UNKNOWN",
             node | {_UNKNOWN: uint(1)},
@@ -344,12 +344,12 @@ class _Body:
             f"#{_UNKNOWN:04x}",
             "a newer field whose meaning is lost if ignored",
         )
-        ignored = self._good("unknown-may", "KVP-BODY-IGNORE", self.least, "grease: a field that may be ignored")
+        ignored = self.good("unknown-may", "KVP-BODY-IGNORE", self.least, "grease: a field that may be ignored")
         yield ignored | {"bytes": self._frame(raw(node | {_GREASE: text("grease")})), "canonical": False}
         names = {f["id"]: f["name"] for f in self.body["field"]}
         pairs = b"".join(uint(k) + raw(v) for k, v in node.items())
         twice = bytes((0x80 | len(node) + 1,)) + pairs + uint(last) + raw(node[last])
-        yield self._bad(
+        yield self.bad(
             "twice",
             "KVP-BODY-ORDER",
             twice,
@@ -360,18 +360,18 @@ class _Body:
         if len(node) > 1:
             first = min(node)
             moved = {k: v for k, v in node.items() if k != first} | {first: node[first]}
-            yield self._bad(
+            yield self.bad(
                 "descending", "KVP-BODY-ORDER", moved, "FIELD_ORDER", names[first], "one message must have one encoding"
             )
         wide = b"\xde" + len(node).to_bytes(2, "big") + pairs
-        yield self._bad("wide-map", "KVP-BODY-FORM", wide, "NOT_CANONICAL", "", "one message must have one encoding")
+        yield self.bad("wide-map", "KVP-BODY-FORM", wide, "NOT_CANONICAL", "", "one message must have one encoding")
 
     def _field(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         node, id_ = self.full.node, path.replace("[0]", "")
         if f["name"] in self._absent(owner, full=True):
             return
         if f["presence"] == "required":
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-missing",
                 "KVP-BODY-REQUIRED",
                 _replaced(node, at, None),
@@ -384,7 +384,7 @@ class _Body:
         for what, bytes_, note in (rows[self.turn % len(rows)], rows[(self.turn + 1) % len(rows)])[
             : 2 if at[0] > 4 else 1
         ]:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-{what}",
                 "KVP-BODY-TYPE" if what not in ("signed", "timestamp") else "KVP-BODY-ARRAY-KIND",
                 _replaced(node, at, bytes_),
@@ -410,10 +410,10 @@ class _Body:
                 value = _Value(_replaced(node, at, uint(_OPEN)), shown)
                 rules = [r for r in self._body(owner).get("rule", ()) if f["name"] in r["args"]]
                 if not rules:
-                    yield self._good(f"{id_}-unknown", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
+                    yield self.good(f"{id_}-unknown", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
             else:
                 beyond = max(enum["values"].values()) + 1
-                yield self._bad(
+                yield self.bad(
                     f"{id_}-unknown",
                     "KVP-BODY-ENUM",
                     _replaced(node, at, uint(beyond)),
@@ -421,7 +421,7 @@ class _Body:
                     path,
                     "an unknown value is no default",
                 )
-                yield self._bad(
+                yield self.bad(
                     f"{id_}-zero",
                     "KVP-BODY-ENUM",
                     _replaced(node, at, uint(0)),
@@ -429,13 +429,13 @@ class _Body:
                     path,
                     "0 is never a value",
                 )
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits"
             )
             return
         low, high = f.get("min", 0), f.get("max", (1 << _BITS[f["type"]]) - 1)
         if low:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-below",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, uint(low - 1)),
@@ -444,7 +444,7 @@ class _Body:
                 "0 where something is counted or divided by",
             )
         if high < (1 << 64) - 1:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-above",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, uint(high + 1)),
@@ -459,11 +459,11 @@ class _Body:
             for what, value in ({"low": low, "high": high} | some).items():
                 good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))
                 note = "the end of the range" if what in ("low", "high") else "where the shortest form changes"
-                yield self._good(
+                yield self.good(
                     f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-W-SHORT", good, note
                 )
         wide = b"\xcf" + min(high, 5).to_bytes(8, "big")
-        yield self._bad(
+        yield self.bad(
             f"{id_}-wide",
             "KVP-BODY-FORM",
             _replaced(node, at, wide),
@@ -484,13 +484,13 @@ class _Body:
 
     def _of_bool(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         good = _Value(_replaced(self.full.node, at, b"\xc2"), _json_replaced(self.full.json, path, False))
-        yield self._good(f"{id_}-false", "KVP-BODY-W-MAP", good, "false is not absent")
+        yield self.good(f"{id_}-false", "KVP-BODY-W-MAP", good, "false is not absent")
 
     def _of_str(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node, low = self.full.node, f.get("min", 0)
         high = f.get("max", self.facts["limit"]["max_string"]["value"])
         if low:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-empty",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, b"\xa0"),
@@ -499,7 +499,7 @@ class _Body:
                 "a name that names nothing",
             )
         if "max" in f:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-long",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, text("x" * (high + 1))),
@@ -508,7 +508,7 @@ class _Body:
                 "one byte too long",
             )
             wide = "\u00e9" * (high // 2) + "\u00e9"
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-wide",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, text(wide)),
@@ -517,7 +517,7 @@ class _Body:
                 "lengths are bytes, not characters",
             )
         else:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-huge",
                 "KVP-BODY-LIMIT",
                 _replaced(node, at, text("x" * (high + 1))),
@@ -525,10 +525,10 @@ class _Body:
                 path,
                 "beyond max_string",
             )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-utf8", "KVP-BODY-TEXT", _replaced(node, at, b"\xa2\xc3\x28"), "BAD_TEXT", path, "not UTF-8"
         )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-surrogate",
             "KVP-BODY-TEXT",
             _replaced(node, at, b"\xa3\xed\xa0\x80"),
@@ -538,13 +538,13 @@ class _Body:
         )
         if not self._ruled(owner, f["name"]) and "max" in f:
             good = _Value(_replaced(node, at, text("x" * high)), _json_replaced(self.full.json, path, "x" * high))
-            yield self._good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
+            yield self.good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
 
     def _of_bytes(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
         if "length" in f:
             for what, size in (("short", f["length"] - 1), ("long", f["length"] + 1)):
-                yield self._bad(
+                yield self.bad(
                     f"{id_}-{what}",
                     "KVP-BODY-RANGE",
                     _replaced(node, at, binary(bytes(size))),
@@ -555,10 +555,10 @@ class _Body:
         else:
             least = f.get("min", 0)
             good = _Value(_replaced(node, at, binary(bytes(least))), _json_replaced(self.full.json, path, "00" * least))
-            yield self._good(f"{id_}-least", "KVP-BODY-RANGE", good, "the shortest")
+            yield self.good(f"{id_}-least", "KVP-BODY-RANGE", good, "the shortest")
         bomb = b"\xc6\x00\x80\x00\x01"
         if "length" not in f:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-bomb",
                 "KVP-BODY-LIMIT",
                 _replaced(node, at, bomb),
@@ -567,7 +567,7 @@ class _Body:
                 "a length beyond the limit and the buffer: nothing may be allocated for it",
             )
         wide = b"\xc5\x00\x03abc"
-        yield self._bad(
+        yield self.bad(
             f"{id_}-wide",
             "KVP-BODY-FORM",
             _replaced(node, at, wide),
@@ -580,7 +580,7 @@ class _Body:
         node = self.full.node
         widest = _BITS[f["type"][6:-1]] // 8
         if widest < 8:
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-beyond",
                 "KVP-BODY-ARRAY-KIND",
                 _replaced(node, at, numbers([1 << 8 * widest])),
@@ -588,7 +588,7 @@ class _Body:
                 path,
                 "elements wider than the field takes",
             )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-wide",
             "KVP-BODY-ARRAY-WIDTH",
             _replaced(node, at, numbers([1, 2, 255], 2)),
@@ -596,7 +596,7 @@ class _Body:
             path,
             "two bytes an element that needs one",
         )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-part",
             "KVP-BODY-ARRAY-LENGTH",
             _replaced(node, at, ext(2, b"\x00\x01\x02")),
@@ -604,7 +604,7 @@ class _Body:
             path,
             "an array that ends inside an element",
         )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-long-form",
             "KVP-BODY-FORM",
             _replaced(node, at, b"\xc7\x02\x01\x01\x02"),
@@ -614,7 +614,7 @@ class _Body:
         )
         if f.get("min"):
             if not self._is_compared(owner, f["name"]):
-                yield self._bad(
+                yield self.bad(
                     f"{id_}-empty",
                     "KVP-BODY-RANGE",
                     _replaced(node, at, numbers([])),
@@ -624,14 +624,14 @@ class _Body:
                 )
         elif not self._is_compared(owner, f["name"]):
             good = _Value(_replaced(node, at, numbers([])), _json_replaced(self.full.json, path, []))
-            yield self._good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
+            yield self.good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
         if not self._is_compared(owner, f["name"]):
             for top in (0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF):
                 if top < 1 << 8 * widest:
                     good = _Value(
                         _replaced(node, at, numbers([1, top])), _json_replaced(self.full.json, path, ["1", str(top)])
                     )
-                    yield self._good(
+                    yield self.good(
                         f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest"
                     )
 
@@ -641,7 +641,7 @@ class _Body:
     def _of_list(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
         if f.get("min"):
-            yield self._bad(
+            yield self.bad(
                 f"{id_}-empty",
                 "KVP-BODY-RANGE",
                 _replaced(node, at, []),
@@ -651,8 +651,8 @@ class _Body:
             )
         elif not self._ruled_list(owner, f["name"]):
             good = _Value(_replaced(node, at, []), _json_replaced(self.full.json, path, []))
-            yield self._good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
-        yield self._bad(
+            yield self.good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
+        yield self.bad(
             f"{id_}-bomb",
             "KVP-BODY-LIMIT",
             _replaced(node, at, b"\xdd\x00\x01\x00\x01"),
@@ -660,7 +660,7 @@ class _Body:
             path,
             "a count beyond the limit: nothing may be allocated for it",
         )
-        yield self._bad(
+        yield self.bad(
             f"{id_}-wide",
             "KVP-BODY-FORM",
             _replaced(node, at, b"\xdc\x00\x01\x80"),
@@ -676,7 +676,7 @@ class _Body:
         node = self.full.node
         inner = f["type"][7:]
         first = self._fields(inner)[0]
-        yield self._bad(
+        yield self.bad(
             f"{id_}-empty",
             "KVP-BODY-REQUIRED",
             _replaced(node, at, {}),
@@ -697,7 +697,7 @@ class _Body:
         here = (*at, first["id"])
 
         def bad(what: str, node: Node, where: str, note: str) -> Case:
-            return self._bad(f"{id_}{what}", clause, node, error, f"{path}{where}", note)
+            return self.bad(f"{id_}{what}", clause, node, error, f"{path}{where}", note)
 
         if name in ("ascend", "rise", "unique") and args[0] not in absent:
             values = _at(whole.node, here)
@@ -712,7 +712,7 @@ class _Body:
                 yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
             else:
                 shown = _json_replaced(whole.json, f"{path}{args[0]}", _json_at(whole.json, f"{path}{args[0]}")[::-1])
-                yield self._good(
+                yield self.good(
                     f"{id_}-any-order",
                     clause,
                     _Value(_replaced(whole.node, here, values[::-1]), shown),
@@ -732,7 +732,7 @@ class _Body:
                         _json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high)
                     )
                     if args[0] not in absent:
-                        yield self._good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
+                        yield self.good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
                 elif args[0] not in absent:
                     yield bad(what, node, args[1], "the end before the beginning")
         elif name == "sum_le":
@@ -744,7 +744,7 @@ class _Body:
                     _json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b)
                 )
                 if what == "-reach":
-                    yield self._good(f"{id_}{what}", clause, _Value(node, shown), "exactly at the end")
+                    yield self.good(f"{id_}{what}", clause, _Value(node, shown), "exactly at the end")
                 else:
                     yield bad(
                         what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits"
@@ -776,9 +776,9 @@ class _Body:
             present = _Value(_replaced(node, where, value.node), _json_replaced(shown, f"{path}{field}", value.json))
             label = name.lower()
             good, wrong = (present, absent) if wanted else (absent, present)
-            yield self._good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
+            yield self.good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
             if not wanted or rule["rule"] == "present_iff":
-                yield self._bad(
+                yield self.bad(
                     f"{id_}-{label}-not",
                     rule["clause"],
                     wrong.node,
