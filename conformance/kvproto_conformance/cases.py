@@ -20,6 +20,10 @@ WRITES = frozenset({"encode", "encode_struct"})
 """Questions that a reader is not asked."""
 
 
+_WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-MAP"})
+"""Of the JSON form's clauses, those that say what no writer may write, in whatever form it is told."""
+
+
 @attrs.frozen
 class Ask:
     """One question and its answer."""
@@ -142,7 +146,8 @@ def _json_form(file: Json, row: Json) -> Asked:
     kind = "struct" if "struct" in row else "message"
     question = {"op": "encode_struct" if kind == "struct" else "encode", kind: row[kind], "fields": row["fields"]}
     answer = {"bytes" if kind == "struct" else "frame": row["bytes"]} if "bytes" in row else _refused(row)
-    yield "tickets" if row[kind] == "Ticket" else "json", (Ask(question, answer),)
+    suite = "writing" if row["clause"] in _WRITING else "json"
+    yield "tickets" if row[kind] == "Ticket" else suite, (Ask(question, answer),)
 
 
 def _streamed(file: Json, row: Json) -> Asked:

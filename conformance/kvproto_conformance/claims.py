@@ -60,6 +60,7 @@ class Suite:
 SUITES = {
     "codec": Suite("L1", frozenset(ROLES), "bytes and fields"),
     "tickets": Suite("L1", _SIDES | {"router"}, "the JSON form of tickets"),
+    "writing": Suite("L1", frozenset(ROLES) - {"reader", "router", "planner"}, "what no writer may write"),
     "json": Suite("L1", frozenset(ROLES) - {"reader", "router"}, "the JSON form of everything else", "json"),
     "streams": Suite("L1", frozenset(ROLES), "frames in a stream, cut anywhere", "streams"),
     "negotiation": Suite("L2", _SOURCES, "version and features of a session"),
