@@ -235,8 +235,7 @@ class Door:
     def events(self) -> list[Event]:
         """What has happened since the last call, in order; handles tell the same of their own requests.
 
-        The latest 4,096 are kept, and with them the handles that they name; what is older is gone. Once all is told,
-        raises what has ended the node, if anything has: a GPU whose context is lost, a file that cannot be read.
+        The latest 4,096 are kept, with the handles that they name. Once all is told, raises what has ended the node.
         """
         if self._bell is not None:
             with contextlib.suppress(BlockingIOError):

@@ -23,8 +23,9 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
 __all__ = [
-    "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory", "Move",
-    "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport", "connect_each", "no_handle",
+    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
+    "Move", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
+    "connect_each", "no_handle",
 ]  # fmt: skip
 
 
@@ -133,6 +134,9 @@ class Copying(Protocol):
 
 # transports
 
+SUMMED = 4 << 20
+"""Bytes of the host's memory whose checksums take about a millisecond."""
+
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
@@ -155,7 +159,7 @@ class Capabilities:
     poll_interval: float | None
     """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives
     `start`, or its peer's messages move it on."""
-    summed_at_once: int = 4 << 20
+    summed_at_once: int = SUMMED
     """Bytes whose checksums one call takes: as many as take about a millisecond, in which nothing else goes on."""
 
 

@@ -17,10 +17,6 @@ from tools.specgen.vectors import Body, Case, Node, binary, ext, numbers, raw, t
 
 __all__ = ["edges"]
 
-_LIMIT = 4096
-"""`max_string`."""
-_VALUES = 16_384
-"""`max_values`."""
 _TEXTS = [
     ("nul", b"\0", "NUL is a character"), ("control", b"\x1f\x7f", "control characters"), ("two", b"\xc2\x80\xdf\xbf", "the first and the last of 2 bytes"),
     ("three", b"\xe0\xa0\x80\xef\xbf\xbf", "the first and the last of 3 bytes"), ("four", b"\xf0\x90\x80\x80\xf4\x8f\xbf\xbf", "the first and the last of 4 bytes"),
@@ -44,6 +40,15 @@ class _Of:
 
     body: Body
 
+    @classmethod
+    def named(cls, facts: Facts, name: str) -> _Of:
+        """The message or bare struct of this name."""
+        return cls(Body(facts, name, set()))
+
+    def at(self, field: str) -> int:
+        """The id of one of its fields."""
+        return int(next(each["id"] for each in self.body.body["field"] if each["name"] == field))
+
     def good(self, id_: str, clause: str, note: str, nodes: dict[int, Node], fields: dict[str, Any]) -> Case:
         """These fields beside the least ones; read and written."""
         value = attrs.evolve(
@@ -65,18 +70,20 @@ def edges(facts: Facts) -> list[Case]:
 
 
 def _texts(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "Goodbye", set())), 3
-    for size in (31, 32, 255, 256, _LIMIT):
+    limit = facts["limit"]["max_string"]["value"]
+    of = _Of.named(facts, "Goodbye")
+    at = of.at("reason")
+    for size in (31, 32, 255, 256, limit):
         value = "x" * size
         yield of.good(
             f"text-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: text(value)}, {"reason": value}
         )
-    for head, size in ((b"\xd9\x1f", 31), (b"\xda\x00\xff", 255), (b"\xdb\x00\x00\x10\x00", _LIMIT)):
+    for head, size in ((b"\xd9\x1f", 31), (b"\xda\x00\xff", 255), (b"\xdb\x00\x00\x10\x00", limit)):
         made = {at: head + b"x" * size}
         yield of.bad(
             f"text-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "reason"
         )
-    beyond = {at: text("x" * (_LIMIT + 1))}
+    beyond = {at: text("x" * (limit + 1))}
     yield of.bad("text-too-long", "KVP-BODY-LIMIT", "one byte beyond the limit", beyond, "TOO_LARGE", "reason")
     for name, data, note in _TEXTS:
         yield of.good(f"text-{name}", "KVP-BODY-TEXT", note, {at: text(data.decode())}, {"reason": data.decode()})
@@ -86,7 +93,8 @@ def _texts(facts: Facts) -> Iterator[Case]:
 
 
 def _bytes(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "Data", set())), 6
+    of = _Of.named(facts, "Data")
+    at = of.at("data")
     for size in (255, 256, 65_535, 65_536):
         data = bytes(size)
         yield of.good(
@@ -100,7 +108,8 @@ def _bytes(facts: Facts) -> Iterator[Case]:
 
 
 def _integers(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "DoneAck", set())), 3
+    of = _Of.named(facts, "DoneAck")
+    at = of.at("sequence")
     for bits, head, form in ((7, 0xCC, "B"), (8, 0xCD, "H"), (16, 0xCE, "I"), (32, 0xCF, "Q")):
         for value in ((1 << bits) - 1, 1 << bits):
             made = {at: uint(value)}
@@ -119,7 +128,8 @@ def _integers(facts: Facts) -> Iterator[Case]:
 
 
 def _arrays(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "Done", set())), 6
+    of = _Of.named(facts, "Done")
+    at, checksums = of.at("groups"), of.at("checksums")
     json: dict[str, Any]
     for size in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 255, 256):
         values = list(range(size))
@@ -155,27 +165,28 @@ def _arrays(facts: Facts) -> Iterator[Case]:
     checksum = {1: uint(1), 2: uint(0)}
     for value in ((1 << 32) - 1, 1 << 32):
         json = {"checksums": [{"group": "1", "value": "0", "pages": [str(value)]}]}
-        pages: dict[int, Node] = {10: [checksum | {3: numbers([value])}]}
+        pages: dict[int, Node] = {checksums: [checksum | {3: numbers([value])}]}
         yield of.good(f"array-of-{value:x}", "KVP-BODY-W-ARRAY", "where elements become wider", pages, json)
     for value in (1, 255, 65_535, (1 << 32) - 1):
-        pages = {10: [checksum | {3: numbers([value], 8)}]}
+        pages = {checksums: [checksum | {3: numbers([value], 8)}]}
         path = "checksums[0].pages"
         yield of.bad(
             f"array-of-{value:x}-as-u64", "KVP-BODY-ARRAY-WIDTH", "8 bytes where fewer do", pages, "NOT_CANONICAL", path
         )
-    many, items = _Of(Body(facts, "Grant", set())), 1 << 16
+    many, items = _Of.named(facts, "Grant"), 1 << 16
     ((place, (grant,)),) = ((key, value) for key, value in many.body.least.node.items() if isinstance(value, list))
     (said,) = many.body.least.json["grants"]
     pages = {place: [{**grant, 5: numbers([7] * items)}]}
     json = {"grants": [{**said, "items": ["7"] * items}]}
     yield many.good("array-65536", "KVP-BODY-W-SHORT", "the shortest of a 32-bit length", pages, json)
-    part = {10: [checksum | {3: ext(4, bytes(7))}]}
+    part = {checksums: [checksum | {3: ext(4, bytes(7))}]}
     path = "checksums[0].pages"
     yield of.bad("array-part", "KVP-BODY-ARRAY-LENGTH", "7 of 8 bytes", part, "BAD_LENGTH", path)
 
 
 def _lists(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "Done", set())), 11
+    of = _Of.named(facts, "Done")
+    at = of.at("begins")
     for size in (15, 16):
         nodes = [{1: uint(group), 2: uint(group)} for group in range(size)]
         json = {"begins": [{"group": str(group), "first": str(group)} for group in range(size)]}
@@ -188,7 +199,7 @@ def _lists(facts: Facts) -> Iterator[Case]:
 
 
 def _maps(facts: Facts) -> Iterator[Case]:
-    of = _Of(Body(facts, "DoneAck", set()))
+    of = _Of.named(facts, "DoneAck")
     for size in (15, 16):
         more = {0x8000 + i: uint(i) for i in range(size - len(of.body.least.node))}
         yield of.good(f"map-{size}", "KVP-BODY-FORM", "where the header changes", more, {})
@@ -198,7 +209,7 @@ def _maps(facts: Facts) -> Iterator[Case]:
         yield of.body.bad(
             f"map-{size}-wide", "KVP-BODY-FORM", body, "NOT_CANONICAL", "", "a longer header than it needs"
         )
-    room = _VALUES - len(of.body.least.node) - 1
+    room = facts["limit"]["max_values"]["value"] - len(of.body.least.node) - 1
     yield of.good(
         "values",
         "KVP-BODY-VALUES",
@@ -211,26 +222,27 @@ def _maps(facts: Facts) -> Iterator[Case]:
 
 
 def _ignored(facts: Facts) -> Iterator[Case]:
-    of, inner = _Of(Body(facts, "DoneAck", set())), _Of(Body(facts, "Done", set()))
+    of, inner = _Of.named(facts, "DoneAck"), _Of.named(facts, "Done")
     yield of.good("ignored-8000", "KVP-BODY-IGNORE", "the first id that is skipped", {0x8000: uint(1)}, {})
     yield of.bad(
         "unknown-7fff", "KVP-BODY-UNKNOWN", "the last id that is not", {0x7FFF: uint(1)}, "UNKNOWN_FIELD", "#7fff"
     )
-    json = {"begins": [{"group": "1", "first": "2"}]}
+    begins, json = inner.at("begins"), {"begins": [{"group": "1", "first": "2"}]}
     for id_ in (0x8000, 0x801B, 0xFFFF):
-        made = {11: [{1: uint(1), 2: uint(2), id_: uint(1)}]}
+        made = {begins: [{1: uint(1), 2: uint(2), id_: uint(1)}]}
         case = inner.good(
             f"ignored-inside-{id_:x}", "KVP-BODY-IGNORE", "a struct inside grows like a message", made, json
         )
         yield case | {"canonical": False}
-    made = {11: [{1: uint(1), 2: uint(2), 0x7FFF: uint(1)}]}
+    made = {begins: [{1: uint(1), 2: uint(2), 0x7FFF: uint(1)}]}
     yield inner.bad(
         "unknown-inside-7fff", "KVP-BODY-UNKNOWN", "the same inside", made, "UNKNOWN_FIELD", "begins[0].#7fff"
     )
 
 
 def _rules(facts: Facts) -> Iterator[Case]:
-    of, at = _Of(Body(facts, "Content", set())), 4
+    of = _Of.named(facts, "Content")
+    at = of.at("axes")
 
     def axes(*names: str) -> dict[int, Node]:
         return {at: [{1: text(name), 2: uint(1)} for name in names]}
@@ -241,9 +253,9 @@ def _rules(facts: Facts) -> Iterator[Case]:
         json = {"axes": [{"name": each, "length": "1"} for each in (low, high)]}
         yield of.good(f"order-{name}", "KVP-RULE-ASCEND", note, axes(low, high), json)
         yield of.bad(f"order-{name}-not", "KVP-RULE-ASCEND", note, axes(high, low), "NOT_ASCENDING", "axes[1].name")
-    hello = _Of(Body(facts, "Hello", set()))
-    (version,) = hello.body.least.node[3]
-    made = {3: [{**version, 1: uint(major)} for major in (1, 2, 1)]}
+    hello = _Of.named(facts, "Hello")
+    (version,) = hello.body.least.node[hello.at("versions")]
+    made = {hello.at("versions"): [{**version, 1: uint(major)} for major in (1, 2, 1)]}
     yield hello.bad(
         "unique-apart", "KVP-RULE-UNIQUE", "twice, and not side by side", made, "REPEATED", "versions[2].major"
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
-from kvproto.transport.base import Memory, Regions
+from kvproto.transport.base import SUMMED, Memory, Regions
 from kvproto.transport.nixl.handle import Memory as Bytes
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream, Packer, Side
@@ -65,7 +65,7 @@ class MemoryBackend(Protocol):
 class HostBackend(MemoryBackend):
     """Shared memory of this host, packed by numpy."""
 
-    slot_bytes, eager, summed_at_once = 1 << 20, False, 4 << 20
+    slot_bytes, eager, summed_at_once = 1 << 20, False, SUMMED
 
     def allocate(self, length: int) -> Bytes:
         return Bytes.of(bytearray(length))
