@@ -62,8 +62,8 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int
 def ahead() -> bool:
     """Whether the scheduler puts this process, or its session, before others."""
     session = Path("/proc/self/autogroup")
-    nice = int(session.read_text().split()[-1]) if session.exists() else 0
-    return nice < 0 or os.sched_getscheduler(0) != os.SCHED_OTHER
+    words = session.read_text().split() if session.exists() else []  # empty where the kernel keeps no groups
+    return (bool(words) and int(words[-1]) < 0) or os.sched_getscheduler(0) != os.SCHED_OTHER
 
 
 def facts() -> dict[str, Any]:
