@@ -1,4 +1,5 @@
-"""Connectors of benchmarks/vllm_gpu.py: ours and vLLM's own, whose free blocks a request may put into another order.
+"""Connectors of benchmarks/vllm_gpu.py: ours, vLLM's own, and one that moves nothing; a request may put free blocks into
+another order.
 
 A request with `kv_transfer_params` {"order": n} sorts an engine's free blocks (n 0), or scatters them by the seed n.
 """
@@ -11,9 +12,10 @@ import time
 from typing import Any
 
 from kvproto.events import Arrived, Sent
+from kvproto_vllm.releases import TransferResults
 from tools.engines.vllm_corrupting import CorruptingConnector
 
-__all__ = ["Nixl", "Ours"]
+__all__ = ["Nixl", "Nothing", "Ours"]
 
 
 class _Ordering:
@@ -55,6 +57,29 @@ class Ours(_Ordering, CorruptingConnector):
                 name, ms = type(event).__name__, event.seconds * 1e3
                 print(f"{time.monotonic():.6f} {name} {event.bytes} bytes {ms:.3f} ms", file=sys.stderr, flush=True)
         super()._log(events)
+
+
+class Nothing(Ours):
+    """Asks for loads as ours does and says that they have arrived, wrongly: what is left is the engines' own time."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._come = {load.request for load in self._bound.loads}
+
+    def wait_for_save(self) -> None:
+        """Nothing was saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results, self._come = TransferResults(), getattr(self, "_come", set())
+        results.finished_recving, self._come = self._come, set()
+        return results
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, super().request_finished(request, block_ids)[1]
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, super().request_finished_all_groups(request, block_ids)[1]
 
 
 try:

@@ -4,28 +4,27 @@
 For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
 decode engine alone, also with prefix hits and scattered blocks, and other ones where a bit of a page is flipped. `unlike`:
 other block sizes and chunks too, which alone make two engines differ at near ties: how many first tokens the engines' own
-answers have in common stands beside. `ours` and `nixl`: bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in
-rounds of three, blocks scattered in the second; from asking the decode engine until it has the first token of each. Then the
-first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps results/vllm_gpu.json.
+answers have in common stands beside. `ours` (with every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and
+`nothing` (loads that move nothing: the engines' own time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once,
+in rounds of three, blocks scattered in the second; from asking the decode engine until it has the first token of each. Then
+the first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps results/vllm_gpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import re
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import attrs
+from vllm_engine import Ask, Engine, Got
 from vllm_random_model import make_model
 
 HERE = Path(__file__).parent
@@ -63,6 +62,9 @@ PAIRS: dict[str, Pair] = {
     "ours": _same({"dtype": "bfloat16", **FLASH}),
     "nixl": _same({"dtype": "bfloat16", **FLASH}),
     "ours, no checksums": _same({"dtype": "bfloat16", **FLASH}),
+    "ours, pull": _same({"dtype": "bfloat16", **FLASH}),
+    "ours, over nixl": _same({"dtype": "bfloat16", **FLASH}),
+    "nothing": _same({"dtype": "bfloat16", **FLASH}),
     "fp8_e4m3": _same(EXACT | {"kv_cache_dtype": "fp8_e4m3"}),
     "int8_per_token_head": _same(EXACT | {"kv_cache_dtype": "int8_per_token_head"}),
 }
@@ -75,136 +77,6 @@ SMALL: dict[str, Any] = {
 
 TIE = 0.2
 """Logits of two tokens that are closer than this are a tie between engines that compute in another order."""
-
-
-@attrs.frozen
-class Ask:
-    """A request: `after` counts steps of the engine before it comes."""
-
-    name: str
-    tokens: list[int]
-    most: int = 1
-    params: Any = None
-    after: int = 0
-
-
-@attrs.frozen
-class Got:
-    """Of a request: its tokens, why it ended, its parameters, for each token how far its logit is above the next one's, and
-    seconds from its coming to its first token.
-    """
-
-    tokens: list[int]
-    reason: str
-    params: Any
-    gaps: list[float]
-    first: float
-
-
-def gap(logprobs: Any) -> float:
-    """Between the two best tokens."""
-    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
-    return float(best - second)
-
-
-def serve(pipe: Any, settings: dict[str, Any]) -> None:
-    """An engine in a process of its own: batches come over the pipe, and what became of them goes back."""
-    import vllm
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    settings["kv_transfer_config"] = KVTransferConfig(**settings.pop("kv"))
-    engine = LLM(**settings).llm_engine
-    pipe.send(vllm.__version__)
-    for batch in iter(pipe.recv, None):
-        if batch == "forget":
-            pipe.send(engine.reset_prefix_cache())
-            continue
-        waiting, begun, got, steps = sorted(batch, key=lambda ask: -ask.after), {}, {}, []
-        start = last = time.perf_counter()
-        while waiting or engine.has_unfinished_requests():
-            while waiting and waiting[-1].after <= len(steps):
-                ask = waiting.pop()
-                extra = {"kv_transfer_params": ask.params} if ask.params else None
-                sampling = SamplingParams(
-                    temperature=0, max_tokens=ask.most, ignore_eos=True, detokenize=False, extra_args=extra,
-                    logprobs=2 if ask.most > 1 and not ask.params else None,
-                )  # fmt: skip
-                begun[ask.name] = time.perf_counter()
-                engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, sampling)
-            outs = engine.step()
-            now = time.perf_counter()
-            for out in outs:
-                name, found = out.request_id, out.outputs[0]
-                first = got[name].first if name in got else now - begun[name]
-                gaps = [gap(each) for each in found.logprobs or ()] if out.finished else []
-                got[name] = Got(list(found.token_ids), found.finish_reason, out.kv_transfer_params, gaps, first)
-            if outs:
-                steps.append(now - last)
-                last = now
-        pipe.send((got, time.perf_counter() - start, steps))
-
-
-class Engine:
-    """One vLLM."""
-
-    def __init__(self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_start, args=(theirs, settings, environment, str(log)))
-        self._process.start()
-        theirs.close()
-        self._count = 0
-
-    def send(self, prompts: list[list[int]], most: int = 1, params: Any = None, prefix: str = "r") -> list[str]:
-        """Ask for a batch; `params` of all, or of each. Returns the requests' names."""
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        batch = [
-            Ask(f"{prefix}{self._count + i}", tokens, most, one)
-            for i, (tokens, one) in enumerate(zip(prompts, each, strict=True))
-        ]
-        self._count += len(batch)
-        self.give(batch)
-        return [ask.name for ask in batch]
-
-    def give(self, batch: list[Ask]) -> None:
-        self._pipe.send(batch)
-
-    def wait(self, seconds: float = 240) -> Any:
-        """What became of the batch by request, its seconds, and those of each step."""
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"{self.name} says nothing")
-        return self._pipe.recv()
-
-    def run(self, *args: Any, **named: Any) -> tuple[list[Got], float]:
-        names = self.send(*args, **named)
-        got, seconds, _ = self.wait()
-        return [got[name] for name in names], seconds
-
-    def order(self, seed: int) -> None:
-        """Free blocks in order, or scattered by a seed."""
-        self.run([[5, 6, 7]], params={"order": seed})
-
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._pipe.send("forget")
-        if self.wait() is False:
-            raise RuntimeError(f"{self.name} has requests whose blocks it cannot forget")
-
-    def stop(self) -> None:
-        if self._process.is_alive():
-            self._pipe.send(None)
-        self._process.join(20)
-        self._process.kill()
-
-
-def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
-    os.environ.update(environment)
-    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    serve(pipe, settings)
 
 
 def tokens_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -292,6 +164,11 @@ def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
     return found
 
 
+def log_of(logs: Path, name: str, role: str) -> Path:
+    """Where an engine of a pair writes."""
+    return logs / f"{name.replace(',', '').replace(' ', '-')}.{role}.log"
+
+
 def pair(
     name: str, model: Path, logs: Path, folder: str, devices: tuple[int, int], small: bool
 ) -> tuple[Engine, Engine]:
@@ -318,12 +195,16 @@ def pair(
         if name == "nixl":
             settings["kv"] |= {"kv_connector": "Nixl", "kv_buffer_device": "cpu" if small else "cuda"}
         else:
-            options = {"transports": ["shm" if small else "cuda"], "verify": "no checksums" not in name}
+            transport = "nixl" if name.endswith("nixl") else "shm" if small else "cuda"
+            options = {"transports": [transport], "verify": "," not in name, "pull": name.endswith("pull")}
             extra: dict[str, Any] = {"name": role, "options": options}
             place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
             extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
-            settings["kv"] |= {"kv_connector": "Ours", "kv_connector_extra_config": extra}
-        engines.append(Engine(role, settings, environment, logs / f"{name}.{role}.log"))
+            settings["kv"] |= {
+                "kv_connector": "Nothing" if name == "nothing" else "Ours",
+                "kv_connector_extra_config": extra,
+            }
+        engines.append(Engine(role, settings, environment, log_of(logs, name, role)))
     return engines
 
 
@@ -345,13 +226,13 @@ def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path,
     try:
         for engine in engines:
             found["vllm"] = engine.wait(600)
-        if name.startswith(("ours", "nixl")):
+        if name.startswith(("ours", "nixl", "nothing")):
             told = found[name] = rounds(*engines, small)
             said = {k: f"{median(v) * 1e3:.2f}" for k, v in told.items() if isinstance(v, list) and k != "equal"}
             said |= {str(k): f"{median(v) * 1e3:.2f}" for k, v in told["first token"].items()}
             print(f"{name}, ms: {said} equal {told['equal']}", flush=True)
-            if name != "nixl":
-                told["loads"] = loads(logs / f"{name}.decode.log")
+            if name.startswith("ours"):
+                told["loads"] = loads(log_of(logs, name, "decode"))
             return False
         told = found[name] = exact(*engines, small)
         print(name, json.dumps(told), flush=True)

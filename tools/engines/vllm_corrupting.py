@@ -30,7 +30,8 @@ class CorruptingConnector(KvprotoConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        for name in (connector_output.finished_recving or set()) - (connector_output.failed_recving or set()):
+        failed = getattr(connector_output, "failed_recving", None) or set()  # 0.26 has no such field
+        for name in (connector_output.finished_recving or set()) - failed:
             FETCHED[name] = time.perf_counter() - _ORDERED.pop(name)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

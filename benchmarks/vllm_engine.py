@@ -1,0 +1,145 @@
+"""A vLLM engine in a process of its own, for benchmarks/vllm_gpu.py: batches of requests go in, tokens and times come back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+__all__ = ["Ask", "Engine", "Got"]
+
+
+@attrs.frozen
+class Ask:
+    """A request: `after` counts steps of the engine before it comes."""
+
+    name: str
+    tokens: list[int]
+    most: int = 1
+    params: Any = None
+    after: int = 0
+
+
+@attrs.frozen
+class Got:
+    """Of a request: its tokens, why it ended, its parameters, for each token how far its logit is above the next one's, and
+    seconds from its coming to its first token.
+    """
+
+    tokens: list[int]
+    reason: str
+    params: Any
+    gaps: list[float]
+    first: float
+
+
+def gap(logprobs: Any) -> float:
+    """Between the two best tokens."""
+    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
+    return float(best - second)
+
+
+def serve(pipe: Any, settings: dict[str, Any]) -> None:
+    """An engine in a process of its own: batches come over the pipe, and what became of them goes back."""
+    import vllm
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    settings["kv_transfer_config"] = KVTransferConfig(**settings.pop("kv"))
+    engine = LLM(**settings).llm_engine
+    pipe.send(vllm.__version__)
+    for batch in iter(pipe.recv, None):
+        if batch == "forget":
+            pipe.send(engine.reset_prefix_cache())
+            continue
+        waiting, begun, got, steps = sorted(batch, key=lambda ask: -ask.after), {}, {}, []
+        start = last = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[-1].after <= len(steps):
+                ask = waiting.pop()
+                extra = {"kv_transfer_params": ask.params} if ask.params else None
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=ask.most, ignore_eos=True, detokenize=False, extra_args=extra,
+                    logprobs=2 if ask.most > 1 and not ask.params else None,
+                )  # fmt: skip
+                begun[ask.name] = time.perf_counter()
+                engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, sampling)
+            outs = engine.step()
+            now = time.perf_counter()
+            for out in outs:
+                name, found = out.request_id, out.outputs[0]
+                first = got[name].first if name in got else now - begun[name]
+                gaps = [gap(each) for each in found.logprobs or ()] if out.finished else []
+                got[name] = Got(list(found.token_ids), found.finish_reason, out.kv_transfer_params, gaps, first)
+            if outs:
+                steps.append(now - last)
+                last = now
+        pipe.send((got, time.perf_counter() - start, steps))
+
+
+class Engine:
+    """One vLLM."""
+
+    def __init__(self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_start, args=(theirs, settings, environment, str(log)))
+        self._process.start()
+        theirs.close()
+        self._count = 0
+
+    def send(self, prompts: list[list[int]], most: int = 1, params: Any = None, prefix: str = "r") -> list[str]:
+        """Ask for a batch; `params` of all, or of each. Returns the requests' names."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        batch = [
+            Ask(f"{prefix}{self._count + i}", tokens, most, one)
+            for i, (tokens, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+        self._count += len(batch)
+        self.give(batch)
+        return [ask.name for ask in batch]
+
+    def give(self, batch: list[Ask]) -> None:
+        self._pipe.send(batch)
+
+    def wait(self, seconds: float = 240) -> Any:
+        """What became of the batch by request, its seconds, and those of each step."""
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"{self.name} says nothing")
+        return self._pipe.recv()
+
+    def run(self, *args: Any, **named: Any) -> tuple[list[Got], float]:
+        names = self.send(*args, **named)
+        got, seconds, _ = self.wait()
+        return [got[name] for name in names], seconds
+
+    def order(self, seed: int) -> None:
+        """Free blocks in order, or scattered by a seed."""
+        self.run([[5, 6, 7]], params={"order": seed})
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._pipe.send("forget")
+        if self.wait() is False:
+            raise RuntimeError(f"{self.name} has requests whose blocks it cannot forget")
+
+    def stop(self) -> None:
+        try:
+            self._pipe.send(None)
+        except OSError:
+            pass  # it has died
+        self._process.join(20)
+        self._process.kill()
+
+
+def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    os.environ.update(environment)
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    serve(pipe, settings)
