@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -129,10 +130,8 @@ class Engine:
             raise RuntimeError(f"{self.name} has requests whose blocks it cannot forget")
 
     def stop(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it may have died
             self._pipe.send(None)
-        except OSError:
-            pass  # it has died
         self._process.join(20)
         self._process.kill()
 
