@@ -65,7 +65,7 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
                 extra = {"kv_transfer_params": ask.params} if ask.params else None
                 sampling = SamplingParams(
                     temperature=0, max_tokens=ask.most, ignore_eos=True, detokenize=False, extra_args=extra,
-                    logprobs=2 if ask.most > 1 and not ask.params else None,
+                    logprobs=2 if ask.most > 1 else None,
                 )  # fmt: skip
                 begun[ask.name] = time.perf_counter()
                 engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, sampling)

@@ -2,12 +2,12 @@
 
 `python benchmarks/vllm_gpu.py [--write] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
 For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
-decode engine alone, also with prefix hits and scattered blocks, and other ones where a bit of a page is flipped. `unlike`:
-other block sizes and chunks too, which alone make two engines differ at near ties: how many first tokens the engines' own
-answers have in common stands beside. `ours` (with every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and
-`nothing` (loads that move nothing: the engines' own time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once,
-in rounds of three, blocks scattered in the second; from asking the decode engine until it has the first token of each. Then
-the first token of one prompt, and steps of a decode engine while prompts arrive. --write keeps results/vllm_gpu.json.
+decode engine alone with all but one token in its prefix cache, also with prefix hits and scattered blocks, and not where a bit
+of a page is flipped. `unlike`: other block sizes and chunks too, which alone make two engines differ at near ties. `ours` (with
+every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and `nothing` (loads that move nothing: the engines' own
+time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in rounds of three, blocks scattered in the second; from
+asking the decode engine until it has the first token of each. Then the first token of one prompt, and steps of a decode engine
+while prompts arrive. Quantized caches, as `exact`. --write keeps results/vllm_gpu.json, with --only the pairs that it names.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ PAIRS: dict[str, Pair] = {
     "ours, pull": _same({"dtype": "bfloat16", **FLASH}),
     "ours, over nixl": _same({"dtype": "bfloat16", **FLASH}),
     "nothing": _same({"dtype": "bfloat16", **FLASH}),
-    "fp8_e4m3": _same(EXACT | {"kv_cache_dtype": "fp8_e4m3"}),
-    "int8_per_token_head": _same(EXACT | {"kv_cache_dtype": "int8_per_token_head"}),
+} | {
+    dtype: (EXACT | {"kv_cache_dtype": dtype}, EXACT | {"kv_cache_dtype": dtype, "enable_prefix_caching": True}, {})
+    for dtype in ("fp8_e4m3", "int8_per_token_head")
 }
 """Settings of the prefill engine, of the decode engine, and of the prefill engine's environment."""
 SMALL: dict[str, Any] = {
@@ -96,19 +97,24 @@ def over(
 
 
 def exact(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
-    """Whether tokens are those of the decode engine alone."""
-    lengths, most = ([40, 64, 100, 200], 16) if small else ([40, 100, 200, 333, 512, 1000, 2000, 8192], 48)
+    """Whether tokens are those of the decode engine alone, which has all but the last token of each prompt in its prefix
+    cache: so it computes what it does after a hand-over. Its first answers, and the other engine's, stand beside.
+    """
+    lengths, most = ([33, 65, 97, 193], 16) if small else ([33, 97, 193, 353, 513, 1025, 2017, 8193], 48)
 
     def same(prompts: list[list[int]], prefix: str = "r", known: int = 0) -> dict[str, list[Any]]:
         decode.forget()
+        fresh = decode.run(prompts, most)[0]
         alone = decode.run(prompts, most)[0]
         other = prefill.run(prompts, most)[0]
         decode.forget()
         if known:
             decode.run([tokens[: len(tokens) // known] for tokens in prompts])
         got = over(prefill, decode, prompts, most, prefix)[0]
-        first, apart = alike(got, alone), alike(other, alone)
-        found = {"equal": [n == most for n in first], "equal tokens": first, "of both engines alone": apart}
+        first = alike(got, alone)
+        found: dict[str, list[Any]] = {"equal": [n == most for n in first], "equal tokens": first}
+        found |= {"of both engines alone": alike(other, fresh), "of one without its cache": alike(fresh, alone)}
+        found["equal logits"] = [a.gaps == b.gaps for a, b in zip(got, alone, strict=True)]
         found["gap"] = [one.gaps[n] if n < most else None for n, one in zip(first, alone, strict=True)]
         return found | {"different tokens": [len({*one.tokens}) for one in alone]}
 
@@ -237,7 +243,7 @@ def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path,
         told = found[name] = exact(*engines, small)
         print(name, json.dumps(told), flush=True)
         bad = [gap for k, v in told.items() for gap in v["gap"] if k != "one bit" and gap is not None and gap > TIE]
-        return bool(bad) or any(told["one bit"]["equal"])
+        return bool(bad) or all(told["one bit"][same][0] for same in ("equal", "equal logits"))
     finally:
         for engine in engines:
             engine.stop()
@@ -258,10 +264,9 @@ def main(argv: list[str] | None = None) -> int:
 
     gpus = torch.cuda.device_count() if not given.cpu else 0
     devices = (0, 1) if gpus > 1 else (0, 0)
-    found: dict[str, Any] = {
-        "machine": {} if given.cpu else facts(),
-        "engines on": "one GPU" if gpus < 2 else "two GPUs",
-    }
+    found: dict[str, Any] = json.loads(given.out.read_text()) if given.write and given.only != list(PAIRS) else {}
+    found["engines on"] = "one GPU" if gpus < 2 else "two GPUs"
+    machine = {} if given.cpu else facts()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", given.cpu)
@@ -269,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 engines = pair(name, model, given.logs, folder, devices, given.cpu)
                 wrong += measure(name, found, engines, given.logs, given.cpu)
+                found[name]["machine"] = machine
             except Exception:
                 wrong += 1
                 traceback.print_exc()

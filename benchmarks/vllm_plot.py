@@ -51,7 +51,7 @@ def first_token(axes: Any, data: dict[str, Any]) -> None:
 
 def main() -> None:
     data = json.loads((HERE / "results/vllm_gpu.json").read_text())
-    machine = data["machine"]
+    machine = data["ours"]["machine"]
     plt.rcParams |= {"svg.hashsalt": "kvproto", "font.size": 9}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(3, 2))
     rounds(left, data)

@@ -144,7 +144,7 @@ class Owner(Part):
             self._kept(refused(message, self._session.name))
             return
         owned = next((each for each in self.epochs.values() if each.request == message.request), None)
-        if owned is not None:
+        if owned is not None and not owned.mapped:  # else it was answered before (KVP-SES-ANSWERED)
             del self.epochs[owned.number]
             if self._overtaken(owned, message) and self._session.answered(message.request):
                 self._session.step("Refused")

@@ -213,6 +213,25 @@ def test_memory_that_cannot_be_mapped_is_refused_and_the_next_register_is_served
     assert world.sinks["d1"].ready
 
 
+def test_a_refusal_that_comes_after_registered_changes_nothing() -> None:
+    """KVP-SES-ANSWERED: a Register whose first copy was damaged is refused, and its second overtakes the Refused."""
+    world = met()
+    (register,), (registered,) = world.of(Register), world.of(Registered)
+    late = Refused(
+        session=registered.session, request=register.request, code=ErrorCode.TRANSPORT_FAILED, path="regions[0]",
+        mine="a sealed file", yours="a file that may shrink",
+    )  # fmt: skip
+    world.sinks["d0"].receive("s0", encode(late), world.now)
+    made = ticket()
+    world.transfer("d0", made, b"c" * 32)
+    world.run()
+    world.sources["s0"].expect(made, b"c" * 32, world.now)
+    world.sources["s0"].finish(bytes(made.key))
+    world.run()
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+
+
 def test_an_access_that_the_holder_has_no_use_for() -> None:
     """KVP-REG-ACCESS: a source that pushes cannot use memory that it may only read."""
     world = met({Register: {"access": Access.READ}})

@@ -5,6 +5,8 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -256,3 +258,12 @@ def test_memory_of_another_kind_is_refused_with_what_to_do() -> None:
         transport.checksums(None, {2: other}, sink=False)  # type: ignore[arg-type, dict-item]
     assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[2]")
     assert "kvproto.transport.memory" in caught.value.advice
+
+
+def test_a_copy_imports_nothing() -> None:
+    """Where no file can be opened any more, an import in the midst of a copy would end the thread that serves it."""
+    code = (
+        "import sys, numpy, kvproto.copying.execute; before = {*sys.modules}; "
+        "numpy.unique(numpy.arange(9)); sys.exit(str({*sys.modules} - before) if before != {*sys.modules} else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
