@@ -1,7 +1,7 @@
 """A million pages in the index: bytes a page, time of a lookup, of a write, and of giving up; and pages in files.
 
-Files are written and read through the page cache of the system, not synced: it is what kvproto adds to plain files that
-is measured, and most of that is SHA-256, whose rate is beside it.
+Files are written to the disk and read from it: synced, and dropped from the page cache of the system. Beside them are plain
+files of the same sizes, the same through the page cache, and SHA-256, which is the bound of whatever comes out of memory.
 
 python -m benchmarks.tiers [--pages N]     writes benchmarks/results/tiers.json; N of target and draft, a tenth of the others
 """
@@ -16,8 +16,9 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,19 +118,26 @@ def stored(pages: int = PREFIX, sizes: tuple[int, ...] = (8 * 64 * 1152, 64 * 11
     def rate(name: str, work: Callable[[], object]) -> None:
         rates[name] = round(total / timed(work))
 
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory(dir=".") as name, ThreadPoolExecutor(4) as pool:
         root = Path(name)
         plain = [(root / f"{i}-{g}", one) for i in range(pages) for g, one in data.items()]
-        rate("plain_write_mb_s", lambda: [path.write_bytes(one) for path, one in plain])
-        rate("plain_read_mb_s", lambda: [path.read_bytes() for path, _ in plain])
         rate("sha256_mb_s", lambda: [hashlib.sha256(one).digest() for _, one in plain])
-        for path, _ in plain:
-            path.unlink()
-        shelf = Shelf(Files(root / "kept"), layout)
-        rate("write_mb_s", lambda: [shelf.write(prompt, i, data) for i in range(pages)])
-        rate("read_mb_s", lambda: [shelf.read(prompt, i) for i in range(pages)])
+        rate("plain_write_cached_mb_s", lambda: [path.write_bytes(one) for path, one in plain])
+        rate("plain_read_cached_mb_s", lambda: [path.read_bytes() for path, _ in plain])
+        rate("plain_write_mb_s", lambda: [synced(path, one) for path, one in plain])
+        dropped(root)
+        rate("plain_read_mb_s", lambda: [path.read_bytes() for path, _ in plain])
+        shelf = Shelf(Files(root / "cached"), layout)
+        rate("write_cached_mb_s", lambda: [shelf.write(prompt, i, data) for i in range(pages)])
+        rate("read_cached_mb_s", lambda: [shelf.read(prompt, i) for i in range(pages)])
+        for threads, each in ((1, map), (4, pool.map)):
+            shelf = Shelf(Files(root / f"{threads}", durable=True), layout)
+            write, read = partial(shelf.write, prompt, data=data), partial(shelf.read, prompt)
+            rate(f"write_{threads}_threads_mb_s", partial(drain, each, write, pages))
+            dropped(root)
+            rate(f"read_{threads}_threads_mb_s", partial(drain, each, read, pages))
         warm = [timed(lambda: shelf.find(prompt)) for _ in range(20)]
-        cold = timed(lambda: Shelf(Files(root / "kept"), layout).find(prompt))
+        cold = timed(lambda: Shelf(Files(root / "1"), layout).find(prompt))
     return {
         "pages": pages,
         "mb": round(total),
@@ -137,6 +145,26 @@ def stored(pages: int = PREFIX, sizes: tuple[int, ...] = (8 * 64 * 1152, 64 * 11
         "warm_lookup_ms": round(1e3 * statistics.median(warm), 2),
         "open_and_lookup_ms": round(1e3 * cold),
     }
+
+
+def drain(each: Callable[..., Iterable[object]], work: Callable[[int], object], pages: int) -> None:
+    """Do it for each page."""
+    assert all(each(work, range(pages)))
+
+
+def synced(path: Path, data: bytes) -> None:
+    """Write a file, and wait for the disk."""
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def dropped(root: Path) -> None:
+    """Take what is in a folder out of the page cache."""
+    for path in [path for path in root.rglob("*") if path.is_file()]:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Pages in a store: objects first, the manifest last, nothing used that was not checked, and the oldest given up.
 
 No failure of the store gets out of here: a page that cannot be written is not kept, and one that cannot be read is a
-miss. `Shelf.counts` says how often. One thread at a time; other processes may use the same store.
+miss. `Shelf.counts` says how often. Any number of threads at a time, so that one reads while another takes digests;
+other processes may use the same store.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from threading import Lock
 
 import attrs
 
@@ -34,11 +36,11 @@ class _Known:
     """A manifest that this process has seen."""
 
     manifest: Manifest
+    held: frozenset[int]
+    """Groups that it names."""
+    size: int
+    """Bytes of its objects."""
     pins: int = 0
-
-    @property
-    def size(self) -> int:
-        return sum(component.length for component in self.manifest.components)
 
 
 class Shelf:
@@ -53,10 +55,13 @@ class Shelf:
         """How many pages were `written`, `read`, `missed`, `damaged`, `evicted`, and calls that `failed`."""
         self.bytes = 0
         """Of the pages that are known, whoever wrote them."""
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._lock = Lock()
         with self._failing():
             for key in self.store.keys("m"):
-                self._look(key)
+                manifest = self._manifest(key)
+                if manifest is not None and manifest_key(manifest.id, manifest.geometry) == key:
+                    self._note(manifest)
 
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
         """Keep page i, bytes by group; whether it is kept. Raises LocalError for other bytes than the layout's.
@@ -64,13 +69,12 @@ class Shelf:
         What is there already is written anew, so a page that was damaged is whole again (KVP-TIER-REWRITE).
         """
         manifest = describe(self.layout, chain, i, data)
-        key = manifest_key(manifest.id, manifest.geometry)
         with self._failing():
             for component in manifest.components:
                 self.store.put(object_key(manifest, component), data[component.group])
-            self.store.put(key, encode(manifest))
-            self._note(key, manifest)
-            self.counts["written"] += 1
+            self.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
+            self._note(manifest)
+            self._count("written")
             self._evict()
             return True
         return False
@@ -80,59 +84,59 @@ class Shelf:
 
         A page that is found damaged is there no more (KVP-TIER-CHECK).
         """
-        key = self._key(chain, i)
         with self._failing():
-            known = self._take(key, chain, i)
-            if known is None or (groups is not None and {*groups} - {c.group for c in known.components}):
-                self.counts["missed"] += 1
+            known = self._take(chain, i)
+            manifest = known.manifest if known else None
+            if manifest is None or (groups is not None and {*groups} - {c.group for c in manifest.components}):
+                self._count("missed")
                 return None
             data = {}
-            for component in known.components:
+            for component in manifest.components:
                 if groups is not None and component.group not in groups:
                     continue
-                got = self.store.get(object_key(known, component))
+                got = self.store.get(object_key(manifest, component))
                 if got is None or len(got) != component.length or hashlib.sha256(got).digest() != component.digest:
-                    self.counts["damaged"] += 1
-                    self._forget(key)
-                    self.store.delete(key)
+                    self._count("damaged")
+                    self._forget(manifest.id + manifest.geometry)
+                    self.store.delete(manifest_key(manifest.id, manifest.geometry))
                     return None
                 data[component.group] = got
-            self.counts["read"] += 1
+            self._count("read")
             return data
         return None
 
     def find(self, chain: Chain) -> Found:
         """How many leading pages are there, and the sets of the other components; `read` has the last word."""
-        has: dict[int, list[bool]] = {part.group: [] for part in self.layout.parts}
-        keys = []
-        for i in range(len(chain.ids(self.layout.form))):
-            key = self._key(chain, i)
-            known = self._known.get(key)
-            manifest = known.manifest if known else None
-            if manifest is None:
+        held, names = [], []
+        for i, id in enumerate(chain.ids(self.layout.form)):
+            names.append(id + self.layout.geometry)
+            known = self._known.get(names[-1])
+            if known is None:
                 with self._failing():
-                    manifest = self._take(key, chain, i)
-            if manifest is None:
+                    known = self._take(chain, i)
+            if known is None:
                 break
-            keys.append(key)
-            held = {component.group for component in manifest.components}
-            for group, pages in has.items():
-                pages.append(group in held)
-        for key in reversed(keys):
-            self._known.move_to_end(key)
-        return found(self.layout, has)
+            held.append(known.held)
+        with self._lock:
+            for name in reversed(names):
+                if name in self._known:
+                    self._known.move_to_end(name)
+        return found(self.layout, {part.group: [part.group in each for each in held] for part in self.layout.parts})
 
     @contextmanager
     def hold(self, chain: Chain, length: int) -> Iterator[None]:
         """Keep this process from giving up pages [0, length) meanwhile."""
-        held = [known for i in range(length) if (known := self._known.get(self._key(chain, i)))]
-        for known in held:
-            known.pins += 1
+        with self._lock:
+            names = [id + self.layout.geometry for id in chain.ids(self.layout.form)[:length]]
+            held = [self._known[name] for name in names if name in self._known]
+            for known in held:
+                known.pins += 1
         try:
             yield
         finally:
-            for known in held:
-                known.pins -= 1
+            with self._lock:
+                for known in held:
+                    known.pins -= 1
             self._evict()
 
     def sweep(self, grace: float = GRACE) -> int:
@@ -147,18 +151,15 @@ class Shelf:
                     gone += 1
         return gone
 
-    def _key(self, chain: Chain, i: int) -> str:
-        return manifest_key(chain.ids(self.layout.form)[i], self.layout.geometry)
-
-    def _take(self, key: str, chain: Chain, i: int) -> Manifest | None:
+    def _take(self, chain: Chain, i: int) -> _Known | None:
         """The manifest of page i as the store has it now, which may be another's since."""
-        data = self.store.get(key)
+        id = chain.ids(self.layout.form)[i]
+        data = self.store.get(manifest_key(id, self.layout.geometry))
         manifest = None if data is None else take(data, self.layout, chain, i)
         if manifest is None:
-            self._forget(key)
+            self._forget(id + self.layout.geometry)
             return None
-        self._note(key, manifest)
-        return manifest
+        return self._note(manifest)
 
     def _manifest(self, key: str) -> Manifest | None:
         data = self.store.get(key)
@@ -166,43 +167,48 @@ class Shelf:
             return None if data is None else decode_struct(Manifest, data)
         return None
 
-    def _look(self, key: str) -> None:
-        manifest = self._manifest(key)
-        if manifest is not None and manifest_key(manifest.id, manifest.geometry) == key:
-            self._note(key, manifest)
+    def _note(self, manifest: Manifest) -> _Known:
+        """Know this manifest, in place of an earlier one of the page."""
+        held, size = frozenset(c.group for c in manifest.components), sum(c.length for c in manifest.components)
+        name = manifest.id + manifest.geometry
+        with self._lock:
+            known = self._known.setdefault(name, _Known(manifest, held, 0))
+            self.bytes += size - known.size
+            known.manifest, known.held, known.size = manifest, held, size
+            self._known.move_to_end(name)
+        return known
 
-    def _note(self, key: str, manifest: Manifest) -> None:
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _Known(manifest)
-        else:
-            self.bytes -= known.size
-            known.manifest = manifest
-            self._known.move_to_end(key)
-        self.bytes += known.size
-
-    def _forget(self, key: str) -> None:
-        if known := self._known.pop(key, None):
-            self.bytes -= known.size
+    def _forget(self, name: bytes) -> None:
+        with self._lock:
+            if known := self._known.pop(name, None):
+                self.bytes -= known.size
 
     def _evict(self) -> None:
         """Above the high mark, give up what was not used for longest, but what is held, down to the low one."""
-        if not self.high or self.bytes <= self.high:
-            return
-        for key in [key for key, known in self._known.items() if not known.pins]:
-            if self.bytes <= self.low:
+        gone = []
+        with self._lock:
+            if not self.high or self.bytes <= self.high:
                 return
-            manifest = self._known[key].manifest
-            self._forget(key)
-            self.counts["evicted"] += 1
+            for name, known in [*self._known.items()]:
+                if self.bytes <= self.low:
+                    break
+                if not known.pins:
+                    self.bytes -= self._known.pop(name).size
+                    gone.append(known.manifest)
+        for manifest in gone:
+            self._count("evicted")
             with self._failing():
-                self.store.delete(key)
+                self.store.delete(manifest_key(manifest.id, manifest.geometry))
                 for component in manifest.components:
                     self.store.delete(object_key(manifest, component))
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
             yield
         except OSError:
-            self.counts["failed"] += 1
+            self._count("failed")

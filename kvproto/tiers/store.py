@@ -47,14 +47,17 @@ class Files:
     def __init__(self, root: Path, durable: bool = False) -> None:
         """Makes the folder; raises OSError."""
         self.root, self.durable = root, durable
+        self._made: set[Path] = set()
         for kind in ("m", "o", "t"):
             (root / kind).mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, data: Data) -> None:
         """See `Store`."""
         path, draft = self._path(key), self.root / "t" / secrets.token_hex(12)
-        path.parent.mkdir(exist_ok=True)
         try:
+            if path.parent not in self._made:
+                path.parent.mkdir(exist_ok=True)
+                self._made.add(path.parent)
             with draft.open("xb", buffering=0) as file:
                 rest = memoryview(data)
                 while rest:
@@ -63,6 +66,7 @@ class Files:
                     os.fsync(file.fileno())
             draft.replace(path)
         except OSError:
+            self._made.discard(path.parent)
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise

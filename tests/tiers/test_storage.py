@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,20 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
 def test_schedules_of_faults(first: int) -> None:
     for seed in range(first, first + 25):
         schedule(seed)
+
+
+def test_threads_share_a_shelf(tmp_path: Path) -> None:
+    """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
+    shelf, prompts = Shelf(Files(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES), [prompt(n, n, n) for n in range(5)]
+
+    def turn(n: int) -> bool:
+        chain = prompts[n % 5]
+        with shelf.hold(chain, 1):
+            kept = shelf.write(chain, 0, page(chain, 0, n % 2)), shelf.read(chain, 0)
+        assert kept[1] in [None, page(chain, 0), page(chain, 0, 1)]
+        return kept[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(turn, range(200)))
+    assert shelf.counts["written"] == 200
+    assert shelf.bytes == PAGE_BYTES * sum(usable(shelf.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
