@@ -129,7 +129,7 @@ class Handle(Generic[Result]):
     def result(self) -> Result | None:
         """The event that ended it; None while it is not over. Raises the error where it failed."""
         if self._error is not None:
-            raise self._error
+            raise self._error.again() if isinstance(self._error, KvprotoError) else self._error
         return self._result
 
     def wait(self, timeout: float | None = None) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from copy import copy
 from typing import Any, Self
 
 from kvproto.wire.enums import ErrorCode as ErrorCode
@@ -26,6 +27,12 @@ class KvprotoError(Exception):
             each.__traceback__ = None
             each = each.__cause__ or each.__context__
         return self
+
+    def again(self) -> Self:
+        """Another one that says the same: to raise what is kept, which would hold the frames that it passes."""
+        made = copy(self)
+        made.__cause__ = self.__cause__
+        return made
 
     def __str__(self) -> str:
         return self.between("mine", "yours", " ")

@@ -342,7 +342,7 @@ def _check(claim: _Claim, asking: _User) -> None:
     """Raise where this Transfer may not use the ticket, in the order that transfers.md gives (KVP-TRN-CHECKS)."""
     session, _, transfer = asking
     if claim.error is not None:
-        raise claim.error
+        raise claim.error.again()
     if claim.content is not None and claim.content != transfer.content:
         mine, yours = claim.content.hex(), bytes(transfer.content).hex()
         advice = "tokens, adapter, salts or lengths of axes differ: state the same Prompt on both sides"

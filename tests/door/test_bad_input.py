@@ -421,6 +421,26 @@ def test_a_pool_that_arrays_use_is_freed_once_they_are_gone() -> None:
         pool._use("Sink 'decode'")
 
 
+def test_a_fetch_that_failed_holds_nothing_of_whoever_asked_for_its_result(tmp_path: Path) -> None:
+    """Each call raises another error, for one that is raised holds the frames that it passes."""
+    pool = filled()
+
+    def asked(fetch: Fetch) -> str:
+        array = pool.array("kv", 0, "k")
+        with pytest.raises(KvprotoError) as found:
+            _ = fetch.result
+        assert array.size
+        return str(found.value)
+
+    with Sink("decode", filled(), {"prefill": address_in(tmp_path)}) as sink:
+        fetch = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [0, 1, 2]})
+        fetch.abort("nobody wants it")
+        with pytest.raises(KvprotoError):
+            fetch.wait(10)
+        assert asked(fetch) == asked(fetch)
+        pool.close()
+
+
 def test_handles_after_close(tmp_path: Path) -> None:
     with two(tmp_path) as both:
         request = both.source.request(both.ticket, PROMPT)

@@ -60,13 +60,13 @@ class InlineReceiver:
         try:
             stream.packer.unpack(data.offset, data.data)
         except KvprotoError as fault:  # ours, not the peer's: `finish` tells it
-            stream.error = fault
+            stream.error = fault.kept()
 
     def finish(self, sequence: int, attempt: int) -> bool:
         """True, when no more Data comes; raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.error:
-            raise stream.error
+            raise stream.error.again()
         if stream.at < stream.packer.length:
             wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
             raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send all Data before Done")

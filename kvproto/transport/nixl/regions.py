@@ -169,7 +169,7 @@ class Write:
             if not self._over:
                 return False
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
         return True
 
     def wait(self, timeout: float) -> bool:
@@ -195,7 +195,7 @@ class Write:
     def end(self, error: KvprotoError | None, proof: Proof) -> None:
         if self._over:
             return
-        self._proof, self._error = proof, error
+        self._proof, self._error = proof, error.kept() if error is not None else None
         self._over = True
         if self.bell is not None:
             self.bell.set()

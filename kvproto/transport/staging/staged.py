@@ -368,7 +368,7 @@ class StagedReceiver:
         stream = self._streams[sequence, attempt]
         self.step()
         if stream.error:
-            raise stream.error
+            raise stream.error.again()
         return stream.at == stream.packer.length and not stream.unpacking
 
     def finish(self, sequence: int, attempt: int) -> bool:
