@@ -7,7 +7,7 @@ gives back what it has exactly once, when it is closed. One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -38,6 +38,8 @@ class Index:
         if len(layout.parts) > 64:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "layout", "at most 64 components", str(len(layout.parts)))
         self.layout, self.slots = layout, Slots(count)
+        self.on_gone: Callable[[Sequence[tuple[bytes, int]]], None] = lambda pages: None
+        """Told of pages, each with its slot, just before they can be found no more; each after the page before it."""
         self._bit = {part.group: 1 << i for i, part in enumerate(layout.parts)}
         self._must = sum(self._bit[group] for group in layout.must)
         self._some = [p.group for p in layout.parts if p.rule is not LengthRule.PREFIX]
@@ -82,11 +84,26 @@ class Index:
         ids = chain.ids(self.layout.form)
         if not 0 <= first <= first + count <= len(ids):
             raise LocalError(ErrorCode.OUT_OF_RANGE, "count", f"pages within {len(ids)}", f"{first} + {count}")
+        claim = self.reserve(count)
+        if claim is not None:
+            claim.name(chain, first)
+        return claim
+
+    def reserve(self, count: int) -> Claim | None:
+        """Slots for pages that get their names later, all or none; others are given up for them."""
         if self.slots.free + self.slots.idle < count:
             return None
         self.evict(count)
-        parent = ids[first - 1] if first else None
-        return Claim(self, parent, ids[first : first + count], [self.slots.reserve() for _ in range(count)])
+        return Claim(self, [self.slots.reserve() for _ in range(count)])
+
+    def groups(self, page: Page) -> list[int]:
+        """Components that a readable page has; raises LocalError for one that is gone."""
+        self.check(page)
+        return [group for group, bit in self._bit.items() if self._held[page.slot] & bit]
+
+    def slot(self, id: bytes) -> int | None:
+        """Where a page is that can be found."""
+        return self._by_id.get(id)
 
     def retire(self, id: bytes) -> int:
         """Let a page and all that follow it be found no more; how many there were. Readers keep what they have."""
@@ -105,8 +122,9 @@ class Index:
         return slot is not None and self._cascade(slot) > 0
 
     def _cascade(self, slot: int) -> int:
-        self._unlink(slot)
         gone = list(self._below(slot))
+        self.on_gone([(id, each) for each in gone if (id := self._ids[each]) is not None])
+        self._unlink(slot)
         for each in gone:
             id = self._ids[each]
             assert id is not None
@@ -147,7 +165,7 @@ class Index:
         """Let sealed pages be found, from the first on, as long as the page before each is (KVP-TIER-PARENT)."""
         parent = _NONE if parent_id is None else self._by_id.get(parent_id)
         done = 0
-        for id, slot, bits in zip(ids, slots, held, strict=True):
+        for id, slot, bits in zip(ids, slots, held, strict=False):
             if parent is None or self.slots.state(slot) is not State.SEALED:
                 break
             known = self._by_id.get(id)
@@ -200,9 +218,27 @@ class Hit(_Owner):
 class Claim(_Owner):
     """Slots that one owner fills, and publishes or gives back."""
 
-    def __init__(self, index: Index, parent: bytes | None, ids: Sequence[bytes], slots: list[int]) -> None:
-        self._index, self._parent, self._ids, self._slots = index, parent, ids, slots
+    def __init__(self, index: Index, slots: list[int]) -> None:
+        self._index, self._slots = index, slots
         self._held = [0] * len(slots)
+        self._parent: bytes | None = None
+        self._ids: list[bytes] = []
+
+    def name(self, chain: Chain, first: int) -> None:
+        """They are for the pages of a prompt from `first` on, as many as have ids; the others are never published."""
+        ids = chain.ids(self._index.layout.form)
+        self._parent, self._ids = ids[first - 1] if first else None, ids[first : first + len(self._slots)]
+
+    def split(self, count: int) -> Claim:
+        """The first `count` slots, as a claim of their own, before they have names or anything in them."""
+        other = Claim(self._index, self._slots[:count])
+        del self._slots[:count], self._held[:count]
+        return other
+
+    def join(self, other: Claim) -> None:
+        """Take another claim's slots over, before the own ones."""
+        self._slots[:0], self._held[:0] = other._slots, other._held
+        other._slots, other._held = [], []
 
     @property
     def pages(self) -> list[Page]:

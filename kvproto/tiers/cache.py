@@ -1,0 +1,385 @@
+"""A rank's pages on the device, on the host and in storage, as an engine uses them.
+
+A request opens a `Lease`: the pages of its prompt that are there, and room for the rest. What has to be copied for all
+requests waits for `Cache.step`, which runs one program from the host and one to it, however many pages and components
+there are. Storage is read and written by threads, which touch no slot but those of the host that are pinned for them.
+One thread at a time calls what is here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from enum import Enum
+from itertools import takewhile
+from typing import Any, ParamSpec, TypeVar
+
+import attrs
+
+from kvproto.errors import KvprotoError
+from kvproto.tiers.copies import Copies
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.index import Claim, Hit, Index
+from kvproto.tiers.shelf import Shelf
+
+__all__ = ["Cache", "Fetch", "Keep", "Lease", "patience"]
+
+
+_Params = ParamSpec("_Params")
+_Made = TypeVar("_Made")
+
+
+class Keep(Enum):
+    """When a page of the device gets a copy on the host, and from there in storage."""
+
+    AT_ONCE = "at once"
+    """With the next step after it was published: write-through."""
+    WHEN_USED = "when used"
+    """With the next step after a second request has found it: selective write-through."""
+    WHEN_GIVEN_UP = "when given up"
+    """Just before its slot goes to somebody else: write-back."""
+
+
+def patience(tokens: int) -> float:
+    """Seconds that storage may take for so many tokens, where nobody says otherwise."""
+    return 1.0 + tokens / 4096
+
+
+@attrs.define(eq=False)
+class _Job:
+    """Pages [0, len(slots)) of a prompt that are to be on the host; `hit` pins them on the device, if need be."""
+
+    chain: Chain
+    slots: list[int]
+    hit: Hit | None = None
+
+
+class Cache:
+    """The pages of one rank in its pool, in memory of the host, and on a shelf."""
+
+    def __init__(
+        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 4096
+    ) -> None:
+        """`threads` read and write storage, which may have `most` pages under way at once; others are not stored."""
+        self.copies, self.shelf, self.keep, self.most = copies, shelf, keep, most
+        self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
+        self.device.on_gone = self._gone
+        self.counts: Counter[str] = Counter()
+        """Pages that requests found on the `device`, on the `host`, and not at all (`new`); that were `fetched` from
+        storage, and `stored`; that were `not kept` for want of room; and copies that `failed`."""
+        self._of: dict[bytes, tuple[Chain, int]] = {}
+        """Of which prompt the pages of the device are."""
+        self._jobs: list[_Job] = []
+        self._loads: list[Lease] = []
+        self._stores: deque[tuple[Hit, list[Future[bool]]]] = deque()
+        self._io: list[Future[Any]] = []
+        self._threads = ThreadPoolExecutor(threads, "tiers") if shelf else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits for a step, or for storage."""
+        return bool(self._jobs or self._loads or self._stores)
+
+    def open(self, chain: Chain, room: int) -> Lease | None:
+        """What is there of a prompt, and slots for the rest of `room` pages; None while too few can be had.
+
+        Pages that lie on the host are in the pool after the next `step`.
+        """
+        near, far = self.device.find(chain), self.host.find(chain)
+        near.cut(room)
+        far.cut(room)
+        first = len(near.pages)
+        last = max(first, len(far.pages))
+        rest = self.device.reserve(room - first)
+        self._back_up(written=False)  # what was given up just now, before anybody writes there
+        if rest is None:
+            near.close()
+            far.close()
+            return None
+        self.counts["device"] += first
+        self.counts["host"] += last - first
+        self.counts["new"] += max(min(room, len(chain.ids(self.device.layout.form))) - last, 0)
+        if self.keep is Keep.WHEN_USED and first:
+            self._queue(chain, first)
+        lease = Lease(self, chain, near, far, rest.split(last - first), rest)
+        if not lease.ready:
+            self._loads.append(lease)
+        return lease
+
+    def step(self) -> None:
+        """Run all copies that wait: one program to the host, one from it; then see to storage."""
+        self._back_up()
+        self._load()
+        self._reap()
+
+    def fetch(self, chain: Chain, deadline: float = 0.0) -> Fetch:
+        """Begin to read from storage what the host does not have of a prompt.
+
+        `deadline` on the engine's clock: 0 takes what is there when it is asked for, infinity waits for all.
+        """
+        with self.host.find(chain) as hit:
+            first = len(hit.pages)
+        last = min(len(chain.ids(self.host.layout.form)), first + self._room_for_io())
+        return Fetch(self, chain, range(first, last) if self._threads else range(0), deadline)
+
+    def drain(self) -> None:
+        """Step until nothing waits, and storage has all that it is to have."""
+        while self.busy:
+            self.step()
+            wait_for([future for _, some in self._stores for future in some])
+            self._reap()
+
+    def close(self) -> None:
+        """Let storage end what it is at, and forget what waits."""
+        if self._threads:
+            self._threads.shutdown(cancel_futures=True)
+        for job in self._jobs:
+            self._end(job)
+        self._jobs = []
+        self._reap()
+
+    def _queue(self, chain: Chain, length: int) -> None:
+        hit = self.device.find(chain)
+        hit.cut(length)
+        self._jobs.append(_Job(chain, [page.slot for page in hit.pages], hit))
+
+    def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
+        """Have a thread do this."""
+        assert self._threads is not None
+        future = self._threads.submit(work, *args, **named)
+        self._io.append(future)
+        return future
+
+    def left(self, lease: Lease) -> None:
+        """A lease waits no more for what was coming."""
+        if lease in self._loads:
+            self._loads.remove(lease)
+
+    def arrived(self, chain: Chain, first: int, came: Sequence[Mapping[int, bytes]]) -> int:
+        """Put pages of a prompt from `first` on into the host; how many of them can be found there that could not."""
+        with self.host.find(chain) as hit:
+            start = len(hit.pages)
+            some = came[start - first :] if start >= first else []
+            some = some[: self.host.slots.free + self.host.slots.idle]
+            claim = self.host.claim(chain, start, len(some))
+            if claim is None:
+                return 0
+            with claim:
+                for slot, data in zip(_filling([claim]), some, strict=True):
+                    for group, view in self.copies.page(slot).items():
+                        view[:] = data.get(group, bytes(len(view)))
+                _seal(claim, [[*data] for data in some])
+                done = claim.publish()
+        self.counts["fetched"] += done
+        return done
+
+    def _room_for_io(self) -> int:
+        """How many pages more may be under way to storage, or from it."""
+        self._io = [future for future in self._io if not future.done()]
+        return max(self.most - len(self._io), 0)
+
+    def published(self, chain: Chain, length: int, copied: bool = False) -> None:
+        """The first pages of a prompt can be found on the device; `copied`: the host has them too."""
+        for i, id in enumerate(chain.ids(self.device.layout.form)[:length]):
+            if self.device.slot(id) is not None:
+                self._of.setdefault(id, (chain, i))
+        if self.keep is Keep.AT_ONCE and not copied:
+            self._queue(chain, length)
+
+    def _gone(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Pages of the device are given up: their bytes are there until the slots are written."""
+        for id, _ in pages:
+            chain, i = self._of[id]
+            if self.keep is Keep.WHEN_GIVEN_UP and self.host.slot(id) is None:
+                path = [self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1]]
+                self._jobs.append(_Job(chain, [slot for slot in path if slot is not None]))
+        for id, _ in pages:
+            del self._of[id]
+
+    def _back_up(self, written: bool = True) -> None:
+        """Copy to the host what is not there yet, of all jobs at once; `written`: of pinned pages too."""
+        jobs = [job for job in self._jobs if written or job.hit is None]
+        self._jobs = [job for job in self._jobs if not written and job.hit is not None]
+        flying: set[bytes] = set()
+        claims: list[tuple[_Job, Hit, range, Claim]] = []
+        for job in jobs:
+            ids = job.chain.ids(self.host.layout.form)[: len(job.slots)]
+            hit = self.host.find(job.chain)
+            first = min(len(hit.pages), len(ids))
+            first += len([*takewhile(flying.__contains__, ids[first:])])
+            wanted = range(first, min(len(ids), first + self.host.slots.free + self.host.slots.idle))
+            self.counts["not kept"] += len(ids) - wanted.stop
+            claim = self.host.claim(job.chain, first, len(wanted)) if wanted else None
+            if claim is None:
+                hit.close()
+                self._end(job)
+            else:
+                flying.update(ids[first : wanted.stop])
+                claims.append((job, hit, wanted, claim))
+        ours = [slot for job, _, pages, _ in claims for slot in job.slots[pages.start : pages.stop]]
+        done = self._copied(self.copies.to_host, ours, _filling(claim for *_, claim in claims))
+        for job, hit, pages, claim in claims:
+            with hit, claim:
+                if done:
+                    _seal(claim, [[part.group for part in self.device.layout.parts]] * len(pages))
+                    claim.publish()
+                    self._store(job.chain, pages)
+            self._end(job)
+
+    def _load(self) -> None:
+        """Copy to the pool what leases wait for, of all of them at once."""
+        loads, self._loads = self._loads, []
+        theirs = [page.slot for lease in loads for page in lease.coming]
+        done = self._copied(self.copies.to_pool, theirs, _filling(lease.load for lease in loads))
+        for lease in loads:
+            lease.loaded(done)
+
+    def _copied(self, copy: Callable[[Sequence[int], Sequence[int]], int], source: list[int], sink: list[int]) -> bool:
+        """Whether a copy was made; one that fails costs its pages and nothing else."""
+        try:
+            if source:
+                copy(source, sink)
+        except KvprotoError:
+            self.counts["failed"] += 1
+            return False
+        return True
+
+    def _store(self, chain: Chain, pages: range) -> None:
+        """Let threads write pages of the host, which are pinned for them."""
+        if self.shelf is None:
+            return
+        hit = self.host.find(chain)
+        hit.cut(pages.stop)
+        some = range(pages.start, min(len(hit.pages), pages.start + self._room_for_io()))
+        self.counts["not stored"] += len(pages) - len(some)
+        write = self.shelf.write
+        futures = [self.submit(write, chain, i, self.copies.page(hit.pages[i].slot)) for i in some]
+        self._stores.append((hit, futures))
+
+    def _reap(self) -> None:
+        """Let go of pages that storage has done with."""
+        waiting = deque[tuple[Hit, list[Future[bool]]]]()
+        for hit, futures in self._stores:
+            if all(future.done() for future in futures):
+                hit.close()
+                self.counts["stored"] += sum(future.result() for future in futures if not future.cancelled())
+            else:
+                waiting.append((hit, futures))
+        self._stores = waiting
+
+    @staticmethod
+    def _end(job: _Job) -> None:
+        if job.hit is not None:
+            job.hit.close()
+
+
+class Lease:
+    """What one request has of the pool, until it leaves it."""
+
+    def __init__(self, cache: Cache, chain: Chain, near: Hit, far: Hit, load: Claim, rest: Claim) -> None:
+        self._cache, self.chain = cache, chain
+        self._near, self._far, self._rest = near, far, rest
+        self.load = load
+        self.coming = far.pages[len(near.pages) :]
+        """Pages of the host that are on their way, into the slots of `load`."""
+        self.found = {"device": len(near.pages), "host": 0}
+        """Pages of the prompt that were there."""
+        self.ready = not self.coming
+        """Whether all that was found is in the pool."""
+        if self.ready:
+            far.close()
+
+    @property
+    def pages(self) -> int:
+        """How many pages of the prompt are in the pool."""
+        return len(self._near.pages)
+
+    @property
+    def slots(self) -> list[int]:
+        """Where the pages lie, in the order of the prompt: those that are there, then room."""
+        return [page.slot for page in (*self._near.pages, *self._rest.pages)]
+
+    def loaded(self, done: bool) -> None:
+        """The copies of what was coming are over, or have failed."""
+        first, last = self.pages, self.pages + len(self.coming)
+        with self.load as load, self._far:
+            if done:
+                load.name(self.chain, first)
+                _seal(load, [self._cache.host.groups(page) for page in self.coming])
+                load.publish()
+                self._cache.published(self.chain, last, copied=True)
+        near, self._near = self._near, self._cache.device.find(self.chain)
+        near.close()
+        self._near.cut(last)
+        self.coming, self.ready = [], True
+        self.found["host"] = self.pages - first
+        if missing := last - self.pages:  # the slots of the load are free again
+            more = self._cache.device.reserve(missing)
+            assert more is not None
+            self._rest.join(more)
+
+    def leave(self, rows: int = 0) -> None:
+        """Give all back; whole pages of the first `rows` tokens of `chain`, which has grown by then, are kept."""
+        ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)
+        whole = min(rows // self.chain.page, len(ids), slots) if self.ready else 0
+        self._cache.left(self)
+        with self._near, self._far, self.load, self._rest as rest:
+            if whole > self.pages:
+                rest.name(self.chain, self.pages)
+                for i in range(whole - self.pages):
+                    rest.fill(i)
+                    rest.seal(i, [part.group for part in self._cache.device.layout.parts])
+                rest.publish()
+            if whole:
+                self._cache.published(self.chain, whole)
+
+
+class Fetch:
+    """Pages of a prompt that come from storage to the host."""
+
+    def __init__(self, cache: Cache, chain: Chain, pages: range, deadline: float) -> None:
+        self._cache, self._chain, self._first, self.deadline = cache, chain, pages.start, deadline
+        self._stop = pages.stop
+        self._futures = [cache.submit(self._read, i) for i in pages]
+
+    def over(self, now: float) -> bool:
+        """Whether nobody need wait any longer, at this time of the engine's clock."""
+        return now >= self.deadline or all(future.done() for future in self._futures)
+
+    def take(self) -> int:
+        """Put what has come on the host, from the first page on, and end; how many pages. The rest is dropped."""
+        came, futures = [], self._futures
+        self._futures, self._stop = [], 0
+        for future in futures:
+            data = future.result() if future.done() else None
+            if data is None:
+                break
+            came.append(data)
+        for future in futures:
+            future.cancel()
+        return self._cache.arrived(self._chain, self._first, came)
+
+    def _read(self, i: int) -> dict[int, bytes] | None:
+        """In a thread: page i, unless one before it is missing."""
+        data = self._cache.shelf.read(self._chain, i) if self._cache.shelf and i < self._stop else None
+        if data is None:
+            self._stop = min(self._stop, i)
+        return data
+
+
+def _filling(claims: Iterable[Claim]) -> list[int]:
+    """The slots of claims, which are FILLING from now on."""
+    slots = []
+    for claim in claims:
+        for i, page in enumerate(claim.pages):
+            claim.fill(i)
+            slots.append(page.slot)
+    return slots
+
+
+def _seal(claim: Claim, groups: Sequence[Sequence[int]]) -> None:
+    """The copies into all pages of a claim are over, of these groups of each."""
+    for i, some in enumerate(groups):
+        claim.seal(i, some)

@@ -1,0 +1,130 @@
+"""Pages between an engine's pool and memory of the host: one copy program for all components of all pages.
+
+In the pool, component c of slot s is the items [s * k, (s + 1) * k) of its group, where k items hold a page. On the
+host it is one run of bytes, in the order in which it is stored too (tiers.md, Components).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from kvproto.copying.execute import execute
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, RankLayout, Window
+from kvproto.errors import LocalError
+from kvproto.planning.geometry import Geometry, Group, lane_bytes
+from kvproto.planning.kinds import kind_of
+from kvproto.planning.plan import Box, Route
+from kvproto.tiers.components import Layout
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Columns, Owns
+
+__all__ = ["Copies", "Regions", "Run"]
+
+Regions = Mapping[int, memoryview]
+Run = Callable[[CopyProgram, Regions, Regions], int]
+"""Runs a program from regions to others, and is back when its bytes are there; raises LocalError."""
+
+
+class Copies:
+    """The pool of one rank, memory of the host for `slots` pages, and what copies between them."""
+
+    def __init__(self, layout: Layout, pool: RankLayout, regions: Regions, slots: int, run: Run = execute) -> None:
+        """`regions` are the pool's memory, by region id; raises LocalError for components that are not rows."""
+        self.layout, self.run, self._regions = layout, run, regions
+        self.programs = self.bytes = 0
+        """How many were run, and what they moved."""
+        rows = {part.group: _rows(pool.group(part.group), pool.owns(part.group), part.length) for part in layout.parts}
+        self._items = {group: count // pool.group(group).rows for group, count in rows.items()}
+        """Items of the pool that hold a page."""
+        self.slots = slots
+        self.pages = min(pool.columns[group].items // count for group, count in self._items.items())
+        """How many the pool holds."""
+        self.memory = {part.group: memoryview(bytearray(part.length * slots)) for part in layout.parts}
+        """Of the host, by group: a page after the other."""
+        host = _host(pool, rows, slots, layout)
+        routes = tuple(_route(pool.group(group), pool.owns(group)) for group in rows)
+        self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
+
+    def page(self, slot: int) -> dict[int, memoryview]:
+        """The bytes of a slot of the host, by group."""
+        return {
+            part.group: self.memory[part.group][slot * part.length : (slot + 1) * part.length]
+            for part in self.layout.parts
+        }
+
+    def to_host(self, pool: Sequence[int], host: Sequence[int]) -> int:
+        """Copy slots of the pool into slots of the host; how many bytes."""
+        return self._copy(self._out, self._in_pool(pool), self._on_host(host), self._regions, self.memory)
+
+    def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> int:
+        """Copy slots of the host into slots of the pool; how many bytes."""
+        return self._copy(self._in, self._on_host(host), self._in_pool(pool), self.memory, self._regions)
+
+    def _copy(
+        self, pair: Pair, source: dict[int, Window], sink: dict[int, Window], sources: Regions, sinks: Regions
+    ) -> int:
+        moved = self.run(pair.lower(source, sink), sources, sinks)
+        self.programs += 1
+        self.bytes += moved
+        return moved
+
+    def _in_pool(self, slots: Sequence[int]) -> dict[int, Window]:
+        """The pages as if they were those of one prompt: each is whole turns, so none is dealt otherwise for that."""
+        at = np.asarray(slots, np.int64)[:, None]
+        items = {group: (at * count + np.arange(count)).reshape(-1) for group, count in self._items.items()}
+        return {group: Window(0, len(slots) * self.layout.page, held) for group, held in items.items()}
+
+    def _on_host(self, slots: Sequence[int]) -> dict[int, Window]:
+        window = Window(0, len(slots) * self.layout.page, np.asarray(slots, np.int64))
+        return dict.fromkeys(self._items, window)
+
+
+def _rows(group: Group, share: Owns, length: int) -> int:
+    """Rows of a page that the rank has; raises LocalError for a state, and for pages that cut an item."""
+    if not kind_of(group).paged:
+        raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens", "a state")
+    widths = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
+    rows = length // (widths * len(share.layers))
+    if rows % group.rows:
+        wants = f"a multiple of {group.rows} rows"
+        raise LocalError(ErrorCode.ROW_MISMATCH, f"groups[{group.name}]", wants, f"{rows} rows a page")
+    return rows
+
+
+def _host(pool: RankLayout, rows: Mapping[int, int], slots: int, layout: Layout) -> RankLayout:
+    """Memory of the host as if it were a pool whose items are pages."""
+    groups = tuple(attrs.evolve(g, rows=rows[g.id]) if g.id in rows else g for g in pool.geometry.groups)
+    geometry: Geometry = attrs.evolve(pool.geometry, groups=groups)
+    columns = {}
+    for group, count in rows.items():
+        spec, share = pool.group(group), pool.owns(group)
+        lanes = [sum(span.hi - span.lo for span in share.lanes if span.part == p) for p in range(len(spec.parts))]
+        sizes = np.array([part.lane_bytes for part in spec.parts] * len(share.layers), np.uint64)
+        widths = sizes * np.array(lanes * len(share.layers), np.uint64)
+        columns[group] = Columns(
+            group=group, items=slots, region=np.full(len(sizes), group, np.uint32),
+            offset=(np.cumsum(widths) - widths) * np.uint64(count),
+            item_stride=np.full(len(sizes), layout.part(group).length, np.uint64), row_stride=widths, lane_stride=sizes,
+        )  # fmt: skip
+    return RankLayout(geometry, pool.rank, columns)
+
+
+def _route(group: Group, share: Owns) -> Route:
+    """All that a rank owns of a group, to itself."""
+    return Route(0, 0, group.id, tuple(_boxes(group, share)), bytes(32))
+
+
+def _boxes(group: Group, share: Owns) -> Iterator[Box]:
+    layers, names = share.layers.astype(np.int64), [part.name for part in group.parts]
+    for run in np.split(layers, np.flatnonzero(np.diff(layers) != 1) + 1):
+        for span in share.lanes:
+            if names.index(names[span.part]) == span.part:  # the first section stands for all
+                size = lane_bytes(group.parts[span.part])
+                yield Box(
+                    group.model, int(run[0]), int(run[-1]) + 1, span.part, span.lo * size, span.hi * size,
+                    share.cp_rank, share.cp_rank, group.id,
+                )  # fmt: skip

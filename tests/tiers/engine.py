@@ -1,0 +1,121 @@
+"""An engine that writes what it should have computed: bytes that depend on all tokens so far, by group."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvproto import Cache as Group
+from kvproto import Parallel, lay_out
+from kvproto.copying.execute import execute
+from kvproto.copying.program import CopyProgram, RankLayout
+from kvproto.errors import LocalError
+from kvproto.node.pool import pack
+from kvproto.tiers.cache import Cache, Keep, Lease
+from kvproto.tiers.components import components
+from kvproto.tiers.copies import Copies, Regions
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.shelf import Shelf
+from kvproto.wire.enums import ErrorCode
+
+PAGE = 4
+"""Tokens; two items of the target's pool, one of the draft's."""
+
+
+class Engine:
+    """A target and its draft on one rank, in pools of any order of axes, dealt or not."""
+
+    def __init__(
+        self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
+        dcp: int = 1, store: object = None, draft: bool = True,
+    ) -> None:  # fmt: skip
+        target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
+        groups = [target.sharded() if dcp > 1 else target]
+        if draft:
+            groups.append(Group.gqa("draft", 1, kv_heads=1, head_dim=2, page=PAGE, model=1))
+        self.geometry = lay_out(groups, Parallel(tp=dcp, dcp=dcp) if dcp > 1 else Parallel())
+        columns, length = pack(
+            self.geometry, dcp - 1, {0: 2 * pages, 1: pages} if draft else {0: 2 * pages}, heads_first
+        )
+        self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), bytearray(length)
+        self.layout = components(self.geometry, dcp - 1, PAGE, ahead=[1] if draft else [])
+        self.fails = False
+        copies = Copies(self.layout, self.side, {0: memoryview(self.memory)}, slots, self._run)
+        self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep)  # type: ignore[arg-type]
+
+    def _run(self, program: CopyProgram, sources: Regions, sinks: Regions) -> int:
+        if not self.fails:
+            return execute(program, sources, sinks)
+        execute(program.select(layers=[0]), sources, sinks)
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "copy", "all layers", "one")
+
+    def chain(self, *tokens: int) -> Chain:
+        made = Chain(bytes(32), PAGE)
+        made.extend(tokens)
+        return made
+
+    def right(self, chain: Chain, i: int) -> dict[int, bytes]:
+        """The bytes of page i."""
+        id = chain.ids(self.layout.form)[i]
+        return {p.group: hashlib.shake_128(id + bytes((p.group,))).digest(p.length) for p in self.layout.parts}
+
+    def compute(self, chain: Chain, lease: Lease, first: int) -> None:
+        """Write pages from `first` on, as far as they have ids, into the pool."""
+        for i in range(first, min(len(chain.ids(self.layout.form)), len(lease.slots))):
+            for group, data in self.right(chain, i).items():
+                self._rows(group, lease.slots[i], data)
+
+    def there(self, slot: int) -> dict[int, bytes]:
+        """What a page of the pool has."""
+        return {part.group: self._rows(part.group, slot) for part in self.layout.parts}
+
+    def _rows(self, group: int, slot: int, data: bytes | None = None) -> bytes:
+        """Rows of a page, in the order of storage: taken out by strides, or put in."""
+        spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
+        count, out, at = self.layout.part(group).length // self.per_item(group), b"", 0
+        for k in range(len(share.layers) * len(spec.parts)):
+            part = k % len(spec.parts)
+            lanes, size = sum(s.hi - s.lo for s in share.lanes if s.part == part), spec.parts[part].lane_bytes
+            for item in range(slot * count, (slot + 1) * count):
+                start = int(columns.offset[k]) + item * int(columns.item_stride[k])
+                strides = int(columns.row_stride[k]), int(columns.lane_stride[k]), 1
+                view = np.ndarray((spec.rows, lanes, size), np.uint8, self.memory, start, strides)
+                if data is not None:
+                    view[:] = np.frombuffer(data, np.uint8, view.size, at).reshape(view.shape)
+                    at += view.size
+                out += view.tobytes()
+        return out
+
+    def per_item(self, group: int) -> int:
+        spec, share = self.side.group(group), self.side.owns(group)
+        width = sum((s.hi - s.lo) * spec.parts[s.part].lane_bytes for s in share.lanes)
+        return int(spec.rows * width * len(share.layers))
+
+    def turn(self, *tokens: int, step: bool = True) -> Lease:
+        """A request from its beginning to its end; its lease, which is over."""
+        chain = self.chain(*tokens)
+        lease = self.cache.open(chain, -(-len(tokens) // PAGE))
+        assert lease is not None
+        if step:
+            self.cache.step()
+        self.check(chain, lease)
+        self.compute(chain, lease, lease.pages)
+        lease.leave(len(tokens) - 1)
+        return lease
+
+    def check(self, chain: Chain, lease: Lease) -> None:
+        """All pages that are said to be there are right, target and draft."""
+        for i, slot in enumerate(lease.slots[: lease.pages]):
+            assert self.there(slot) == self.right(chain, i)
+
+    def forget(self) -> None:
+        """Give up all pages of the device."""
+        self.cache.device.evict(self.cache.device.slots.count)
+
+    def free(self) -> Sequence[int]:
+        """Slots of both memories that are free once all that can be given up is."""
+        found = []
+        for index in (self.cache.device, self.cache.host):
+            index.evict(index.slots.count)
+            found.append(index.slots.free)
+        return found

@@ -1,0 +1,295 @@
+"""The cache over device, host and storage: right bytes of target and draft, copies in one go, exact release."""
+
+import random
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from kvproto import Cache as Group
+from kvproto import DType, Parallel, lay_out
+from kvproto.copying.program import RankLayout
+from kvproto.errors import LocalError
+from kvproto.node.pool import pack
+from kvproto.tiers.cache import Keep, patience
+from kvproto.tiers.components import components
+from kvproto.tiers.copies import Copies
+from kvproto.tiers.store import Files
+from tests.tiers.engine import PAGE, Engine
+from tests.tiers.schedules import Faulty, Memory
+
+A, B = tuple(range(9)), tuple(range(20, 33))
+"""Prompts of two and of three pages, and a token more."""
+
+
+@pytest.mark.parametrize("form", [{}, {"heads_first": True}, {"dcp": 2}, {"draft": False}])
+def test_pages_come_back_from_the_host_as_they_were(form: dict[str, Any]) -> None:
+    engine = Engine(8, 8, **form)
+    assert engine.turn(*A).found == {"device": 0, "host": 0}
+    assert engine.turn(*A).found == {"device": 2, "host": 0}
+    engine.cache.step()
+    engine.forget()
+    assert engine.turn(*A).found == {"device": 0, "host": 2}
+    assert engine.turn(*A, 9, 10, 11, 12).found == {"device": 2, "host": 0}
+    engine.cache.step()
+    assert list(engine.free()) == [8, 8]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_step_is_one_copy_each_way_whatever_there_is(draft: bool) -> None:
+    engine = Engine(16, 16, draft=draft)
+    for tokens in (A, B, (*A, *B)):
+        engine.turn(*tokens, step=False)
+    engine.cache.step()
+    assert engine.cache.copies.programs == 1
+    assert len(engine.cache.host) == 2 + 3 + 3
+    engine.forget()
+    chains = [engine.chain(*tokens) for tokens in (A, B, (*A, *B))]
+    leases = [engine.cache.open(chain, len(chain.own)) for chain in chains]
+    engine.cache.step()
+    assert engine.cache.copies.programs == 2
+    for chain, lease in zip(chains, leases, strict=True):
+        assert lease is not None
+        assert lease.ready
+        engine.check(chain, lease)
+        assert lease.pages == len(chain.ids(engine.layout.form))
+        lease.leave()
+    assert list(engine.free()) == [16, 16]
+
+
+def test_what_two_prompts_share_is_copied_once() -> None:
+    engine = Engine(8, 8)
+    engine.turn(*A, step=False)
+    engine.turn(*A, 50, 51, 52, 53, step=False)
+    engine.cache.step()
+    assert len(engine.cache.host) == 3
+    assert engine.cache.copies.bytes == 3 * sum(part.length for part in engine.layout.parts)
+
+
+def test_pages_are_written_when_the_policy_says() -> None:
+    engine = Engine(3, 8, keep=Keep.WHEN_USED)
+    engine.turn(*A)
+    engine.cache.step()
+    assert len(engine.cache.host) == 0
+    engine.turn(*A)
+    engine.cache.step()
+    assert len(engine.cache.host) == 2
+    engine = Engine(4, 8, keep=Keep.WHEN_GIVEN_UP)
+    engine.turn(*A)
+    engine.cache.step()
+    assert engine.cache.copies.programs == 0
+    engine.turn(*B)
+    assert len(engine.cache.host) == 2
+    assert engine.turn(*A).found == {"device": 0, "host": 2}
+
+
+def test_a_page_that_is_given_up_goes_to_the_host_with_all_before_it() -> None:
+    """The last page goes first, and nothing is found on the host whose previous page is not (KVP-TIER-PARENT)."""
+    engine = Engine(4, 8, keep=Keep.WHEN_GIVEN_UP)
+    engine.turn(*B)
+    engine.turn(1, 2, 3, 4, 5)
+    assert len(engine.cache.host) == 3
+    assert engine.turn(*B).found == {"device": 2, "host": 1}
+
+
+def test_a_request_that_finds_no_room_takes_nothing() -> None:
+    engine = Engine(4, 4)
+    lease = engine.cache.open(engine.chain(*A), 3)
+    assert lease is not None
+    assert engine.cache.open(engine.chain(*B), 3) is None
+    lease.leave()
+    lease.leave()
+    assert list(engine.free()) == [4, 4]
+
+
+def test_a_request_that_goes_before_its_pages_came_gives_all_back() -> None:
+    engine = Engine(4, 4)
+    engine.turn(*A)
+    engine.cache.step()
+    engine.forget()
+    lease = engine.cache.open(engine.chain(*A), 3)
+    assert lease is not None
+    assert not lease.ready
+    lease.leave(9)
+    engine.cache.step()
+    assert list(engine.free()) == [4, 4]
+
+
+def test_a_copy_that_fails_shortens_a_hit() -> None:
+    engine = Engine(8, 8)
+    engine.turn(*A)
+    engine.fails = True
+    engine.cache.step()
+    assert len(engine.cache.host) == 0
+    engine.fails = False
+    engine.turn(*A)
+    engine.cache.step()
+    engine.forget()
+    engine.fails = True
+    lease = engine.turn(*A)
+    assert lease.found == {"device": 0, "host": 0}
+    assert engine.cache.counts["failed"] == 2
+    engine.fails = False
+    engine.cache.step()
+    assert engine.turn(*A).found == {"device": 2, "host": 0}
+    engine.cache.step()
+    assert list(engine.free()) == [8, 8]
+
+
+@pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
+def test_whatever_was_left_is_found_where_the_host_has_room(keep: Keep) -> None:
+    """With little room on the device."""
+    rng, engine = random.Random(keep.value), Engine(6, 200, keep=keep)
+    seen: set[bytes] = set()
+    for _ in range(60):
+        tokens = tuple(rng.randrange(2) for _ in range(rng.choice((9, 13, 17))))
+        ids = engine.chain(*tokens).ahead
+        lease = engine.turn(*tokens)
+        engine.cache.step()
+        assert sum(lease.found.values()) == next((i for i, id in enumerate(ids) if id not in seen), len(ids))
+        seen.update(ids)
+    assert engine.cache.counts["host"] > 20
+    assert list(engine.free()) == [6, 200]
+
+
+class Failing(Faulty):
+    """Faults of a back end alone: the process lives."""
+
+    def _end(self, fault: str) -> None:
+        super()._end("fails" if fault.startswith("dies") else fault)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int) -> None:
+    """Requests that overlap, go early, find no room; copies and storage that fail; then all is given back."""
+    rng = random.Random(seed)
+    store = Failing(Memory(), rng, 0.1 if seed % 2 else 0.0)
+    engine = Engine(rng.choice((5, 9)), rng.choice((3, 7, 40)), keep=rng.choice([*Keep]), store=store)
+    open_: list[tuple[Any, Any, int]] = []
+    for _ in range(60):
+        act = rng.random()
+        engine.fails = rng.random() < 0.1
+        if act < 0.4:
+            chain = engine.chain(*(rng.randrange(2) for _ in range(rng.choice((5, 9, 13)))))
+            if rng.random() < 0.5:
+                fetch = engine.cache.fetch(chain, float("inf"))
+                while rng.random() < 0.9 and not fetch.over(0.0):
+                    continue
+                fetch.take()
+            room = len(chain.own) + rng.randrange(2)
+            lease = engine.cache.open(chain, room)
+            if lease is not None:
+                open_.append((chain, lease, rng.randrange(4 * room)))
+        elif act < 0.6:
+            engine.cache.step()
+        elif open_:
+            chain, lease, rows = open_.pop(rng.randrange(len(open_)))
+            if lease.ready:
+                engine.check(chain, lease)
+                engine.compute(chain, lease, lease.pages)
+            lease.leave(rows)
+    for _, lease, _ in open_:
+        lease.leave()
+        lease.leave()
+    engine.fails = False
+    engine.cache.drain()
+    for index in (engine.cache.device, engine.cache.host):
+        assert not any(index.slots.pins(slot) for slot in range(index.slots.count))
+    assert list(engine.free()) == [engine.cache.device.slots.count, engine.cache.host.slots.count]
+    engine.cache.close()
+
+
+def test_pages_come_from_files_to_another_engine(tmp_path: Path) -> None:
+    first, second = (Engine(8, 8, store=Files(tmp_path)) for _ in range(2))
+    first.turn(*B)
+    first.cache.drain()
+    assert first.cache.counts["stored"] == 3
+    fetch = second.cache.fetch(second.chain(*B), float("inf"))
+    while not fetch.over(0.0):
+        continue
+    assert fetch.take() == 3
+    assert fetch.take() == 0
+    assert second.turn(*B).found == {"device": 0, "host": 3}
+    second.cache.drain()
+    assert second.cache.counts["stored"] == 0, "they are there already"
+    for engine in (first, second):
+        engine.cache.close()
+        assert list(engine.free()) == [8, 8]
+
+
+class Slow(Memory):
+    """A back end that answers for some time, then no more until it is let go on."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.left, self.go_on, self.waits = answers, Event(), Event()
+
+    def get(self, key: str) -> bytes | None:
+        self.left -= 1
+        if self.left < 0:
+            self.waits.set()
+            self.go_on.wait()
+        return super().get(key)
+
+
+def test_a_storage_that_hangs_costs_its_pages_alone() -> None:
+    """Of three pages two come in time: a manifest and two objects each."""
+    store = Slow(1000)
+    engine = Engine(8, 8, store=store)
+    engine.turn(*B)
+    engine.cache.drain()
+    engine.free()
+    store.left = 6
+    engine.cache._threads._max_workers = 1  # type: ignore[union-attr]
+    chain = engine.chain(*B)
+    fetch = engine.cache.fetch(chain, deadline=5.0)
+    store.waits.wait()
+    while sum(future.done() for future in fetch._futures) < 2:
+        continue
+    assert not fetch.over(4.9)
+    assert fetch.over(5.0)
+    assert fetch.take() == 2
+    assert engine.turn(*B).found == {"device": 0, "host": 2}
+    store.go_on.set()
+    engine.cache.drain()
+    engine.cache.close()
+    assert list(engine.free()) == [8, 8]
+
+
+def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path: Path) -> None:
+    engine = Engine(8, 8, store=Files(tmp_path))
+    engine.turn(*B)
+    engine.cache.drain()
+    engine.free()
+    chain = engine.chain(*B)
+    (torn,) = (tmp_path / "o").rglob(f"{chain.ahead[1].hex()}.*.1.*")
+    torn.write_bytes(torn.read_bytes()[::-1])
+    for pages in (1, 3):
+        fetch = engine.cache.fetch(chain, float("inf"))
+        while not fetch.over(0.0):
+            continue
+        assert fetch.take() == pages
+        assert engine.turn(*B).found == {"device": 0, "host": pages}
+        engine.cache.drain()
+        engine.free()
+    engine.cache.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Group.mla("b", 1, latent=2, rope=2, page=2 * PAGE), "multiple of 8 rows"),
+        (Group.state("b", 1, parts={"s": (DType.F32, 1, 4)}), "rows of tokens"),
+    ],
+    ids=["half a page of the pool", "a state"],
+)
+def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) -> None:
+    geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
+    columns, length = pack(geometry, 0, {0: 2, 1: 2})
+    with pytest.raises(LocalError, match=says):
+        Copies(components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: memoryview(bytearray(length))}, 2)
+
+
+def test_patience_grows_with_the_prompt() -> None:
+    assert [patience(tokens) for tokens in (0, 1024, 4096)] == [1.0, 1.25, 2.0]
