@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 LOOKS = {
     "ours, no checksums": ("#0b6e4f", "kvproto"), "ours": ("#41b883", "kvproto, every byte checked"),
-    "nixl": ("#2b6cb0", "vLLM's own NIXL connector"),
+    "nixl": ("#2b6cb0", "vLLM's own NIXL connector"), "nothing": ("#999999", "nothing moves: the engines alone"),
 }  # fmt: skip
 ROUNDS = {"ordered": "blocks in order", "scattered": "blocks scattered", "again": "in order again"}
 
@@ -25,8 +25,8 @@ def rounds(axes: Any, data: dict[str, Any]) -> None:
     for place, (name, (colour, label)) in enumerate(LOOKS.items()):
         for at, key in enumerate(ROUNDS):
             samples = [1e3 * s for s in data[name][key]]
-            x = at + 0.27 * (place - 1)
-            axes.bar(x, median(samples), 0.25, color=colour, alpha=0.75, label=label if at == 0 else None)
+            x = at + 0.21 * (place - 1.5)
+            axes.bar(x, median(samples), 0.19, color=colour, alpha=0.75, label=label if at == 0 else None)
             axes.plot([x] * len(samples), samples, ".", color="black", markersize=4)
     axes.set_xticks(range(len(ROUNDS)), ROUNDS.values())
     axes.set(
@@ -43,7 +43,7 @@ def first_token(axes: Any, data: dict[str, Any]) -> None:
         middle = [median(s) for s in samples]
         spread = [[m - min(s) for m, s in zip(middle, samples, strict=True)],
                   [max(s) - m for m, s in zip(middle, samples, strict=True)]]  # fmt: skip
-        places = [at + 0.08 * (place - 1) for at in range(len(lengths))]
+        places = [at + 0.08 * (place - 1.5) for at in range(len(lengths))]
         axes.errorbar(places, middle, spread, color=colour, marker=".", capsize=2, label=label)
     axes.set_xticks(range(len(lengths)), [f"{int(n):,}" for n in lengths])
     axes.set(xlabel="tokens", ylabel="ms until the first token", title="one prompt", ylim=(0, None))
