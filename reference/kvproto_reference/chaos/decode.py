@@ -52,7 +52,7 @@ class Decode(Engine):
         book = self.book
         pages = book.take(order.tokens) if order.named == "at once" else []
         if pages is None:
-            self.say("lost", name, "no pages", True)
+            self.say("lost", name, "no pages", "")
             return
         prompt = prompt_of(order.number, order.tokens, order.other_prompt)
         table = book.tables(pages) if pages else None
@@ -63,7 +63,7 @@ class Decode(Engine):
             fetch = self.door.fetch(read_ticket(ticket), prompt, table, cached=cached, spans=order.named == "spans")
         except KvprotoError as error:
             book.free(pages)
-            self.say("lost", name, f"refused {error.code.name}", True)
+            self.say("lost", name, f"refused {error.code.name}", str(error))
             return
         job = self.jobs[fetch] = Job(name, order, fetch, book, pages)
         if order.abort is not None:
@@ -147,7 +147,7 @@ class Decode(Engine):
                     return
                 job.over = True
                 job.book.lost(job.name, proven)
-                self.say("lost", job.name, error.code.name, proven)
+                self.say("lost", job.name, error.code.name, str(error))
                 if proven:
                     self._free(self.jobs.pop(fetch))
             case PagesWanted(fetch, _, pages):

@@ -56,6 +56,8 @@ class World:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._idle: dict[str, tuple[Any, ...]] = {}
+        self._errors: dict[int, str] = {}
+        """By number of a request, what its latest attempt was lost by."""
         self._ended: set[str] = set()
         self.calm = self._closing = False
         self._slow = 1.0
@@ -186,7 +188,7 @@ class World:
         arrived = self.judge.arrived
         if not self._ends(lambda: all(order.number in arrived for order in orders), _FRESH):
             for order in [o for o in orders if o.number not in arrived]:
-                why = self.judge.lost_by(order.number)
+                why = f"{self.judge.lost_by(order.number)}, the latest: {self._errors.get(order.number, '')}"
                 self.judge.violation("hang", f"no fresh request from {order.prefill} to {order.decode}: {why}")
 
     # engines
@@ -264,7 +266,7 @@ class World:
             case "arrived":
                 self.judge.arrives(a[0])
             case "lost":
-                self._lost(name, a[0], a[1])
+                self._lost(name, *a)
             case "finding":
                 self.judge.finding(name, a[0])
             case "violation":
@@ -302,8 +304,9 @@ class World:
             self.judge.count("decode was down")
             self.at(0.1, lambda: self._tell(engine, name, word, order, form))
 
-    def _lost(self, engine: str, name: Name, code: str) -> None:
+    def _lost(self, engine: str, name: Name, code: str, text: str) -> None:
         self.judge.loses(name, code)
+        self._errors[name[0]] = text
         order, attempt = self.judge.asks[name].order, name[1]
         fresh = order.number >= 1000
         if not self._closing and (fresh or (attempt < 2 and not self.calm)):
