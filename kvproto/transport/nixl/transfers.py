@@ -101,7 +101,7 @@ class Transfers:
                 raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
             for peer in write.peers:
                 if peer.lost:
-                    raise peer.lost
+                    raise peer.lost.again()
             if write.slots and (kept := self.cache.handles.pop(write.slots, None)) is not None:
                 write.handles.append(kept)
             else:
