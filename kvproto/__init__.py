@@ -31,6 +31,7 @@ _CATALOGUE = {
     "Sink": "sink",
     "Source": "source",
     "Ticket": "prompt",
+    "Tiers": "tiered",
     "Withdrawal": "withdrawal",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
+    from kvproto.tiered import Tiers
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType, ItemKind
     from kvproto.withdrawal import Withdrawal
@@ -83,6 +85,7 @@ __all__ = [
     "Sink",
     "Source",
     "Ticket",
+    "Tiers",
     "Withdrawal",
     "__version__",
     "allocate",

@@ -25,6 +25,7 @@ from ..engine.sequence import SpeculationStats, rows_needed
 from ..engine.undivided import Undivided
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
+from . import tiers
 from .arguments import DemoOptions, check, parse
 from .clock import Clock
 from .engines import Engines
@@ -43,6 +44,10 @@ def run(options: DemoOptions, console: Console) -> int:
     if options.real:
         smollm2.folders()
     torch.set_num_threads(1)
+    if options.tiers:
+        shown = None if options.json else console
+        sizes = options.page_size, options.max_new, options.chunk, options.speculate
+        return tiers.run(_checkpoints(options), *sizes, shown)
     tokenizer = shared_tokenizer(*_checkpoints(options))
     prompts = _prompts(options, tokenizer)
     notes = Notes(None if options.json else console)

@@ -78,6 +78,7 @@ class DemoOptions:
     trouble: str | None = None
     down: float | None = None
     overview: bool = False
+    tiers: bool = False
     picture: Path | None = None
 
     def page_size_of(self, role: str) -> int:
@@ -142,6 +143,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
         text = f"have prefill {kind.says} in the middle of its work" + (", and started again" if kind.ends else "")
         add(f"--{kind.name}", dest="trouble", action="store_const", const=kind.name, help=text)
     add("--down", type=float, metavar="SECONDS", help="how long it is away then (default 0; of --pause 12)")
+    add("--tiers", action="store_true", help="one engine, and conversations that do not fit on its device")
     add("--overview", action="store_true", help="print the answers and the proof, in place of tables")
     add("--picture", type=Path, metavar="FILE", help="write what is printed as a picture, SVG")
     if parser.parse_known_args(argv)[0].real:
@@ -176,6 +178,8 @@ def check(options: DemoOptions) -> None:
          "--real brings a model and a draft of its own: leave --model and --draft-model out"),
         (options.overview and options.attach is not None,
          "--overview tells of engines that the demo starts: leave --attach out"),
+        (options.tiers and (options.attach is not None or options.trouble),
+         "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
     ):  # fmt: skip
         if wrong:

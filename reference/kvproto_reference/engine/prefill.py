@@ -43,9 +43,9 @@ class Prefiller:
         """Whether a prompt is under way."""
         return bool(self._done)
 
-    def add(self, sequence: Sequence) -> None:
-        """Take on a prompt that has its pages."""
-        self._done[sequence] = 0
+    def add(self, sequence: Sequence, done: int = 0) -> None:
+        """Take on a prompt that has its pages, and rows of its first `done` tokens."""
+        self._done[sequence] = done
 
     def drop(self, sequence: Sequence) -> None:
         """Compute no more of a prompt, if it is under way."""

@@ -1,0 +1,180 @@
+"""`make demo ARGS="--tiers"`: conversations that do not fit on the device, turn by turn, and three engines compared."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from ..data import load_text
+from ..engine.kept import Answer, KeptEngine
+from ..errors import EngineError
+
+HEADS = (
+    "turn", "prompt", "on the\ndevice", "on the\nhost", "stored", "new", "first\ntoken", "all\nnew", "a step\ngives",
+    "never\nevicted", "tokens",
+)  # fmt: skip
+"""Tokens of a prompt by where they were found; ms to the first token, and where all is computed; tokens a step."""
+CONVERSATIONS, TURNS = 4, 3
+OPENS, GOES_ON = 10, 3
+"""Pages of text that a conversation opens with, and that each further turn adds."""
+
+
+@attrs.frozen
+class Turn:
+    """One turn of one conversation, as three engines answered it."""
+
+    conversation: int
+    number: int
+    prompt: list[int]
+    kept: Answer
+    """On the device, on the host and in a folder."""
+    never: Answer
+    """On a device that has room for all."""
+    anew: Answer
+    """All computed."""
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all three wrote the same."""
+        return self.kept.tokens == self.never.tokens == self.anew.tokens
+
+    @property
+    def same_acceptance(self) -> bool:
+        """Whether as many of the draft's tokens were accepted, step by step, as where nothing was evicted."""
+        return self.kept.stats == self.never.stats
+
+
+def order() -> Iterator[int]:
+    """Whose turn it is: there and back, so that some find theirs on the device, and some where it went from there."""
+    for turn in range(TURNS):
+        yield from range(CONVERSATIONS) if turn % 2 == 0 else reversed(range(CONVERSATIONS))
+
+
+def play(
+    folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int,
+    told: Callable[[Turn], None] = lambda turn: None, use: Callable[[KeptEngine], None] = lambda engine: None,
+) -> tuple[list[Turn], KeptEngine]:  # fmt: skip
+    """All turns, and the engine with tiers; `use` may do something to it before it begins."""
+    longest = TURNS * max_new + (OPENS + (TURNS - 1) * GOES_ON) * page_size
+    each = -(-longest // page_size) + 1
+    made = partial(KeptEngine, *folders, page_size=page_size, chunk=chunk, k=k)
+    turns: list[Turn] = []
+    with tempfile.TemporaryDirectory(prefix="kvproto-") as name:
+        engine = made(pages=each + each // 2, host=2 * each, folder=Path(name))
+        never = made(pages=(CONVERSATIONS + 1) * each, host=1)
+        anew = made(pages=each, host=1, keep=False)
+        use(engine)
+        said, so_far = _texts(engine, page_size), [list[int]() for _ in range(CONVERSATIONS)]
+        numbers = Counter[int]()
+        try:
+            for which in order():
+                numbers[which] += 1
+                prompt = so_far[which] + said[which][numbers[which] - 1]
+                engine.tiers.drain()  # as long as the other engines take, storage has nothing else to do
+                found = [each.answer(prompt, max_new) for each in (engine, never, anew)]
+                so_far[which] = prompt + found[0].tokens
+                turns.append(Turn(which, numbers[which], prompt, *found))
+                told(turns[-1])
+        finally:
+            for one in (engine, never, anew):
+                one.close()
+    return turns, engine
+
+
+def verdict(turns: list[Turn]) -> dict[str, bool]:
+    """What was proved, by name."""
+    return {
+        "tokens": all(turn.same_tokens for turn in turns),
+        "acceptance": all(turn.same_acceptance for turn in turns),
+        "tiers": all(any(getattr(turn.kept, name) for turn in turns) for name in ("device", "host", "storage")),
+    }
+
+
+def run(folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int, console: Console | None) -> int:
+    """Play, print (JSON without a console), and give the exit status."""
+    table = Table(title="turns", title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="right")
+
+    def tell(turn: Turn) -> None:
+        if console is not None:
+            console.print(f"conversation {turn.conversation + 1}, turn {turn.number}: {len(turn.prompt)} tokens")
+        table.add_row(*_row(turn))
+
+    turns, engine = play(folders, page_size, max_new, chunk, k, tell)
+    verdicts = verdict(turns)
+    if console is None:
+        print(json.dumps(as_json(turns, engine, verdicts)))
+    else:
+        console.print(table)
+        console.print(summary(turns, engine))
+        says = {
+            "tokens": "all tokens are those of an engine that computes everything anew",
+            "acceptance": "the draft's proposals were accepted as often as where nothing is evicted",
+            "tiers": "pages were found on the device, on the host and in storage",
+        }
+        for name, good in verdicts.items():
+            console.print(f"{'[green]✓' if good else '[red]✗'}[/] {says[name]}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def summary(turns: list[Turn], engine: KeptEngine) -> str:
+    """A sentence or two of figures."""
+    later = [turn for turn in turns if turn.number > 1]
+    with_, without = (sum(getattr(t, name).first for t in later) / len(later) for name in ("kept", "anew"))
+    counts, copies = engine.tiers.counts, engine.tiers.copies
+    return (
+        f"Of a page {sum(part.length for part in engine.tiers.device.layout.parts):,} bytes are kept, target and draft;"
+        f" {copies.bytes / 1e6:.1f} MB went between device and host in {copies.programs} copies, and {counts['stored']}"
+        f" pages to storage, {counts['fetched']} back. The first token of a later turn took {1e3 * with_:.0f} ms,"
+        f" and {1e3 * without:.0f} ms where all is computed."
+    )
+
+
+def as_json(turns: list[Turn], engine: KeptEngine, verdicts: dict[str, bool]) -> dict[str, Any]:
+    """The results as a JSON object."""
+    rows = [
+        {
+            "conversation": turn.conversation, "turn": turn.number, "prompt_tokens": len(turn.prompt),
+            **{name: getattr(turn.kept, name) for name in ("device", "host", "storage", "tokens")},
+            "first_ms": round(1e3 * turn.kept.first, 2), "computed_first_ms": round(1e3 * turn.anew.first, 2),
+            "acceptance": turn.kept.stats.mean_acceptance, "never_evicted_acceptance": turn.never.stats.mean_acceptance,
+            "same_tokens": turn.same_tokens, "same_acceptance": turn.same_acceptance,
+        }
+        for turn in turns
+    ]  # fmt: skip
+    copies = {"programs": engine.tiers.copies.programs, "bytes": engine.tiers.copies.bytes}
+    return {"turns": rows, "copies": copies, "pages": dict(engine.tiers.counts), "verdicts": verdicts}
+
+
+def _row(turn: Turn) -> list[str]:
+    kept = turn.kept
+    there = kept.device + kept.host + kept.storage
+    return [
+        f"{turn.conversation + 1}.{turn.number}", str(len(turn.prompt)), str(kept.device), str(kept.host),
+        str(kept.storage), str(len(turn.prompt) - there), f"{1e3 * kept.first:.0f}", f"{1e3 * turn.anew.first:.0f}",
+        f"{kept.stats.mean_acceptance:.2f}", f"{turn.never.stats.mean_acceptance:.2f}",
+        "[green]same" if turn.same_tokens else "[red]others",
+    ]  # fmt: skip
+
+
+def _texts(engine: KeptEngine, page_size: int) -> list[list[list[int]]]:
+    """What is said in each conversation, by turn, as tokens: pieces of one text."""
+    sizes = [pages * page_size for pages in (OPENS, *[GOES_ON] * (TURNS - 1))]
+    text, at, found = engine.tokenizer.encode(load_text().encode()), 0, []
+    if len(text) < CONVERSATIONS * sum(sizes):
+        raise EngineError(f"--page-size {page_size} takes more text than there is: {len(text)} tokens")
+    for _ in range(CONVERSATIONS):
+        ends = [at + sum(sizes[: n + 1]) for n in range(TURNS)]
+        found.append([text[end - size : end] for end, size in zip(ends, sizes, strict=True)])
+        at = ends[-1]
+    return found

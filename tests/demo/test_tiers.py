@@ -1,0 +1,59 @@
+"""The demo of conversations over tiers, run small; and what it says of a draft that is not loaded back."""
+
+import json
+
+import attrs
+import pytest
+import torch
+
+from kvproto.copying.execute import execute
+from kvproto.copying.program import CopyProgram
+from kvproto.tiers.copies import Regions
+from kvproto_reference.demo import tiers
+from kvproto_reference.demo.options import checkpoint_folder
+from kvproto_reference.engine.kept import KeptEngine
+from kvproto_reference.errors import OutOfPages
+
+FOLDERS = checkpoint_folder("target", "mla"), checkpoint_folder("draft", "gqa")
+SMALL = {"page_size": 4, "max_new": 5, "chunk": 64, "k": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_turns_find_their_pages_wherever_they_went(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiers.run(FOLDERS, *SMALL.values(), None) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdicts"] == {"tokens": True, "acceptance": True, "tiers": True}
+    for name in ("device", "host", "storage"):
+        assert any(turn[name] for turn in said["turns"])
+    for turn in said["turns"]:
+        assert turn["acceptance"] == turn["never_evicted_acceptance"]
+        if turn["turn"] > 1:
+            assert turn["device"] + turn["host"] + turn["storage"] >= turn["prompt_tokens"] - 5 * SMALL["page_size"]
+
+
+def test_a_draft_that_is_not_loaded_back_costs_acceptance_and_no_token() -> None:
+    """The fault of the field: nothing crashes, and every token is right."""
+
+    def without_draft(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
+        return execute(attrs.evolve(program, ops=program.ops[program.ops["model"] == 0]), sources, sinks)
+
+    def use(engine: KeptEngine) -> None:
+        engine.tiers.copies.run = without_draft
+
+    turns, _ = tiers.play(FOLDERS, **SMALL, use=use)
+    assert tiers.verdict(turns) == {"tokens": True, "acceptance": False, "tiers": True}
+    kept, never = (sum(getattr(turn, name).stats.steps for turn in turns) for name in ("kept", "never"))
+    assert kept > never
+
+
+def test_a_prompt_that_no_device_could_hold_is_refused_and_the_next_is_answered() -> None:
+    engine = KeptEngine(*FOLDERS, pages=4, host=4, page_size=8)
+    with pytest.raises(OutOfPages):
+        engine.answer(range(40), 2)
+    assert len(engine.answer(range(20), 2).tokens) == 2
+    engine.close()
+    assert engine.tiers.device.slots.free + engine.tiers.device.slots.idle == 4
