@@ -55,7 +55,7 @@ check: $(VENV)/.check
 
 # All testees by the conformance suite, as far as they claim; a page of each, and one of all, in build/conformance.
 conformance: $(VENV)/.demo
-	@$(PY) -m tools.conformance
+	@$(PY) -m tools.conformance $(ARGS)
 
 # The models of spec/v1/lifecycle, searched by Debian's spin.
 check-model: $(VENV)/.check

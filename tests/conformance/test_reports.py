@@ -1,7 +1,9 @@
 """What is made of a run: reports in every form, baselines, and the commands around them."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -261,3 +263,31 @@ def test_the_suite_runs_without_kvproto() -> None:
     """What judges an implementation imports none."""
     code = "import sys, kvproto_conformance.commands; sys.exit(any(n.split('.')[0] in ('kvproto', 'numpy') for n in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_action_of_github_runs_the_suite_and_keeps_its_reports(tmp_path: Path) -> None:
+    """What action.yml hands over by its environment; a testee that claims more than it is fails the step."""
+    script = Path(__file__).parents[2] / "conformance/action.sh"
+    given = {
+        "TESTEE": shlex.join(MINIMAL),
+        "REPORTS": str(tmp_path / "kept"),
+        "ROLE": "reader",
+        "LEVEL": "L1",
+        "EXTENSIONS": "",
+    }
+    command = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [script], env={**os.environ, "PATH": command, **given}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert "nonconformant: kvproto 1.0-draft · reader · L1" in done.stdout
+    assert {each.name for each in (tmp_path / "kept").iterdir()} == {
+        "report.json",
+        "report.html",
+        "junit.xml",
+        "badge.json",
+    }
+    named = {
+        line.split(":")[0].strip() for line in (script.parent / "action.yml").read_text().split("env:")[-1].splitlines()
+    }
+    assert {*given} <= named
