@@ -6,8 +6,10 @@ torn or gone by the time it is read, since whoever reads checks it. Failures are
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +88,7 @@ class Files:
 
     def keys(self, kind: str) -> Iterator[str]:
         """See `Store`; of kind `t` are files that a writer had not finished."""
-        for folder, _, names in os.walk(self.root / kind):
+        for folder, _, names in os.walk(self.root / kind, onerror=_raise):
             yield from (f"{kind}/{name}" for name in names if kind == "t" or Path(folder).name == name[:2])
 
     def age(self, key: str) -> float:
@@ -100,9 +102,30 @@ class Files:
         finally:
             now.unlink(missing_ok=True)
 
+    def size(self, key: str) -> int | None:
+        """Bytes of a key, None if there is none, or no plain file; raises OSError."""
+        try:
+            found = self._path(key).lstat()
+        except FileNotFoundError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def digest(self, key: str) -> bytes | None:
+        """SHA-256 of the bytes of a key, read piece by piece; None if there is none. Raises OSError."""
+        try:
+            with self._path(key).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").digest()
+        except FileNotFoundError:
+            return None
+
     def _path(self, key: str) -> Path:
         kind, _, name = key.partition("/")
         return self.root / kind / name if kind == "t" else self.root / kind / name[:2] / name
+
+
+def _raise(error: OSError) -> None:
+    """A folder that cannot be read is not an empty one, or its objects would be taken for nobody's."""
+    raise error
 
 
 def _sync(folder: Path) -> None:

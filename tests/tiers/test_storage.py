@@ -287,3 +287,13 @@ def test_threads_share_a_shelf(tmp_path: Path) -> None:
         assert all(pool.map(turn, range(200)))
     assert shelf.counts["written"] == 200
     assert shelf.bytes == PAGE_BYTES * sum(usable(shelf.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
+
+
+def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) -> None:
+    shelf = Shelf(Files(tmp_path), LAYOUT)
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    (tmp_path / "m").rename(tmp_path / "away")
+    assert shelf.sweep(-1.0) == 0
+    assert shelf.counts["failed"] == 1
+    (tmp_path / "away").rename(tmp_path / "m")
+    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)

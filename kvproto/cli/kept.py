@@ -1,0 +1,124 @@
+"""`kvproto tiers DIR`: which pages a folder keeps (draft), what is damaged, what belongs to none; verify, prune."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.shelf import GRACE
+from kvproto.tiers.store import Files
+from kvproto.tiers.survey import Survey, drop, prune, survey
+from kvproto.wire.messages import Manifest
+
+__all__ = ["add", "run"]
+
+
+_LEAST = 8
+"""Digits of a namespace that is to be deleted."""
+
+
+def add(commands: Any) -> None:
+    """The command and its options."""
+    made = commands.add_parser("tiers", help="what a folder of cached pages holds; verify, prune")
+    made.add_argument("folder", metavar="DIR", type=Path, help="as an engine's `folder` of kvproto.Tiers")
+    made.add_argument("--verify", action="store_true", help="read every byte, and compare it with its digest")
+    made.add_argument("--prune", action="store_true", help="delete damaged pages, and old files that belong to none")
+    text = "how old those files have to be, as their writer may not be done (default %(default).0f)"
+    made.add_argument("--grace", type=float, default=GRACE, metavar="SECONDS", help=text)
+    made.add_argument("--drop", metavar="HEX", help="delete all pages of the namespace that begins so")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, delete if asked to, print; 1 if pages are damaged, or the folder cannot be read."""
+    if not (args.folder / "m").is_dir():
+        print(f"error: {args.folder}: no folder of cached pages, since it has no folder m", file=sys.stderr)
+        return 1
+    try:
+        files = Files(args.folder)
+        found, gone = survey(files, args.verify), dict[str, int]()
+        if args.drop is not None:
+            spaces = {page.namespace.hex() for page in found.pages if page.namespace.hex().startswith(args.drop)}
+            if len(spaces) != 1 or len(args.drop) < _LEAST:
+                says = f"{len(spaces)} namespaces begin with {args.drop!r}: name one, by {_LEAST} digits at least"
+                print(f"error: {says}", file=sys.stderr)
+                return 1
+            gone["dropped"] = _drop(files, found, *spaces)
+        if args.prune:
+            gone["damaged"], gone["files"] = prune(files, found, args.grace, args.verify)
+        if gone:
+            found = survey(files, args.verify)
+    except OSError as error:
+        print(f"error: {error.filename or args.folder}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(json.dumps(_as_json(found) | {"deleted": gone}) if args.json else "\n".join(_lines(found, gone)))
+    return 1 if found.damaged else 0
+
+
+def _drop(files: Files, found: Survey, space: str) -> int:
+    pages = [page for page in found.pages if page.namespace.hex() == space]
+    for page in pages:
+        drop(files, manifest_key(page.id, page.geometry), page)
+    return len(pages)
+
+
+def _kinds(found: Survey) -> Iterator[tuple[tuple[str, str], list[Manifest]]]:
+    """Pages by namespace and geometry."""
+
+    def kind(page: Manifest) -> tuple[str, str]:
+        return page.namespace.hex(), page.geometry.hex()
+
+    for both, pages in groupby(sorted(found.pages, key=kind), kind):
+        yield both, [*pages]
+
+
+def _size(pages: list[Manifest], group: int | None = None) -> int:
+    return sum(c.length for page in pages for c in page.components if group is None or c.group == group)
+
+
+def _groups(pages: list[Manifest]) -> dict[int, tuple[str, int, int]]:
+    """Of each component how it counts, how many pages have it, and its bytes in all."""
+    found: dict[int, tuple[str, int, int]] = {}
+    for page in pages:
+        for c in page.components:
+            reach = "" if c.reach is None else f" of {c.reach} tokens"
+            _, count, size = found.get(c.group, ("", 0, 0))
+            found[c.group] = f"{c.form.name} {c.rule.name}{reach}", count + 1, size + c.length
+    return dict(sorted(found.items()))
+
+
+def _lines(found: Survey, gone: dict[str, int]) -> Iterator[str]:
+    for (space, geometry), pages in _kinds(found):
+        yield f"namespace {space[:16]}, geometry {geometry[:16]}"
+        yield f"  {len(pages):,} pages of {pages[0].page} tokens, {_size(pages):,} bytes"
+        for group, (says, count, size) in _groups(pages).items():
+            yield f"  group {group}: {says}, in {count:,} pages, {size:,} bytes"
+    if not found.pages:
+        yield "no page"
+    for page in found.damaged:
+        yield f"damaged {page.key!r}: {page.why}"
+    for name, files in (("that no page names", found.orphans), ("that were not finished", found.unfinished)):
+        if files:
+            yield f"{len(files):,} files {name}, {sum(files.values()):,} bytes"
+    for what, count in gone.items():
+        yield f"deleted: {count:,} {({'dropped': 'pages', 'damaged': 'damaged pages', 'files': 'files'})[what]}"
+
+
+def _as_json(found: Survey) -> dict[str, Any]:
+    kinds = [
+        {
+            "namespace": space, "geometry": geometry, "page_tokens": pages[0].page, "pages": len(pages),
+            "bytes": _size(pages),
+            "groups": {group: {"counts": says, "pages": count, "bytes": size}
+                       for group, (says, count, size) in _groups(pages).items()},
+        }
+        for (space, geometry), pages in _kinds(found)
+    ]  # fmt: skip
+    damaged = [{"key": page.key, "why": page.why} for page in found.damaged]
+    return {"kinds": kinds, "damaged": damaged, "orphans": found.orphans, "unfinished": found.unfinished}
