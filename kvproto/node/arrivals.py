@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping
 
 from kvproto.errors import KvprotoError
 from kvproto.node.answers import LOOK, Sums
-from kvproto.node.terms import Terms
+from kvproto.node.terms import Terms, begins_of
+from kvproto.node.told import Received, TransferLost
 from kvproto.session.events import Arrived
-from kvproto.wire.enums import Feature
+from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Grants
 
-__all__ = ["Arrivals", "Taken"]
+__all__ = ["Arrivals", "Taken", "received"]
 
 Taken = list[Sums] | KvprotoError
 """The checksums of what each source rank has sent; or why there are none."""
@@ -53,3 +54,25 @@ class Arrivals:
     def reads(self, terms: Terms) -> bool:
         """Whether they are taken in this pool."""
         return any(each is terms for _, each, _ in self._waiting)
+
+
+def received(number: int, event: Arrived, taken: Taken, terms: Terms) -> Received | TransferLost:
+    """What is told of a transfer whose checksums are taken, under the link's number."""
+    handoff: dict[tuple[int, str], bytes] = {}
+    sums: dict[tuple[int, int], int] = {}
+    since: dict[int, int] = {}
+    try:
+        if isinstance(taken, KvprotoError):
+            raise taken.again()
+        for n, done in enumerate(event.done):
+            since |= {group: max(first, since.get(group, 0)) for group, first in begins_of(done).items()}
+            handoff |= terms.expected.handoff(done)
+            if taken:
+                sums |= terms.verify(done, taken[n])
+    except KvprotoError as error:  # every writer is Done: nothing can arrive any more
+        return TransferLost(number, error.kept(), True)
+    finished = all(d.outcome == Outcome.FINISHED for d in event.done)
+    return Received(
+        number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,
+        {d.writer: d.bytes for d in event.done}, event.seconds, since,
+    )  # fmt: skip

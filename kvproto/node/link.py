@@ -11,7 +11,7 @@ import attrs
 
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.arrivals import Arrivals, Taken
+from kvproto.node.arrivals import Arrivals, Taken, received
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
 from kvproto.node.lending import Lending
@@ -25,7 +25,7 @@ from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
 from kvproto.session.timers import Timer
 from kvproto.transport.base import Transport
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
+from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Grants
 
 __all__ = ["Here", "SourceLink"]
@@ -378,24 +378,7 @@ class SourceLink:
         _, _, terms = self._grants.pop(number), self._asked.pop(number), self._under.pop(number)
         self._undo_deadline(number)
         self._claims.pop(number, None)
-        handoff: dict[tuple[int, str], bytes] = {}
-        sums: dict[tuple[int, int], int] = {}
-        since: dict[int, int] = {}
-        try:
-            if isinstance(taken, KvprotoError):
-                raise taken
-            for n, done in enumerate(event.done):
-                since |= {group: max(first, since.get(group, 0)) for group, first in begins_of(done).items()}
-                handoff |= terms.expected.handoff(done)
-                if taken:
-                    sums |= terms.verify(done, taken[n])
-        except KvprotoError as error:  # every writer is Done: nothing can arrive any more
-            return TransferLost(number, error.kept(), True)
-        finished = all(d.outcome == Outcome.FINISHED for d in event.done)
-        return Received(
-            number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,
-            {d.writer: d.bytes for d in event.done}, event.seconds, since,
-        )  # fmt: skip
+        return received(number, event, taken, terms)
 
 
 _UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: see that it runs and is known"
