@@ -53,6 +53,8 @@ class _Job:
 
     chain: Chain
     slots: list[int]
+    groups: list[list[int]]
+    """Components that each page has."""
     hit: Hit | None = None
 
 
@@ -143,7 +145,8 @@ class Cache:
     def _queue(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)
         hit.cut(length)
-        self._jobs.append(_Job(chain, [page.slot for page in hit.pages], hit))
+        slots = [page.slot for page in hit.pages]
+        self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots], hit))
 
     def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
         """Have a thread do this."""
@@ -193,8 +196,9 @@ class Cache:
         for id, _ in pages:
             chain, i = self._of[id]
             if self.keep is Keep.WHEN_GIVEN_UP and self.host.slot(id) is None:
-                path = [self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1]]
-                self._jobs.append(_Job(chain, [slot for slot in path if slot is not None]))
+                path = (self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1])
+                slots = [slot for slot in path if slot is not None]
+                self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots]))
         for id, _ in pages:
             del self._of[id]
 
@@ -223,7 +227,7 @@ class Cache:
         for job, hit, pages, claim in claims:
             with hit, claim:
                 if done:
-                    _seal(claim, [[part.group for part in self.device.layout.parts]] * len(pages))
+                    _seal(claim, job.groups[pages.start : pages.stop])
                     claim.publish()
                     self._store(job.chain, pages)
             self._end(job)
@@ -254,8 +258,11 @@ class Cache:
         hit.cut(pages.stop)
         some = range(pages.start, min(len(hit.pages), pages.start + self._room_for_io()))
         self.counts["not stored"] += len(pages) - len(some)
-        write = self.shelf.write
-        futures = [self.submit(write, chain, i, self.copies.page(hit.pages[i].slot)) for i in some]
+        futures = []
+        for i in some:
+            slot = hit.pages[i].slot
+            data = {group: view for group, view in self.copies.page(slot).items() if group in self.host.groups(slot)}
+            futures.append(self.submit(self.shelf.write, chain, i, data))
         self._stores.append((hit, futures))
 
     def _reap(self) -> None:
@@ -307,7 +314,7 @@ class Lease:
         with self.load as load, self._far:
             if done:
                 load.name(self.chain, first)
-                _seal(load, [self._cache.host.groups(page) for page in self.coming])
+                _seal(load, [self._cache.host.groups(page.slot) for page in self.coming])
                 load.publish()
                 self._cache.published(self.chain, last, copied=True)
         near, self._near = self._near, self._cache.device.find(self.chain)

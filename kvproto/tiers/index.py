@@ -96,10 +96,9 @@ class Index:
         self.evict(count)
         return Claim(self, [self.slots.reserve() for _ in range(count)])
 
-    def groups(self, page: Page) -> list[int]:
-        """Components that a readable page has; raises LocalError for one that is gone."""
-        self.check(page)
-        return [group for group, bit in self._bit.items() if self._held[page.slot] & bit]
+    def groups(self, slot: int) -> list[int]:
+        """Components that the page has which can be found there."""
+        return [group for group, bit in self._bit.items() if self._held[slot] & bit]
 
     def slot(self, id: bytes) -> int | None:
         """Where a page is that can be found."""

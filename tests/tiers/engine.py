@@ -27,8 +27,9 @@ class Engine:
 
     def __init__(
         self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
-        dcp: int = 1, store: object = None, draft: bool = True,
+        dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0,
     ) -> None:  # fmt: skip
+        """`reach`: tokens that the draft attends to; 0: all."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]
         if draft:
@@ -38,7 +39,7 @@ class Engine:
             self.geometry, dcp - 1, {0: 2 * pages, 1: pages} if draft else {0: 2 * pages}, heads_first
         )
         self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), bytearray(length)
-        self.layout = components(self.geometry, dcp - 1, PAGE, ahead=[1] if draft else [])
+        self.layout = components(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
         self.fails = False
         copies = Copies(self.layout, self.side, {0: memoryview(self.memory)}, slots, self._run)
         self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep)  # type: ignore[arg-type]
@@ -106,7 +107,11 @@ class Engine:
     def check(self, chain: Chain, lease: Lease) -> None:
         """All pages that are said to be there are right, target and draft."""
         for i, slot in enumerate(lease.slots[: lease.pages]):
-            assert self.there(slot) == self.right(chain, i)
+            right = self.right(chain, i)
+            held = self.cache.device.groups(slot)
+            assert 0 in held
+            for group in held:
+                assert self.there(slot)[group] == right[group]
 
     def forget(self) -> None:
         """Give up all pages of the device."""

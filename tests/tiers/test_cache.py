@@ -218,6 +218,33 @@ def test_pages_come_from_files_to_another_engine(tmp_path: Path) -> None:
         assert list(engine.free()) == [8, 8]
 
 
+@pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
+def test_a_page_without_its_window_is_not_given_one_on_its_way(keep: Keep) -> None:
+    """KVP-TIER-LENGTH: from storage to the device, to the host again and to another store, it lacks what it lacked."""
+    first = Engine(8, 8, reach=PAGE, store=Memory(), keep=keep)
+    chain = first.chain(*B)
+    for i in range(3):
+        data = first.right(chain, i)
+        assert first.cache.shelf is not None
+        assert first.cache.shelf.write(chain, i, data if i == 2 else {0: data[0]})
+    fetch = first.cache.fetch(chain, float("inf"))
+    while not fetch.over(0.0):
+        continue
+    assert fetch.take() == 3
+    assert first.turn(*B).found == {"device": 0, "host": 3}
+    first.cache.host.evict(8)
+    first.cache.shelf.store.data.clear()  # type: ignore[attr-defined]
+    first.turn(*B)
+    first.cache.drain()
+    first.forget()
+    first.cache.drain()
+    assert [first.cache.host.groups(slot) for id in chain.ahead if (slot := first.cache.host.slot(id)) is not None] == [[0], [0], [0, 1]]  # fmt: skip
+    assert first.cache.shelf.find(chain) == (3, [0b1001])
+    short = first.turn(*B[:9])
+    assert short.found == {"device": 0, "host": 0}, "two pages cannot be used: the second lacks its window"
+    first.cache.close()
+
+
 class Slow(Memory):
     """A back end that answers for some time, then no more until it is let go on."""
 
