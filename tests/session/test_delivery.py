@@ -649,6 +649,20 @@ def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes() -> No
     assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
 
 
+def test_an_unseen_attempt_that_was_aborted_is_stale_once_its_sequence_is_over() -> None:
+    """KVP-END-UNSEEN, KVP-TRN-STALE: nothing keeps a record of sequence 2 alive once sequence 1 is over too."""
+    world = Heard()
+    world.asked()
+    (transfer,) = world.of(Transfer)
+    head = {"session": transfer.session, "sequence": 2, "attempt": 1}
+    (drained,) = world.say(Abort(request=70, reason="", **head))
+    assert drained.proof == Proof.PROVEN
+    world.serve()
+    assert world.sources["s0"].sessions[transfer.session].low_water == 2
+    (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
+    assert (type(failed), failed.code) == (Failed, ErrorCode.STALE_TRANSFER)
+
+
 def test_drained_waits_for_the_copy() -> None:
     """KVP-END-PROVEN, KVP-TRN-ORDER."""
     world = Heard()
