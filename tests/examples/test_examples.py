@@ -99,6 +99,13 @@ def test_an_adapter_for_an_engine_that_steps() -> None:
     assert forked("examples/adapter.py") == "2 arrived, 1 ended: ABORTED (the client is gone)\n"
 
 
+def test_pages_are_found_again_wherever_they_went() -> None:
+    said = forked("examples/tiers.py").splitlines()
+    assert len(said) == 6
+    assert all(line.endswith("True") for line in said)
+    assert [line.startswith("0 device, 16 host") for line in said] == [False] * 3 + [True] * 3
+
+
 def test_asyncio() -> None:
     assert forked("examples/asyncio_engine.py") == "8 requests, all equal\n"
 
