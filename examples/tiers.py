@@ -1,4 +1,4 @@
-"""An engine that finds again what it has computed, on the device, on the host or in a folder: `python examples/tiers.py`.
+"""An engine that finds again what it computed, on the device, on the host or in a folder: `python examples/tiers.py`.
 
 Its pool has 32 pages. Three conversations of 17 pages do not fit; the host holds two of them, and the folder all.
 """
