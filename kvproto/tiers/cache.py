@@ -62,7 +62,7 @@ class Cache:
     """The pages of one rank in its pool, in memory of the host, and on a shelf."""
 
     def __init__(
-        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 4096
+        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024
     ) -> None:
         """`threads` read and write storage, which may have `most` pages under way at once; others are not stored."""
         self.copies, self.shelf, self.keep, self.most = copies, shelf, keep, most
@@ -89,13 +89,10 @@ class Cache:
 
         Pages that lie on the host are in the pool after the next `step`.
         """
-        near, far = self.device.find(chain), self.host.find(chain)
-        near.cut(room)
-        far.cut(room)
+        near, far = self.device.find(chain, room), self.host.find(chain, room)
         first = len(near.pages)
         last = max(first, len(far.pages))
-        rest = self.device.reserve(room - first)
-        self._back_up(written=False)  # what was given up just now, before anybody writes there
+        rest = self.reserve(room - first)
         if rest is None:
             near.close()
             far.close()
@@ -109,6 +106,12 @@ class Cache:
         if not lease.ready:
             self._loads.append(lease)
         return lease
+
+    def reserve(self, count: int) -> Claim | None:
+        """Slots of the pool; what is given up for them goes to the host before anybody writes there."""
+        claim = self.device.reserve(count)
+        self._back_up(written=False)
+        return claim
 
     def step(self) -> None:
         """Run all copies that wait: one program to the host, one from it; then see to storage."""
@@ -317,13 +320,12 @@ class Lease:
                 _seal(load, [self._cache.host.groups(page.slot) for page in self.coming])
                 load.publish()
                 self._cache.published(self.chain, last, copied=True)
-        near, self._near = self._near, self._cache.device.find(self.chain)
+        near, self._near = self._near, self._cache.device.find(self.chain, last)
         near.close()
-        self._near.cut(last)
         self.coming, self.ready = [], True
         self.found["host"] = self.pages - first
-        if missing := last - self.pages:  # the slots of the load are free again
-            more = self._cache.device.reserve(missing)
+        if missing := last - self.pages:  # the slots of the load are free again, or idle
+            more = self._cache.reserve(missing)
             assert more is not None
             self._rest.join(more)
 

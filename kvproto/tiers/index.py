@@ -63,9 +63,9 @@ class Index:
         if now != page.generation or self.slots.state(page.slot) is State.FREE:
             raise LocalError(ErrorCode.STALE_TRANSFER, f"slots[{page.slot}]", f"generation {now}", str(page.generation))
 
-    def find(self, chain: Chain) -> Hit:
-        """The longest prefix that can be used, pinned; it may be of no pages."""
-        ids, get = chain.ids(self.layout.form), self._by_id.get
+    def find(self, chain: Chain, most: int | None = None) -> Hit:
+        """The longest prefix that can be used, of `most` pages at most, pinned; it may be of no pages."""
+        ids, get = chain.ids(self.layout.form)[:most], self._by_id.get
         slots = []
         for id in ids:
             slot = get(id)

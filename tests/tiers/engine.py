@@ -29,7 +29,7 @@ class Engine:
         self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
         dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0,
     ) -> None:  # fmt: skip
-        """`reach`: tokens that the draft attends to; 0: all."""
+        """`reach`: tokens that the draft attends to, PAGE; 0: all."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]
         if draft:
@@ -112,6 +112,9 @@ class Engine:
             assert 0 in held
             for group in held:
                 assert self.there(slot)[group] == right[group]
+        if lease.pages:
+            last = self.cache.device.groups(lease.slots[lease.pages - 1])
+            assert last == [part.group for part in self.layout.parts], "a window ends with the last page"
 
     def forget(self) -> None:
         """Give up all pages of the device."""

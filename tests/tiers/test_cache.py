@@ -165,13 +165,18 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
     """Requests that overlap, go early, find no room; copies and storage that fail; then all is given back."""
     rng = random.Random(seed)
     store = Failing(Memory(), rng, 0.1 if seed % 2 else 0.0)
-    engine = Engine(rng.choice((5, 9)), rng.choice((3, 7, 40)), keep=rng.choice([*Keep]), store=store)
+    reach = rng.choice((0, PAGE))
+    engine = Engine(rng.choice((5, 9)), rng.choice((3, 7, 40)), keep=rng.choice([*Keep]), store=store, reach=reach)
     open_: list[tuple[Any, Any, int]] = []
     for _ in range(60):
         act = rng.random()
         engine.fails = rng.random() < 0.1
         if act < 0.4:
             chain = engine.chain(*(rng.randrange(2) for _ in range(rng.choice((5, 9, 13)))))
+            if reach and rng.random() < 0.3:
+                for i in range(len(chain.ahead)):  # another engine keeps no windows but the last
+                    right = engine.right(chain, i)
+                    engine.cache.shelf.write(chain, i, right if rng.random() < 0.3 else {0: right[0]})  # type: ignore[union-attr]
             if rng.random() < 0.5:
                 fetch = engine.cache.fetch(chain, float("inf"))
                 while rng.random() < 0.9 and not fetch.over(0.0):

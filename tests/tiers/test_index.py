@@ -308,3 +308,19 @@ def test_states_change_by_the_table(before: State, after: State) -> None:
         with pytest.raises(LocalError, match="slots"):
             slots.move(0, after)
         assert slots.state(0) is before
+
+
+def test_a_prefix_that_is_cut_is_one_that_can_be_used() -> None:
+    """KVP-TIER-LENGTH: of four pages the first and the last have the state after them."""
+    index, prompt = Index(LAYOUT, 4), chain(1, 2, 3, 4)
+    claim = index.claim(prompt, 0, 4)
+    assert claim is not None
+    for i in range(4):
+        claim.fill(i)
+        claim.seal(i, ALL if i in (0, 3) else NO_STATE)
+    claim.publish()
+    lengths = []
+    for most in (None, 4, 3, 2, 1, 0):
+        with index.find(prompt, most) as hit:
+            lengths.append(len(hit.pages))
+    assert lengths == [4, 4, 1, 1, 1, 0]
