@@ -153,6 +153,26 @@ def test_whatever_was_left_is_found_where_the_host_has_room(keep: Keep) -> None:
     assert list(engine.free()) == [6, 200]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_used_last_is_found_whole_as_far_as_the_host_has_room(seed: int) -> None:
+    """Of conversations that share nothing: all that went on since, and this one, fit on the host."""
+    rng, engine, room = random.Random(seed), Engine(5, 12), 12
+    sizes = [rng.randrange(1, 5) for _ in range(7)]
+    recent: list[int] = []
+    lost = 0
+    for _ in range(60):
+        who = rng.randrange(len(sizes))
+        since = recent[recent.index(who) :] if who in recent else None
+        found = sum(engine.turn(*[100 + who] * (4 * sizes[who] + 1)).found.values())
+        engine.cache.step()
+        if since is not None and sum(sizes[each] for each in since) <= room:
+            assert found == sizes[who]
+        lost += found < sizes[who]
+        recent = [each for each in recent if each != who] + [who]
+    assert lost > len(sizes), "some had to go"
+    assert list(engine.free()) == [5, 12]
+
+
 class Failing(Faulty):
     """Faults of a back end alone: the process lives."""
 
