@@ -24,8 +24,8 @@ from kvproto_conformance.suites import MADE, text
 FILE = MADE / "lowering.json"
 
 
-def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int) -> list[Columns]:
-    """Items one after the other, [item, row, lane], `gap` bytes after each row; a region a group."""
+def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int, apart: bool = False) -> list[Columns]:
+    """Items one after the other, [item, row, lane], `gap` bytes after each row; a region a group, or a column each."""
     groups, made = {g.id: g for g in geometry.groups}, []
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group, at, found = groups[share.group], 0, []
@@ -36,13 +36,17 @@ def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int) -> l
                 at += row * group.rows * pools[group.id]
         offset, item, step, lane = np.array(found, np.uint64).T.copy()
         region = np.full(len(found), group.id + 1, np.uint32)
+        if apart:
+            region += 2 * np.arange(len(found), dtype=np.uint32)
         made.append(
             Columns(group=group.id, items=pools[group.id], region=region, offset=offset, item_stride=item, row_stride=step, lane_stride=lane)
         )  # fmt: skip
     return made
 
 
-def side(geometry: Geometry, items: list[int], first: int, count: int, rank: int = 0, gap: int = 0) -> dict[str, Any]:
+def side(
+    geometry: Geometry, items: list[int], first: int, count: int, rank: int = 0, gap: int = 0, apart: bool = False
+) -> dict[str, Any]:
     """One rank, all of whose groups have the same window and items."""
     pools = {g.id: 8 for g in geometry.groups}
     grants = [
@@ -50,7 +54,7 @@ def side(geometry: Geometry, items: list[int], first: int, count: int, rank: int
         for g in geometry.groups
     ]
     return {
-        "geometry": to_json(geometry), "rank": str(rank), "columns": [to_json(c) for c in columns(geometry, rank, pools, gap)],
+        "geometry": to_json(geometry), "rank": str(rank), "columns": [to_json(c) for c in columns(geometry, rank, pools, gap, apart)],
         "windows": [to_json(grant) for grant in grants],
     }  # fmt: skip
 
@@ -169,6 +173,49 @@ def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
         "two layers of the target, keys and values of a draft, pages of other sizes",
     )
     yield from by_tables(kv)
+    yield from by_shares()
+
+
+def by_shares() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+    """Between ranks that own other heads and other layers: where a lane and a layer is depends on what its rank owns."""
+    kv = gqa(0, "target", 0, 4, 2, 4, dtype=DType.U8)
+    every = [(range(4), [(0, 4)])]
+    heads = [(range(4), [(0, 2)]), (range(4), [(2, 4)])]
+    outer = [(range(4), [(0, 1), (3, 4)]), (range(4), [(1, 3)])]
+    stages = [(range(2), [(0, 4)]), (range(2, 4), [(0, 4)])]
+    turns = [((0, 2), [(0, 4)]), ((1, 3), [(0, 4)])]
+    window = ([5, 2, 7], 0, 11), ([3, 1], 5, 6)
+    for id_, source, a, sink, b, note in (
+        ("heads-of-the-second-rank", heads, 1, every, 0, "two heads of four to the rank that has all"),
+        ("heads-to-the-second-rank", every, 0, heads, 1, "two of four heads to the rank that has no others"),
+        ("heads-apart", outer, 0, every, 0, "the first head and the last, side by side at the source"),
+        ("heads-to-apart", heads, 1, outer, 0, "the last head to the second place of its rank"),
+        ("layers-of-the-second-stage", stages, 1, every, 0, "layers 2 and 3 are the first two of their rank"),
+        ("layers-to-the-second-stage", every, 0, stages, 1, "the same the other way"),
+        ("layers-of-turns", stages, 1, turns, 1, "layer 3 alone, which is the second of both ranks"),
+    ):
+        here, there = (
+            side(shares(kv, owned), *at, rank=rank)
+            for owned, at, rank in ((source, window[0], a), (sink, window[1], b))
+        )
+        yield id_, "KVP-PLAN-EXACT", here, there, note
+    whole = shares(kv, every)
+    here, there = side(whole, *window[0], apart=True), side(whole, *window[1])
+    yield (
+        "a-region-a-layer",
+        "KVP-PLAN-EXACT",
+        here,
+        there,
+        "allocations of their own at the source, one pool at the sink",
+    )
+    here, there = side(whole, *window[0]), side(whole, *window[1], apart=True)
+    yield "to-a-region-a-layer", "KVP-PLAN-EXACT", here, there, "the same the other way"
+
+
+def shares(group: Group, owned: list[tuple[Any, list[tuple[int, int]]]]) -> Geometry:
+    """Ranks that own these layers, and of each part these lanes."""
+    made = tuple(Rank(rank=r, owns=(owns(group, layers, lanes),)) for r, (layers, lanes) in enumerate(owned))
+    return Geometry(replica=0, facts=(), groups=(group,), ranks=made)
 
 
 def models(page: int) -> Geometry:

@@ -119,6 +119,15 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
         odd = attrs.evolve(odd, partial=True)
         yield f"refused-partial-{name}", "KVP-GEO-PARTIAL", (one(odd), one(odd)), "rows that stand for no tokens"
 
+    state = attrs.evolve(SLOT, live_rows=3)
+    yield (
+        "live-rows-elsewhere",
+        exact,
+        (over(state, 2), over(attrs.evolve(SLOT, rows=3), 1)),
+        "3 of 4 rows are all of 3",
+    )
+    yield "refused-live-rows", rows, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
+
     yield "ring-to-pages", exact, (over(RING, 2), over(HEADS, 1)), "the last rows of a window"
     yield "pages-to-ring", exact, (over(HEADS, 1), over(RING, 2)), "the same back"
     yield "ring-to-dealt-pages", exact, (one_two(RING), dealt(HEADS, 3, 2)), "each token from the one ring to its rank"
