@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # One more than there are cores: tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
-.PHONY: demo demo-gpu test chaos conformance quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix demo-real clean
+.PHONY: demo demo-gpu test chaos conformance prove quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix demo-real clean
 # $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -56,6 +56,10 @@ check: $(VENV)/.check
 # All testees by the conformance suite, as far as they claim; a page of each, and one of all, in build/conformance.
 conformance: $(VENV)/.demo
 	@$(PY) -m tools.conformance $(ARGS)
+
+# Whether the suite notices what is wrong: mutants of the registry and of code, bugs that engines have had.
+prove: $(VENV)/.test
+	@PYTHONDONTWRITEBYTECODE= $(PY) -m tools.prove $(ARGS)
 
 # The models of spec/v1/lifecycle, searched by Debian's spin.
 check-model: $(VENV)/.check

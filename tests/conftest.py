@@ -30,6 +30,7 @@ SLOW = {
     "conformance/test_dcp.py::test_two_deals_agree",
     "conformance/test_live.py",
     "conformance/test_planner.py",
+    "conformance/test_prove.py",
     "conformance/test_testees.py",
     "demo",
     "door/test_faults.py",
