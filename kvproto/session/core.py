@@ -172,7 +172,10 @@ class Session:
     def describe(
         self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
     ) -> None:  # fmt: skip
-        """Have the plan of both Descriptions made; `then` hears where they do not fit, unless the session has ended."""
+        """Have the plan of both Descriptions made; `then` hears where they do not fit, unless the session has ended.
+
+        A plan that is done after that of a later Description of the peer counts no more (KVP-DSC-LAST).
+        """
         own = self.host.stated
 
         def made(found: Planned | KvprotoError) -> None:
@@ -180,6 +183,9 @@ class Session:
                 return
             if own is not self.host.stated:  # it has changed meanwhile
                 self.describe(message, from_source, then)
+                return
+            if self._described is not None and message.version < self.theirs.version:
+                then(None)
                 return
             if isinstance(found, Planned):
                 theirs = attrs.evolve(found.theirs, version=message.version)

@@ -28,13 +28,13 @@ class Describing(Part):
         """Request id of this side's last Describe."""
         self._planning: int | None = None
         """Request id of the peer's Describe whose plan is being made."""
-        self._answered = False
-        """Whether a plan is being made by what the peer has answered."""
+        self._answered = 0
+        """Request id of this side's Describe by whose answer a plan is being made."""
 
     @property
     def pending(self) -> bool:
         """Whether the plan is about to change."""
-        return self._planning is not None or self._answered or self._session.asks(self._asked)
+        return self._planning is not None or self._answered != 0 or self._session.asks(self._asked)
 
     def describe(self, now: float, endpoints: tuple[m.Endpoint, ...] | None = None) -> None:
         """State what this side owns; `endpoints`: where its ranks listen, where that has changed."""
@@ -52,6 +52,8 @@ class Describing(Part):
             return  # it is being planned, and answered once
 
         def made(error: KvprotoError | None) -> None:
+            if self._planning != message.request:  # a later one has taken its place, and is answered in place of it
+                return
             self._planning = None
             if error is None:
                 session.described_by = message.request
@@ -94,11 +96,12 @@ class Describing(Part):
             return
 
         def made(error: KvprotoError | None) -> None:
-            self._answered = False
+            if self._answered == message.request:
+                self._answered = 0
             if error is not None:
                 session.give_up(error)
 
-        self._answered = True
+        self._answered = message.request
         session.describe(message, not self._source, made)
 
     hears = ((m.Describe, _describe), (m.Description, _description))

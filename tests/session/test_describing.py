@@ -175,6 +175,27 @@ def test_plans_that_are_made_later() -> None:
     assert not [m for m in world.said if isinstance(m, Refused) and m.code != ErrorCode.DESCRIPTION_MISMATCH]
 
 
+def test_a_plan_that_is_done_after_that_of_a_later_description_counts_no_more() -> None:
+    """KVP-DSC-LAST: caches change and change back, and the plan of what is again is there at once."""
+    world = Epochs()
+    redescribed(world, without_draft())
+    later: list[Any] = []
+    world.sink_.plans.defer = lambda work, then: later.append(lambda: then(work()))
+    at_first = world.sources["s0"].geometry
+    world.sources["s0"].restate(without_draft(), {0: "s0"}, world.now)
+    world.run()
+    world.sources["s0"].restate(at_first, {0: "s0"}, world.now)
+    world.run()
+    while later:
+        later.pop(0)()
+        world.run()
+    anew(world)
+    assert world.sink_.source == at_first
+    assert world.sink_.ready
+    world.serves()
+    assert not world.of(Error)
+
+
 def test_a_refusal_is_for_those_who_lie() -> None:
     """KVP-DSC-DIGEST, in a session that goes on."""
     world = Epochs()
