@@ -39,6 +39,7 @@ Suite {suite}, vectors {vectors}…, spec {spec}.
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs | a strict reader and writer each, in one file: [where to begin](implement.md) |
+| plan.c | a planner, written from the prose a third time |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
@@ -53,9 +54,10 @@ def runs(live: bool) -> Iterator[Run]:
         yield "kvproto-live", LIVE, KVPROTO
     yield "second-opinion", [], [sys.executable, str(TESTEES / "second_opinion.py")]
     if shutil.which("gcc"):
-        program = PAGES / "codec"
-        subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / "c/codec.c"], check=True)
-        yield "c", [], [str(program)]
+        for name in ("codec", "plan"):
+            program = PAGES / name
+            subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{name}.c"], check=True)
+            yield f"{name}-c", [], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
 

@@ -20,11 +20,11 @@ SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sani
 Said = pytest.CaptureFixture[str]
 
 
-def compiled(flags: list[str], folder: Path) -> list[str]:
+def compiled(flags: list[str], folder: Path, name: str = "codec") -> list[str]:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
-    program = folder / "codec"
-    subprocess.run(["gcc", *flags, "-o", program, TESTEES / "c/codec.c"], check=True, timeout=100)
+    program = folder / name
+    subprocess.run(["gcc", *flags, "-o", program, TESTEES / f"c/{name}.c"], check=True, timeout=100)
     return [str(program)]
 
 
@@ -42,6 +42,16 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 def test_they_are_conformant(command: list[str], capsys: Said) -> None:
     assert main(["run", *command]) == 0
     assert "conformant: kvproto 1.0-draft · codec · L1 · json · streams" in capsys.readouterr().out
+
+
+def test_a_planner_in_c_is_conformant_and_negotiates(tmp_path: Path, capsys: Said) -> None:
+    """Negotiation is asked of engines alone, not of planners."""
+    testee = compiled([*STRICT, *SANITIZED], tmp_path, "plan")
+    assert main(["run", *testee]) == 0
+    assert "conformant: kvproto 1.0-draft · planner · L2 · cold · json · spread" in capsys.readouterr().out
+    claim = ["--role", "both", "--level", "L2", "--suite", "negotiation", "--allow-incomplete"]
+    assert main(["run", *claim, *testee]) == 0
+    assert "26/26" in capsys.readouterr().out
 
 
 def test_c_compiles_without_a_warning(tmp_path: Path) -> None:

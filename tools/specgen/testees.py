@@ -118,4 +118,19 @@ def _c_type(facts: Facts, field: dict[str, Any]) -> str:
     return f"{{{kind.upper()}, {ref}, {least}u, {most}u, {of}}}"
 
 
-_MADE = {TESTEES / "node/codec.mjs": _node, TESTEES / "c/codec.c": _c}
+def _c_parts(facts: Facts) -> str:
+    """Tables in C: limits of plans, and of each name of a part what it is called elsewhere and what it scales."""
+    limits = [f"{name.upper()} = {row['value']}" for name, row in facts["limit"].items() if row["scope"] == "plan"]
+    lines = [
+        f"enum {{ {', '.join(limits)} }};",
+        "typedef struct { const char *name, *scales; const char *const *aliases; } Registered;",
+        "static const Registered PARTS[] = {",
+    ]
+    for name, row in facts["part"].items():
+        aliases = ", ".join([*map(json.dumps, row.get("aliases", ())), "NULL"])
+        scales = json.dumps(row["scales"]) if "scales" in row else "NULL"
+        lines.append(f'    {{"{name}", {scales}, (const char *const[]){{{aliases}}}}},')
+    return "\n".join([*lines, "};"]) + "\n"
+
+
+_MADE = {TESTEES / "node/codec.mjs": _node, TESTEES / "c/codec.c": _c, TESTEES / "c/description.c": _c_parts}
