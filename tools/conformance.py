@@ -39,7 +39,7 @@ Suite {suite}, vectors {vectors}…, spec {spec}.
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs | a strict reader and writer each, in one file: [where to begin](implement.md) |
-| plan.c | a planner, written from the prose a third time |
+| plan.c, lower.c | a planner, and what else engines agree on, in C from the prose alone: a third opinion |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
@@ -54,7 +54,7 @@ def runs(live: bool) -> Iterator[Run]:
         yield "kvproto-live", LIVE, KVPROTO
     yield "second-opinion", [], [sys.executable, str(TESTEES / "second_opinion.py")]
     if shutil.which("gcc"):
-        for name in ("codec", "plan"):
+        for name in ("codec", "plan", "lower"):
             program = PAGES / name
             subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{name}.c"], check=True)
             yield f"{name}-c", [], [str(program)]

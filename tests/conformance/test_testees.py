@@ -44,14 +44,18 @@ def test_they_are_conformant(command: list[str], capsys: Said) -> None:
     assert "conformant: kvproto 1.0-draft · codec · L1 · json · streams" in capsys.readouterr().out
 
 
-def test_a_planner_in_c_is_conformant_and_negotiates(tmp_path: Path, capsys: Said) -> None:
-    """Negotiation is asked of engines alone, not of planners."""
-    testee = compiled([*STRICT, *SANITIZED], tmp_path, "plan")
-    assert main(["run", *testee]) == 0
-    assert "conformant: kvproto 1.0-draft · planner · L2 · cold · json · spread" in capsys.readouterr().out
-    claim = ["--role", "both", "--level", "L2", "--suite", "negotiation", "--allow-incomplete"]
-    assert main(["run", *claim, *testee]) == 0
-    assert "26/26" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [
+        ("plan", "planner · L2 · cold · json · spread"),
+        ("lower", "both · L2 · cold · inline · json · spread · staged · streams · verify"),
+    ],
+)
+def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: Path, capsys: Said) -> None:
+    """lower.c has plan.c in it, so the sanitizers see both."""
+    flags = [*STRICT, *(SANITIZED if name == "lower" else ()), "-O0"]
+    assert main(["run", *compiled(flags, tmp_path, name)]) == 0
+    assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
 
 
 def test_c_compiles_without_a_warning(tmp_path: Path) -> None:
