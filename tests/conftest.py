@@ -28,7 +28,6 @@ SLOW = {
     "conformance/test_conformance.py",
     "conformance/test_dcp.py::test_a_fault_fails_the_cases_that_name_it",
     "conformance/test_dcp.py::test_two_deals_agree",
-    "conformance/test_testees.py::test_what_c_plans_and_lowers_is_conformant",
     "conformance/test_live.py",
     "conformance/test_planner.py",
     "conformance/test_prove.py",
