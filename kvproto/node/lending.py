@@ -36,8 +36,11 @@ class Lending:
 
     def planned(self) -> None:
         """There is another plan: the pool is registered again where it was registered by the one of before."""
-        if self.terms is not None and self.terms.digests not in (None, self._endpoint.digests):
-            self.expose(self.terms.lent)
+        terms = self.terms
+        if terms is None:
+            return
+        if terms.digests not in (None, self._endpoint.digests) or self._endpoint.outdated(terms.exposed):
+            self.expose(terms.lent)
 
     def withdraw(self, at_once: bool) -> None:
         """Ask the pool back from who can give it back; `at_once`: transfers into it end."""

@@ -102,6 +102,16 @@ class Exposing(Endpoint):
         """Whether every source rank that has mapped a pool has unmapped it, and says so."""
         return all(o.memory is not exposed for s in self.sessions.values() for o in s.owner.epochs.values())
 
+    def outdated(self, exposed: Exposed) -> bool:
+        """Whether a source rank has mapped a pool by a Description that it has changed since, be it to the same again:
+        it takes no more transfers of that epoch.
+        """
+        return any(
+            owned.memory is exposed and owned.described.of_source.version != session.described.of_source.version
+            for session in self._routed() if session is not None
+            for owned in session.owner.epochs.values()
+        )  # fmt: skip
+
     def _holds(self, session: SinkSession, exposed: Exposed) -> bool:
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
         if not held or any(isinstance(each, SinkPush) and each.dead for each in session.deliveries):
@@ -135,7 +145,8 @@ class Exposing(Endpoint):
         """Whether every routed rank has mapped what is exposed."""
         current = [each.owner.current if each is not None and each.ready else None for each in self._routed()]
         known = bool(current) and all(owned is not None and owned.memory is self.exposed for owned in current)
-        return known and all(each is not None and self._agrees(each) for each in self._routed())
+        agreed = known and all(each is not None and self._agrees(each) for each in self._routed())
+        return agreed and self.exposed is not None and not self.outdated(self.exposed)
 
     def _due(self, session: SinkSession, exposed: Exposed) -> bool:
         """Whether this is to be registered now."""

@@ -300,7 +300,7 @@ class SinkEndpoint(Reading):
                 RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, "give every rank an address of its own")
             )
             return
-        if described.digests != self.digests:
+        if described.digests != self.digests or (self.exposed is not None and self.outdated(self.exposed)):
             self.plan, self.source, self.digests, self.ready = (
                 described.plan,
                 described.source,

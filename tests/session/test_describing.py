@@ -189,8 +189,9 @@ def test_a_plan_that_is_done_after_that_of_a_later_description_counts_no_more() 
     while later:
         later.pop(0)()
         world.run()
-    anew(world)
     assert world.sink_.source == at_first
+    assert not world.sink_.ready  # the source takes no transfer of what it has mapped by the first of the three
+    anew(world)
     assert world.sink_.ready
     world.serves()
     assert not world.of(Error)
