@@ -47,7 +47,9 @@ class Side:
         group, window = self.groups[id], self.windows[id]
         items = [int(item) for item in window["items"]]
         if group["kind"] == "SLOT":
-            return {row: (items[0], row) for row in range(int(group.get("live_rows", group["rows"])))}
+            whole = any(part.get("encoding") for part in group["parts"])
+            live = group["rows"] if whole else group.get("live_rows", group["rows"])
+            return {row: (items[0], row) for row in range(int(live))}
         step, rows = int(group["tokens_per_row"]), int(group["rows"])
         first, end = int(window["first"]), int(window["first"]) + int(window["count"])
         last = -(-end // step) if group.get("partial") else end // step

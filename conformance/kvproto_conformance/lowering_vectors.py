@@ -147,6 +147,13 @@ def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
         side(one(attrs.evolve(state, rows=3)), [0], 0, 9),
         "scratch is never sent",
     )
+    yield (
+        "opaque-slot-with-scratch",
+        exact,
+        side(one(changed(state, 0, encoding="tiled")), [6], 0, 9),
+        side(one(changed(state, 0, encoding="tiled")), [0], 0, 9),
+        "which rows are scratch cannot be told, so it moves whole",
+    )
     coded = changed(kv, 0, encoding="tiled")
     yield (
         "opaque-in-part",
