@@ -245,11 +245,26 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         [],
         "where a rank stores its heads is not which heads they are",
     )
+    later = attrs.evolve(gqa(0, "target", 0, 2, 128, 16), parts=_parts(dtype=77))
+    note = "bytes of an element type that neither side knows are bytes"
+    yield (
+        "dtype-unknown",
+        "KVP-PLAN-DTYPE",
+        (engine((later, 2, None), ranks=2), engine((later, 2, None), ranks=1)),
+        [],
+        note,
+    )
     for id_, clause, change, note in (
         ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.SLOT}, "pages to a slot"),
         ("axis", "KVP-PLAN-AXIS", {"axis": "image"}, "tokens to positions of images"),
         ("step", "KVP-PLAN-ROWS", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
         ("dtype", "KVP-PLAN-DTYPE", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
+        (
+            "dtype-unknown",
+            "KVP-PLAN-DTYPE",
+            {"parts": _parts(dtype=77)},
+            "an element type of a later version is not ours",
+        ),
         ("lanes", "KVP-PLAN-LANES", {"parts": _parts(lanes=3)}, "another model's number of heads"),
         ("encoding", "KVP-PLAN-OPAQUE", {"parts": _parts(encoding="tiled.16x64")}, "a tiled layout to a plain one"),
         (

@@ -14,7 +14,7 @@ from kvproto.planning.layout import Parallel
 from kvproto.planning.pools import Array, Memory
 from kvproto.planning.vllm import BACKENDS
 from kvproto.wire import to_json
-from kvproto.wire.enums import DType, ItemKind
+from kvproto.wire.enums import DType, ItemKind, word
 
 __all__ = ["add_options", "as_json", "check_without_engine", "described", "lines", "setup_of"]
 
@@ -108,7 +108,7 @@ def lines(geometry: Geometry, rank: int, found: Memory) -> Iterator[str]:
         ["group", "items", "rows", "layers", "parts: lanes x bytes, of all ranks"],
         [
             [g.name, ItemKind(g.kind).name.lower(), str(g.rows), _runs(owned[g.id]),
-             ", ".join(f"{p.name} {p.lanes} x {p.lane_bytes} {p.dtype.name}" for p in g.parts)]
+             ", ".join(f"{p.name} {p.lanes} x {p.lane_bytes} {word(DType, p.dtype)}" for p in g.parts)]
             for g in geometry.groups if g.id in owned
         ],
     )  # fmt: skip

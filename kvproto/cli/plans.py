@@ -262,7 +262,7 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
 def unstated(source: Geometry, sink: Geometry) -> list[str]:
     """Registered facts by which the two should be compared, and that neither states."""
     models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
-    small = {models[g.model] for g in sink.groups for part in g.parts if BITS[part.dtype] < 16}
+    small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
     found = []
     for name in words()["fact"]:
         base, dot, _ = name.partition(".")

@@ -19,7 +19,7 @@ from kvproto.errors import LocalError, RemoteError, listed
 from kvproto.net.keys import check_public, read_guarded
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
-from kvproto.wire.enums import ErrorCode, Role
+from kvproto.wire.enums import ErrorCode, Role, word
 
 __all__ = ["AllowList", "Allowed"]
 
@@ -76,7 +76,7 @@ class AllowList:
         """Raise RemoteError(NOT_ALLOWED) where a client with this key may not say that it is this (KVP-NET-ALLOW)."""
         mine = self._clients.get(key, ())
         if not any(each.covers(party, role) for each in mine):
-            said = f"{party.engine} replica {party.replica} rank {party.rank} as {Role(role).name}"
+            said = f"{party.engine} replica {party.replica} rank {party.rank} as {word(Role, role)}"
             advice = "the operator of the source adds it to the allow-list"
             known = listed(mine, between="; ") or "nothing for this key"
             raise RemoteError(ErrorCode.NOT_ALLOWED, "engine", known, said, advice)

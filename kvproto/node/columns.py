@@ -15,7 +15,7 @@ import attrs
 from kvproto.errors import LocalError
 from kvproto.node.tensors import ELEMENTS, TensorView, view_of
 from kvproto.planning.geometry import Group, Owns, column_names
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import DType, ErrorCode, word
 
 __all__ = ["Column", "columns_of"]
 
@@ -147,9 +147,9 @@ def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) 
     if view.element[0] in _INTEGERS or any(view.element in ELEMENTS[each] for each in types if each in ELEMENTS):
         return
     code, bits = view.element
-    name = next((str(each.name) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
+    name = next((word(DType, each) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
     raise LocalError(
-        ErrorCode.BAD_COLUMNS, path, f"elements of {types[0].name}", f"{name}, {bits} bits",
+        ErrorCode.BAD_COLUMNS, path, f"elements of {word(DType, types[0])}", f"{name}, {bits} bits",
         "state the tensor's type as the Cache's dtype, or pass a view of it as uint8",
     )  # fmt: skip
 
@@ -162,11 +162,11 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
 
 def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:
     """Raise LocalError where pages, tokens or heads of `size` bytes overlap their neighbours, by their strides."""
-    found = sorted((axis[word][1], axis[word][0], word) for word in ("page", "token", "head") if word in axis)
-    for stride, extent, word in found:
+    found = sorted((axis[name][1], axis[name][0], name) for name in ("page", "token", "head") if name in axis)
+    for stride, extent, name in found:
         if extent > 1 and stride < size:
             wanted = f"a stride of at least {size} bytes, or neighbours overlap"
-            raise _bad(f'{path} axis "{word}"', wanted, f"{stride} bytes", "pass a tensor whose elements lie apart")
+            raise _bad(f'{path} axis "{name}"', wanted, f"{stride} bytes", "pass a tensor whose elements lie apart")
         size += stride * (extent - 1) if extent > 1 else 0
 
 

@@ -13,7 +13,7 @@ from kvproto.planning.deals import dealt, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
-from kvproto.wire.enums import ErrorCode, FactRule, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 __all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing", "name_of", "scaled_by", "unscaled"]
 
@@ -52,7 +52,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         raise incompatible(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
     for code, where, mine, yours in (
         (ErrorCode.AXIS_MISMATCH, f"{path}.axis", axis_of(src), axis_of(dst)),
-        (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", a.dtype.name, b.dtype.name),
+        (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", word(DType, a.dtype), word(DType, b.dtype)),
         (ErrorCode.LANE_MISMATCH, f"{at}.lanes", _extent(a), _extent(b)),
         (ErrorCode.ROW_MISMATCH, f"{path}.tokens_per_row", str(src.tokens_per_row), str(dst.tokens_per_row)),
         (ErrorCode.ROW_MISMATCH, f"{path}.live_rows", _live(src), _live(dst)),

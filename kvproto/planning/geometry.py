@@ -18,7 +18,7 @@ from kvproto.planning.deals import deal, local_row, owned_before, owner
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES
 from kvproto.wire import check_fields, decode_struct, encode_struct
-from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
@@ -196,7 +196,7 @@ def _check_sections(group: Group, path: str) -> None:
         at, before = f"{path}.parts[{j}]", group.parts[last[part.name]] if part.name in last else part
         begin = (before.at or 0) + before.lane_bytes if part.name in last else 0
         for name, mine, yours in (
-            ("dtype", before.dtype.name, part.dtype.name),
+            ("dtype", word(DType, before.dtype), word(DType, part.dtype)),
             ("lanes", before.lanes, part.lanes),
             ("whole", lane_bytes(before), lane_bytes(part)),
             ("at", begin, part.at or 0),

@@ -157,7 +157,7 @@ def _with_parts(cache: Cache, parts: Sequence[tuple[str, DType, int]]) -> Cache:
 
 
 def _scaled(cache: Cache) -> Cache:
-    sizes = [(p.name, p.dtype, p.lane_bytes) for p in cache.group.parts]
+    sizes = [(p.name, DType(p.dtype), p.lane_bytes) for p in cache.group.parts]
     return _with_parts(cache, [row for n, d, size in sizes for row in ((n, d, size), (f"{n}_scale", DType.F32, 4))])
 
 
@@ -188,7 +188,7 @@ def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
     rows = [
         row
         for p in cache.group.parts
-        for row in ((p.name, p.dtype, p.lane_bytes), scales[p.name])
+        for row in ((p.name, DType(p.dtype), p.lane_bytes), scales[p.name])
         if row[0] not in kv.apart
     ]
     made = [_with_parts(cache, rows)]

@@ -14,11 +14,11 @@ from kvproto.wire.enums import DType, ErrorCode
 
 __all__ = ["BITS", "Sizes", "bytes_of", "called", "check_parts", "check_size", "ids_of", "parts_of", "scales_of"]
 
-BITS = {
+BITS: dict[int, int] = {
     DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
     DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
 }  # fmt: skip
-"""Bits of an element."""
+"""Bits of an element of each known type."""
 
 Sizes = tuple[DType, int, int | tuple[int, ...]]
 """Element type, lanes, and bytes of a lane or of each of its sections."""

@@ -68,6 +68,8 @@ class Session:
         self.state = self.closed_in = SessionState.IDLE
         """`closed_in`: the state in which the session ended."""
         self.features: tuple[int, ...] = ()
+        self.minor = tables.MINOR
+        """Minor version of the session, once Welcome has said it."""
         self.limits = LIMITS
         """What the peer takes; what this package takes until the peer has said it."""
         self.said_goodbye = False
@@ -210,7 +212,7 @@ class Session:
 
     def notice(self, message: m.Message) -> None:
         """Send a message that nobody answers; a session whose peer does not take one of this length is given up."""
-        frame = encode(message)
+        frame = encode(message, minor=self.minor)
         if len(frame) - tables.HEADER_BYTES > self.limits.max_body:
             self.lose(f"a {type(message).__name__} is longer than the peer takes")
             return
@@ -306,7 +308,7 @@ class Session:
         head, grease = {"session": self.session}, None
         if cls is m.Hello:
             head, grease = {}, ids[self.me.incarnation % len(ids)]
-        frame = encode(cls(**head, request=number, **fields), grease=grease)
+        frame = encode(cls(**head, request=number, **fields), grease=grease, minor=self.minor)
         size, most = len(frame) - tables.HEADER_BYTES, self.limits.max_body
         if size > most:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")

@@ -12,6 +12,7 @@ from kvproto.session.describing import Describing
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SourceInline
 from kvproto.session.intent import SourceIntent
+from kvproto.session.negotiation import Chosen
 from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
@@ -36,13 +37,14 @@ class SourceSession(Session):
     role = "source"
 
     def __init__(
-        self, host: Endpoint, conn: Hashable, number: int, hello: m.Hello, features: tuple[int, ...], now: float,
+        self, host: Endpoint, conn: Hashable, number: int, hello: m.Hello, chosen: Chosen, now: float,
         seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[bytes], bool],
         granted: Callable[[SourceAttempt], None],
     ) -> None:  # fmt: skip
         """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers; `granted`: SourceIntent."""
         super().__init__(host, conn)
-        self.session, self.greeting, self.features, self.limits = number, hello.request, features, hello.limits
+        self.session, self.greeting, self.limits = number, hello.request, hello.limits
+        self.features, self.minor = chosen.features, chosen.minor
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         self.claims = 0
         """Requests that wait for the end of a transfer of this session."""
@@ -51,6 +53,7 @@ class SourceSession(Session):
         transfers = SourceTransfers(self, partial(seek, self), draining)
         self.install(Holder(self, Access.WRITE, transfers.uses, transfers.end_epoch))
         self.install(transfers)
+        features = chosen.features
         if not {Feature.STAGED, Feature.INLINE}.isdisjoint(features):
             self.install(Credits(self))
         self.install(Describing(self, source=True))
@@ -59,9 +62,9 @@ class SourceSession(Session):
         if Feature.INTENT in features and not self.pulls:
             self.install(SourceIntent(self, granted))
 
-    def resumes(self, hello: m.Hello, peer: Party, features: tuple[int, ...]) -> bool:
+    def resumes(self, peer: Party, chosen: Chosen) -> bool:
         """Whether the session goes on by a Hello that names it (KVP-SES-RESUME)."""
-        return self.open and self.peer == peer and self.features == features
+        return self.open and self.peer == peer and (self.features, self.minor) == (chosen.features, chosen.minor)
 
     @property
     def forgettable(self) -> bool:

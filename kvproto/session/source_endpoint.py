@@ -27,7 +27,7 @@ from kvproto.session.table import SessionState, TransferState
 from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role
+from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role, word
 
 __all__ = ["SourceEndpoint"]
 
@@ -63,8 +63,8 @@ class SourceEndpoint(Claims):
         """The greatest of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
         """Connection and incarnations of sessions that a later incarnation has ended."""
-        self._drained: OrderedDict[int, None] = OrderedDict()
-        """Sessions that are over and forgotten, and of which no write can arrive any more."""
+        self._drained: OrderedDict[int, int] = OrderedDict()
+        """Sessions that are over and forgotten, and of which no write can arrive any more, and their minor version."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself, and some that have been over since."""
 
@@ -101,7 +101,7 @@ class SourceEndpoint(Claims):
         if isinstance(message, m.Abort) and number in self._drained:
             ids = {"sequence": message.sequence, "attempt": message.attempt}
             drained = m.Drained(session=number, request=message.request, **ids, proof=Proof.PROVEN)
-            self.send(conn, encode(drained))
+            self.send(conn, encode(drained, minor=self._drained[number]))
             return None
         if known == conn:
             mine = f"a later incarnation took over: {incarnations}"
@@ -115,7 +115,7 @@ class SourceEndpoint(Claims):
             chosen = negotiate(terms, Terms(self._features))
             self._admit(conn, peer, hello.role)
             session = self.sessions.get(hello.resume or 0)
-            if session is None or not session.resumes(hello, peer, chosen.features):
+            if session is None or not session.resumes(peer, chosen):
                 session = None
             self._check(hello, peer, session is None)
         except RemoteError as error:
@@ -134,9 +134,7 @@ class SourceEndpoint(Claims):
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
             number = self._fresh()
-            session = SourceSession(
-                self, conn, number, hello, chosen.features, now, self._seek, self._refuses, self._granted
-            )
+            session = SourceSession(self, conn, number, hello, chosen, now, self._seek, self._refuses, self._granted)
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
             session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
@@ -154,7 +152,7 @@ class SourceEndpoint(Claims):
     def _check(self, hello: m.Hello, peer: Party, new: bool) -> None:
         """Raise what else speaks against a Hello, which opens a `new` session or resumes one."""
         if hello.role != Role.SINK:
-            raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", Role(hello.role).name, "dial a source")
+            raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", word(Role, hello.role), "dial a source")
         if self.draining and new:
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", str(peer), "greet another engine")
         held = self._incarnations.get(peer.place, 0)
@@ -338,7 +336,7 @@ class SourceEndpoint(Claims):
             del self.sessions[number]
             self._bare.pop(number, None)
             if session.part(SourceTransfers).proven and number not in self._superseded:
-                self._drained[number] = None
+                self._drained[number] = session.minor
             self._let_go(session)
 
     def _let_go(self, session: SourceSession) -> None:

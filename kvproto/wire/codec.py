@@ -28,21 +28,36 @@ _HEADS = {
     cls: _ENVELOPE.pack(tables.MAGIC, _MAJORS[n], tables.MINOR if _MAJORS[n] else 0, n, 0, 0, 0)[:12]
     for n, cls in _MESSAGES.items()
 }
-_FAST = {n: (_HEADS[cls], straight.DECODE[cls.__name__]) for n, cls in _MESSAGES.items()}
+_MINOR = 5
+"""Offset of the minor in the envelope."""
+
+
+def _spoken(head: bytes, minor: int) -> bytes:
+    """The head of a frame in a session of an earlier minor; that of a frozen message is the same in all."""
+    return head if head[_MINOR - 1] == tables.FROZEN_MAJOR else head[:_MINOR] + bytes((minor,)) + head[_MINOR + 1 :]
+
+
+_FAST = {
+    n: (tuple({_spoken(_HEADS[cls], minor) for minor in range(tables.MINOR + 1)}), straight.DECODE[cls.__name__])
+    for n, cls in _MESSAGES.items()
+}
 _SMALL = 1 << 16
 """Buffers up to this size are copied into bytes, which are faster to index than a view."""
 
 
-def encode(message: messages.Message, grease: int | None = None) -> bytes:
+def encode(message: messages.Message, grease: int | None = None, minor: int = tables.MINOR) -> bytes:
     """Canonical frame of a message.
 
-    grease: a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. Raises WireError where a field
-    breaks its range or a rule. Clauses KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
+    grease: a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. minor: that of the session,
+    where it is not the latest that this package speaks. Raises WireError where a field breaks its range or a rule. Clauses
+    KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
     """
     cls = type(message)
     head = _HEADS.get(cls)
     if head is None:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message", cls.__name__)
+    if minor != tables.MINOR:
+        head = _spoken(head, minor)
     parts: list[Any] = [head]
     try:
         if grease is not None:
@@ -93,7 +108,7 @@ def decode(frame: Buffer) -> messages.Message:
     fast = _FAST.get(int.from_bytes(buffer[6:8], "little"))
     if (
         fast is not None
-        and buffer[:12] == fast[0]
+        and buffer[:12] in fast[0]
         and len(buffer) - 16 == int.from_bytes(buffer[12:16], "little") <= tables.MAX_BODY
     ):
         try:

@@ -314,6 +314,13 @@ class ErrorCode(IntEnum):
     """The memory of a registered pool is no longer where it was."""
 
 
+def word(enum: type[IntEnum], value: int) -> str:
+    """The name of a value, for people; an unknown one of an open enum has its number."""
+    known = enum._value2member_map_.get(value)
+    return str(int(value)) if known is None else known.name
+
+
+
 ERROR_CLASS: dict[ErrorCode, str] = {
     ErrorCode.BAD_MAGIC: "malformed",
     ErrorCode.BAD_LENGTH: "malformed",

@@ -68,7 +68,7 @@ def _object(cls: type[Any], data: Any, path: str) -> Any:
     found = {}
     rows = {row[1]: row for row in tables.FIELDS[name]}
     for key in data:
-        if key not in rows:
+        if key not in rows and not str(key).startswith("x_"):
             raise refuse(ErrorCode.UNKNOWN_FIELD, _join(path, str(key)), "a known field", key)
     for field, row in rows.items():
         at = _join(path, field)

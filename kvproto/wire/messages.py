@@ -120,7 +120,7 @@ class Part:
 
     name: str
     """Name; pairs the two sides. Since 1.0."""
-    dtype: enums.DType
+    dtype: int
     """Element type. Since 1.0."""
     lanes: int
     """Lanes of the whole model. [lane] Since 1.0."""
@@ -183,7 +183,7 @@ class Region:
     kind: int
     """Where it lives. Since 1.0."""
     device: str | None = attrs.field(default=None)
-    """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory alone. Since 1.0."""
+    """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory, absent for that of the host. Since 1.0."""
     boot: bytes
     """Boot id of the host. [byte] Since 1.0."""
     handles: tuple["Handle", ...]
@@ -396,7 +396,7 @@ class Hello:
     """Rank within the replica. Since 1.0."""
     replica: int
     """Ordinal of the replica within the engine. Since 1.0."""
-    role: enums.Role
+    role: int
     """Role of the writer. Since 1.0."""
     offered: tuple[int, ...]
     """Features that the writer can use. Since 1.0."""

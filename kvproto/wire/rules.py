@@ -124,8 +124,9 @@ def _presence(both_ways: bool) -> Callable[[str, str, str], _Find]:
     def bind(field: str, enum_field: str, member: str) -> _Find:
         def find(value: Any) -> _Break | None:
             present, kind = getattr(value, field) is not None, getattr(value, enum_field)
-            wanted = kind == _member(type(value).__name__, enum_field, member)
-            if present == wanted or (wanted and not both_ways):
+            enum = _enum(type(value).__name__, enum_field)
+            wanted = kind == enum[member]
+            if present == wanted or (wanted and not both_ways) or kind not in set(enum):
                 return None
             return (
                 field,
@@ -138,9 +139,9 @@ def _presence(both_ways: bool) -> Callable[[str, str, str], _Find]:
     return bind
 
 
-def _member(body: str, field: str, name: str) -> int:
+def _enum(body: str, field: str) -> Any:
     type_ = next(row[2] for row in tables.FIELDS[body] if row[1] == field)
-    return int(getattr(enums, type_[5:])[name])
+    return getattr(enums, type_[5:])
 
 
 def _text(key: Any) -> str:

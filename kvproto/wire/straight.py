@@ -579,9 +579,9 @@ def _d_Part(b: Any, p: int) -> tuple[Part, int]:
     p += 2
     if f2 > 127:
         f2, p = read_uint(b, f2, p)
-    f2 = _DType.get(f2)
-    if f2 is None:
+    if f2 > 65535:
         raise Doubt
+    f2 = _DType.get(f2, f2)
     if b[p] != 3:
         raise Doubt
     f3 = b[p + 1]
@@ -647,7 +647,7 @@ def _e_Part(o: Any, out: list[Any]) -> None:
     f6 = o.at
     f7 = o.whole
     out.append(BYTE_OF[135 - (f5 is None) - (f6 is None) - (f7 is None)])
-    if f2.__class__ is not enums.DType and f2.__class__ is not int or f2 not in _DType:
+    if f2.__class__ is not enums.DType and f2.__class__ is not int or not 0 <= f2 <= 65535:
         raise Doubt
     if f3.__class__ is not int or not 1 <= f3 <= 4294967295:
         raise Doubt
@@ -946,7 +946,7 @@ def _d_Region(b: Any, p: int) -> tuple[Region, int]:
         raise Doubt
     if f2 + f3 > 9223372036854775808:
         raise Doubt
-    if (f5 is not None) != (f4 == 2):
+    if f4 in _MemoryKind and (f5 is not None) != (f4 == 2):
         raise Doubt
     o = new(Region)
     _Region_id(o, f1); _Region_base(o, f2); _Region_length(o, f3); _Region_kind(o, f4); _Region_device(o, f5); _Region_boot(o, f6); _Region_handles(o, f7); _Region_namespace(o, f8)
@@ -966,7 +966,7 @@ def _e_Region(o: Any, out: list[Any]) -> None:
     f8 = o.namespace
     if f2 + f3 > 9223372036854775808:
         raise Doubt
-    if (f5 is not None) != (f4 == 2):
+    if f4 in _MemoryKind and (f5 is not None) != (f4 == 2):
         raise Doubt
     out.append(BYTE_OF[136 - (f5 is None) - (f8 is None)])
     if f1.__class__ is not int or not 0 <= f1 <= 4294967295:
@@ -2000,9 +2000,9 @@ def _d_Hello(b: Any, p: int) -> tuple[Hello, int]:
     p += 2
     if f8 > 127:
         f8, p = read_uint(b, f8, p)
-    f8 = _Role.get(f8)
-    if f8 is None:
+    if f8 > 65535:
         raise Doubt
+    f8 = _Role.get(f8, f8)
     if b[p] != 9:
         raise Doubt
     n, p = read_count(b, p + 1, 0, 65536)
@@ -2100,7 +2100,7 @@ def _e_Hello(o: Any, out: list[Any]) -> None:
         raise Doubt
     if f7.__class__ is not int or not 0 <= f7 <= 4294967295:
         raise Doubt
-    if f8.__class__ is not enums.Role and f8.__class__ is not int or f8 not in _Role:
+    if f8.__class__ is not enums.Role and f8.__class__ is not int or not 0 <= f8 <= 65535:
         raise Doubt
     out += (b'\x04', write_text(f4, 1, 128), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', BYTE[f6] if f6 < 256 else write_uint(f6), b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
     if f9.__class__ is not tuple:

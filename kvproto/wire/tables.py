@@ -23,7 +23,7 @@ ARRAY_CODES = {1: 1, 2: 2, 4: 3, 8: 4}
 ARRAY_KINDS = {1: ("u", 1), 2: ("u", 2), 3: ("u", 4), 4: ("u", 8), 5: ("i", 1), 6: ("i", 2), 7: ("i", 4), 8: ("i", 8)}
 """Ext code to kind and width in bytes."""
 
-OPEN_ENUMS = {"ErrorCode", "MemoryKind", "Transport", "Feature"}
+OPEN_ENUMS = {"ErrorCode", "Role", "DType", "MemoryKind", "Transport", "Feature"}
 
 Field = tuple[int, str, str, bool, int | None, int | None, int | None]
 """id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""

@@ -108,6 +108,9 @@ def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[A
     yield case(
         "id-as-key", "KVP-JSON-KEY", {**least, "#0001": "1"}, "ids are no keys", error="UNKNOWN_FIELD", path="#0001"
     )
+    for form, ignored in (("text", "1"), ("null", None), ("map", {"x": [{}, -1.5]})):
+        note = "a later version has a field that may be ignored"
+        yield case(f"ignored-key-{form}", "KVP-JSON-IGNORE", {"x_color": ignored, **least}, note, **whole)
     for form, value in (("list", []), ("null", None)):
         yield case(form, _TYPE, value, "fields are an object", error="BAD_TYPE", path="")
     for field in body["field"]:

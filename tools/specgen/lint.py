@@ -49,6 +49,7 @@ def lint(facts: Facts) -> None:
     _enums(facts)
     _messages(facts)
     _bodies(facts)
+    _frozen(facts)
     _machines(facts)
 
 
@@ -131,7 +132,8 @@ def _messages(facts: Facts) -> None:
                 )
         _need(m["frozen"] == (m["id"] <= 5), f"{name}: frozen are ids 1 to 5")
         _need(
-            not m["frozen"] or max(f["id"] for f in m["field"]) <= 15, f"{name}: fields of frozen messages are 1 to 15"
+            not m["frozen"] or all(f["id"] <= 15 or f["id"] & 0x8000 for f in m["field"]),
+            f"{name}: fields of frozen messages are 1 to 15, or may be ignored",
         )
     replies = {r for m in messages.values() for r in m["reply"]}
     for name, m in messages.items():
@@ -145,7 +147,8 @@ def _bodies(facts: Facts) -> None:
         _need({"since", "doc", "field"} <= body.keys(), f"{name}: a fact is missing")
         _ascend([f["id"] for f in body["field"]], f"{name}: field ids")
         _need(len({f["name"] for f in body["field"]}) == len(body["field"]), f"{name}: field names repeat")
-        _need(len(body["field"]) <= 15, f"{name}: more than 15 fields")
+        required = sum(f["presence"] == "required" for f in body["field"])
+        _need(required <= 15, f"{name}: more than 15 required fields")
         for f in body["field"]:
             _field(name, body, f, facts)
         ids = [r["id"] for r in body.get("rule", ())]
@@ -153,6 +156,21 @@ def _bodies(facts: Facts) -> None:
         for r in body.get("rule", ()):
             _rule(name, body, r, facts)
         _need(_depth(name, facts, ()) <= facts["limit"]["max_depth"]["value"], f"{name}: nested beyond max_depth")
+
+
+def _frozen(facts: Facts) -> None:
+    """What any two versions say to each other: enums that it uses are open, and all later fields may be ignored."""
+    todo, seen = [name for name, m in facts["message"].items() if m["frozen"]], set()
+    while todo:
+        seen.add(name := todo.pop())
+        for f in (facts["struct"] | facts["message"])[name]["field"]:
+            at, first = f"{name}.{f['name']}", _version(f["since"]) <= (1, 0)
+            _need(first or bool(f["id"] & 0x8000), f"{at}: later than 1.0, and must be understood by any version")
+            if inner := re.search(r"(struct|enum):(\w+)", f["type"]):
+                kind, what = inner.groups()
+                todo += [what] if kind == "struct" and what in facts["struct"] and what not in seen else []
+                closed = kind == "enum" and what in facts["enum"] and not facts["enum"][what]["open"]
+                _need(not closed, f"{at}: a closed enum, in what any version reads")
 
 
 def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
@@ -167,6 +185,9 @@ def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
     _need(core[0] <= low <= core[1], f"{at}: id outside the core range")
     _need(not f["id"] & 0x8000 or f["presence"] == "optional", f"{at}: required, but may be ignored")
     _need(f["id"] not in _range(facts["grease"]["field_ids"]), f"{at}: id is grease")
+    _need(
+        bool(f["id"] & 0x8000) == f["name"].startswith("x_"), f"{at}: what may be ignored, and no other, is called x_"
+    )
     _need(not {f["name"], at} & _SECRET or bool(f.get("secret")), f"{at} must be secret")
     _need("length" not in f or f["type"] == "bytes", f"{at}: length is for bytes")
     _clauses(f.get("clauses", ()), at)

@@ -44,6 +44,10 @@ def enums_module(facts: Facts) -> str:
     out += ["", "class ErrorCode(IntEnum):", '    """What a refusal says is wrong."""', ""]
     for name, error in facts["error"].items():
         out += [f"    {name} = 0x{error['code']:04X}", f'    """{error["doc"]}"""']
+    out += [
+        "", "", "def word(enum: type[IntEnum], value: int) -> str:", '    """The name of a value, for people; an unknown one of an open enum has its number."""',
+        "    known = enum._value2member_map_.get(value)", '    return str(int(value)) if known is None else known.name', "",
+    ]  # fmt: skip
     for table, key in (("CLASS", "class"), ("RECOVERY", "recovery"), ("DOC", "doc")):
         out += ["", "" if table == "CLASS" else None, f"ERROR_{table}: dict[ErrorCode, str] = {{"]  # type: ignore[list-item]
         out += [f'    ErrorCode.{name}: "{error[key]}",' for name, error in facts["error"].items()] + ["}"]

@@ -54,6 +54,8 @@ def _limits(f: Facts, facts: Facts, kind: str, floor: int = 0) -> tuple[int, int
     return f.get("min", floor), f.get("max", facts["limit"][kind]["value"])
 
 
+_SHORT = 15
+"""Entries of a map whose header is one byte; longer ones go through the strict tables."""
 _NESTED = 8
 """Elements of a list inside of a list of a message; for more the strict tables count."""
 
@@ -99,7 +101,7 @@ def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield f"def _d_{name}(b: Any, p: int) -> tuple[{name}, int]:"
     if optional:
         yield "    left = b[p]"
-        yield f"    if not {0x80 + required} <= left <= {0x80 + len(fields)}:"
+        yield f"    if not {0x80 + required} <= left <= {0x80 + min(len(fields), _SHORT)}:"
         yield "        raise Doubt"
         yield f"    left -= {0x80 + required}"
     else:
@@ -108,15 +110,15 @@ def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield "    p += 1"
     yield from _counts(name, body, facts)
     for f in fields:
-        var, key = f"f{f['id']}", f["id"]
+        var, (test, size) = f"f{f['id']}", _key(f["id"])
         if f["presence"] == "required":
-            yield f"    if b[p] != {key}:"
+            yield f"    if not ({test}):" if size > 1 else f"    if b[p] != {f['id']}:"
             yield "        raise Doubt"
-            yield from ("    " + line for line in _read(f, facts, var, "p + 1", name))
+            yield from ("    " + line for line in _read(f, facts, var, f"p + {size}", name))
         else:
-            yield f"    if left and b[p] == {key}:"
+            yield f"    if left and {test}:"
             yield "        left -= 1"
-            yield from ("        " + line for line in _read(f, facts, var, "p + 1", name))
+            yield from ("        " + line for line in _read(f, facts, var, f"p + {size}", name))
             yield "    else:"
             yield f"        {var} = None"
     if optional:
@@ -189,9 +191,21 @@ def _read(f: Facts, facts: Facts, var: str, at: str, name: str = "") -> Iterator
         yield f"{var} = tuple({items})"
 
 
+def _id(number: int) -> bytes:
+    """A field id as it is written."""
+    size = next(n for n in (0, 1, 2) if number < (0x80, 1 << 8, 1 << 16)[n])
+    return (b"", b"\xcc", b"\xcd")[size] + number.to_bytes(max(1, size), "big")
+
+
+def _key(number: int) -> tuple[str, int]:
+    """A test whether a field id stands at p, and its bytes."""
+    tests = [f"b[p{f' + {i}' if i else ''}] == {byte}" for i, byte in enumerate(_id(number))]
+    return " and ".join(tests), len(tests)
+
+
 def _read_head(var: str, at: str, long: bool = False) -> Iterator[str]:
     yield f"{var} = b[{at}]"
-    yield f"p = {at} + 1" if at == "p" else "p += 2"
+    yield f"p = {at} + 1" if at == "p" else f"p += {int(at.removeprefix('p + ')) + 1}"
     yield f"if {var} > 127:"
     if long:  # 64 bits are the common case of these
         yield f"    if {var} == 207:"
@@ -217,6 +231,10 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
     yield from _counts(name, body, facts)
     yield from _rules(name, body, facts, {f["name"]: f"f{f['id']}" for f in fields}, writing=True)
     count = 0x80 + len(fields)
+    if len(fields) > _SHORT:
+        absent = ", ".join(f"f{f['id']}" for f in optional)
+        yield f"    if ({absent},).count(None) < {len(fields) - _SHORT}:"
+        yield "        raise Doubt"
     if optional:
         absent = " - ".join(f"(f{f['id']} is None)" for f in optional)
         yield f"    out.append(BYTE_OF[{count} - {absent}])"
@@ -240,13 +258,13 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
             yield f"    if {var} is not None:"
             lines, expression = _write(f, facts, var, name)
             if expression is None:
-                yield f"        out.append({bytes((f['id'],))!r})"
+                yield f"        out.append({_id(f['id'])!r})"
                 yield from ("        " + line for line in lines)
             else:
                 yield from ("        " + line for line in lines)
-                yield f"        out += ({bytes((f['id'],))!r}, {expression})"
+                yield f"        out += ({_id(f['id'])!r}, {expression})"
             continue
-        held += bytes((f["id"],))
+        held += _id(f["id"])
         lines, expression = _write(f, facts, var, name)
         if expression is None:
             parts.append(repr(held))
@@ -344,8 +362,9 @@ def _broken(rule: str, args: list[str | int], values: dict[str, str], types: dic
         return f"{v[0]} + {v[1]} > {v[2]}"
     if rule == "same_length":
         return " or ".join(f"len({v[0]}) != len({other})" for other in v[1:])
-    enum = facts["enum"][types[str(args[1])][5:]]
-    is_member = f"{v[1]} == {enum['values'][args[2]]}"
+    name = types[str(args[1])][5:]
+    is_member = f"{v[1]} == {facts['enum'][name]['values'][args[2]]}"
+    known = f"{v[1]} in _{name} and " if facts["enum"][name]["open"] else ""
     if rule == "present_iff":
-        return f"({v[0]} is not None) != ({is_member})"
-    return f"{v[0]} is not None and not {is_member}"
+        return f"{known}({v[0]} is not None) != ({is_member})"
+    return f"{known}{v[0]} is not None and not {is_member}"

@@ -787,6 +787,14 @@ class Body:
                     "a field that this kind must or must not have",
                 )
 
+        if enum["open"]:
+            node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(_OPEN))
+            shown = _json_replaced(whole.json, f"{path}{enum_field}", {"unknown": str(_OPEN)})
+            note = "what belongs to a later value, only a later version knows"
+            for label, given in (("with", value), ("without", _Value(None, None))):
+                one = _Value(_replaced(node, where, given.node), _json_replaced(shown, f"{path}{field}", given.json))
+                yield self.good(f"{id_}-unknown-{label}", "KVP-BODY-OPEN", one, note)
+
     def _others(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
         """Mend the other rules on presence of the same enum field."""
         body = self._body(owner)

@@ -69,16 +69,21 @@ def _same_length(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) 
     return next((name for name in present if len(values[name]) != len(values[present[0]])), None)
 
 
-def _has(layout: Layout, values: dict[str, Any], field: str, name: str) -> bool:
-    return field in values and bool(values[field] == ENUMS[layout.names[field].type.name].values[name])
+def _has(layout: Layout, values: dict[str, Any], field: str, name: str) -> bool | None:
+    """Whether an enum field has the value of this name; None where its value is unknown, and so says nothing."""
+    enum = ENUMS[layout.names[field].type.name]
+    if field in values and values[field] not in enum.names:
+        return None
+    return field in values and bool(values[field] == enum.values[name])
 
 
 def _present_iff(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
-    return args[0] if (args[0] in values) != _has(layout, values, args[1], args[2]) else None
+    wanted = _has(layout, values, args[1], args[2])
+    return args[0] if wanted is not None and (args[0] in values) != wanted else None
 
 
 def _only_if(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) -> str | None:
-    return args[0] if args[0] in values and not _has(layout, values, args[1], args[2]) else None
+    return args[0] if args[0] in values and _has(layout, values, args[1], args[2]) is False else None
 
 
 PREDICATES = {

@@ -106,7 +106,7 @@ def _take_map(layout: Layout, fields: Any, path: str) -> dict[str, Any]:
     if type(fields) is not dict:
         raise Refusal("BAD_TYPE", path)
     for key in fields:
-        if key not in layout.names:
+        if key not in layout.names and not key.startswith("x_"):
             raise Refusal("UNKNOWN_FIELD", join(path, str(key)))
     values: dict[str, Any] = {}
     for field in layout.fields.values():
