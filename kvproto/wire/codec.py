@@ -49,8 +49,8 @@ def encode(message: messages.Message, grease: int | None = None, minor: int = ta
     """Canonical frame of a message.
 
     grease: a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. minor: that of the session,
-    where it is not the latest that this package speaks. Raises WireError where a field breaks its range or a rule. Clauses
-    KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
+    where it is not the latest that this package speaks. Raises WireError where a field breaks its range or a rule.
+    Clauses KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
     """
     cls = type(message)
     head = _HEADS.get(cls)
