@@ -29,6 +29,7 @@ SLOW = {
     "conformance/test_dcp.py::test_a_fault_fails_the_cases_that_name_it",
     "conformance/test_dcp.py::test_two_deals_agree",
     "conformance/test_live.py",
+    "conformance/test_meeting.py",
     "conformance/test_planner.py",
     "conformance/test_prove.py",
     "conformance/test_testees.py",

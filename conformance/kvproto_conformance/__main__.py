@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _testee(_command(sub, "smoke", commands.smoked), "+")
 
+    _testee(_command(sub, "meet", commands.met), "+")
+
     one = _command(sub, "list", commands.listed)
     commands.options(one)
     one.add_argument("--json", action="store_true")

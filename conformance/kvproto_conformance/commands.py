@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from kvproto_conformance import baseline, engines, html, report, terminal
+from kvproto_conformance import baseline, engines, html, meeting, report, terminal
 from kvproto_conformance.cases import Case, claimed, load
 from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
 from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
@@ -31,6 +31,7 @@ __all__ = [
     "explained",
     "listed",
     "matrixed",
+    "met",
     "ran",
     "replayed",
     "shown",
@@ -47,6 +48,10 @@ _NEXT = {
     "node": "kvproto-conformance smoke -- node {}",
     "c": "gcc -std=c11 -O2 -o testee {} && kvproto-conformance smoke -- ./testee",
 }
+
+
+_SHOWN = 3
+"""Of what went wrong in one respect."""
 
 
 class Wrong(Exception):
@@ -169,6 +174,23 @@ def smoked(args: Namespace) -> int:
     what = "the testee protocol is not kept yet: spec/v1/testee.md" if broken else "the testee protocol works"
     print(f"{what}; {answered} of {len(results)} answers are right. Next: kvproto-conformance run")
     return Verdict.NONCONFORMANT if answered < len(results) else Verdict.CONFORMANT
+
+
+def met(args: Namespace) -> int:
+    """`meet`: does it interoperate with the versions that are kept: vectors, bytes both ways, negotiation."""
+    today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
+    with Testee(args.testee, args.patience) as testee:
+        greeting = _greeted(testee, 0)
+        claim = _claim(Namespace(role="", level="", extension=()), greeting)
+        for kept in meeting.kept():
+            with Testee(kept.command, args.patience) as old:
+                greet(old, VERSION, 0)
+                for what, wrong, asked in meeting.all_of(kept, old, testee, claim, today):
+                    print(f"{kept.name}: {what}: {asked - len(wrong):,} of {asked:,}")
+                    for each in wrong[:_SHOWN]:
+                        print(f"    {each}")
+                    failed += len(wrong)
+    return Verdict.NONCONFORMANT if failed else Verdict.CONFORMANT
 
 
 def listed(args: Namespace) -> int:

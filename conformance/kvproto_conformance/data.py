@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["CLAUSES", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence"]
+__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence"]
 
 VERSION = version("kvproto")
 """Of the suite, which is part of the distribution."""
@@ -26,6 +26,7 @@ def _found(path: str, name: str) -> Path:
 VECTORS = _found("spec/v1/vectors", "vectors")
 REGISTRY = _found("spec/v1/registry.json", "registry.json")
 CLAUSES = _found("spec/v1/clauses.json", "clauses.json")
+KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
 
 

@@ -16,7 +16,7 @@ from tools.specgen.registry import Facts, load
 
 Row = dict[str, Any]
 FIELD: Row = {
-    "id": 0x8001, "name": "x_color", "type": "u32", "unit": "none", "presence": "optional", "since": "1.1", "doc": "A color.",
+    "id": 0x8002, "name": "x_color", "type": "u32", "unit": "none", "presence": "optional", "since": "1.1", "doc": "A color.",
 }  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def test_a_later_version_adds_a_field_that_may_be_ignored(facts: Facts, body: st
         (lambda f: f["message"]["Ping"]["field"].append(FIELD | {"id": 3}), "is called x_"),
         (lambda f: f["message"]["Hello"]["field"].append(FIELD | {"id": 12, "name": "color"}), "understood by any version"),
         (lambda f: f["struct"]["Limits"]["field"].append(FIELD | {"id": 3, "name": "color"}), "understood by any version"),
+        (lambda f: f["message"]["Ping"]["field"].append(FIELD | {"id": 0x8001}), "for what is unknown"),
         (lambda f: f["enum"]["Role"].update(open=False), "a closed enum, in what any version reads"),
     ],
 )  # fmt: skip

@@ -10,20 +10,17 @@ from pathlib import Path
 from tools.files import renew
 from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, straight, testees, vectors
 from tools.specgen.lint import RegistryError, lint
-from tools.specgen.registry import ROOT, SPEC, load
+from tools.specgen.registry import ROOT, SPEC, Facts, load
 
-__all__ = ["main", "outputs"]
+__all__ = ["main", "modules", "outputs"]
 
 
 _SHOWN = 40
 """Lines printed of what differs from the locks."""
 
 
-def outputs() -> dict[Path, str]:
-    """Every generated file and its text."""
-    facts = load()
-    lint(facts)
-    codec = vectors.vectors(facts)
+def modules(facts: Facts) -> dict[Path, str]:
+    """The generated modules of kvproto."""
     return {
         ROOT / "kvproto/wire/enums.py": python.enums_module(facts),
         ROOT / "kvproto/wire/messages.py": python.messages_module(facts),
@@ -35,6 +32,16 @@ def outputs() -> dict[Path, str]:
         ROOT / "kvproto/net/limits.py": python.limits_module(facts, "net"),
         ROOT / "kvproto/seeing/names.py": python.metrics_module(facts),
         ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
+    }
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file and its text."""
+    facts = load()
+    lint(facts)
+    codec = vectors.vectors(facts)
+    return {
+        **modules(facts),
         SPEC / "lifecycle/moves.pml": promela.moves_model(facts),
         SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
         SPEC / "clauses.json": clauses.as_json(facts),

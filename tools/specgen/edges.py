@@ -201,7 +201,7 @@ def _lists(facts: Facts) -> Iterator[Case]:
 def _maps(facts: Facts) -> Iterator[Case]:
     of = _Of.named(facts, "DoneAck")
     for size in (15, 16):
-        more = {0x8000 + i: uint(i) for i in range(size - len(of.body.least.node))}
+        more = {0x801B + 31 * i: uint(i) for i in range(size - len(of.body.least.node))}
         yield of.good(f"map-{size}", "KVP-BODY-FORM", "where the header changes", more, {})
         whole = {**of.body.least.node, **more}
         head = b"\xde\x00\x0f" if size == 15 else b"\xdf\x00\x00\x00\x10"

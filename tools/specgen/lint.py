@@ -19,6 +19,10 @@ _SECRET = {"address", "ticket", "key", "base", "Handle.data"}
 _FACTS = {"id", "name", "type", "unit", "presence", "since", "doc"}
 _MORE = {"min", "max", "length", "secret", "clauses"}
 _CLAUSE = re.compile(r"KVP(-[A-Z0-9]+)+")
+_NEVER = {0x3FFF, 0x4001, 0x7FFF, 0x8000, 0x8001, 0xFFFF}
+"""Field ids that vectors have as unknown ones, beside grease: nobody gets them, or the vectors of a kept version would not hold."""
+_NEVER_VALUE, _NEVER_TYPE = 0xF000, 0x0FFF
+"""Likewise enum values from here on, and this message type."""
 _HEAD = {1: ("session", "u64"), 2: ("request", "u64")}
 
 
@@ -90,7 +94,7 @@ def _enums(facts: Facts) -> None:
     for name, enum in facts["enum"].items():
         values = list(enum["values"].values())
         _need(0 not in values, f"enum {name}: 0 is not a value")
-        _need(len(set(values)) == len(values) and max(values) <= 0xFFFF, f"enum {name}: values")
+        _need(len(set(values)) == len(values) and max(values) < _NEVER_VALUE, f"enum {name}: values")
         _need(enum["docs"].keys() == enum["values"].keys(), f"enum {name}: docs")
         _need(isinstance(enum["open"], bool) and bool(enum["doc"]), f"enum {name}: a fact is missing")
 
@@ -105,7 +109,7 @@ def _messages(facts: Facts) -> None:
             ("feature" in m) == (m["status"] == "draft"), f"{name}: a draft message is behind a feature, others are not"
         )
         _features(m, facts, name)
-        _need(m["status"] in facts["status"], f"{name}: status")
+        _need(m["status"] in facts["status"] and m["id"] != _NEVER_TYPE, f"{name}: status, id")
         _need(m["sender"] in ("source", "sink", "both"), f"{name}: sender")
         _need(m["delivery"] in facts["delivery"], f"{name}: delivery")
         _need(bool(m["reply"]) == (m["delivery"] == "request"), f"{name}: requests have replies, others none")
@@ -164,8 +168,10 @@ def _frozen(facts: Facts) -> None:
     while todo:
         seen.add(name := todo.pop())
         for f in (facts["struct"] | facts["message"])[name]["field"]:
-            at, first = f"{name}.{f['name']}", _version(f["since"]) <= (1, 0)
-            _need(first or bool(f["id"] & 0x8000), f"{at}: later than 1.0, and must be understood by any version")
+            at = f"{name}.{f['name']}"
+            if f["id"] & 0x8000:
+                continue  # older versions skip it whole
+            _need(_version(f["since"]) <= (1, 0), f"{at}: later than 1.0, and must be understood by any version")
             if inner := re.search(r"(struct|enum):(\w+)", f["type"]):
                 kind, what = inner.groups()
                 todo += [what] if kind == "struct" and what in facts["struct"] and what not in seen else []
@@ -185,6 +191,7 @@ def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
     _need(core[0] <= low <= core[1], f"{at}: id outside the core range")
     _need(not f["id"] & 0x8000 or f["presence"] == "optional", f"{at}: required, but may be ignored")
     _need(f["id"] not in _range(facts["grease"]["field_ids"]), f"{at}: id is grease")
+    _need(f["id"] not in _NEVER, f"{at}: id is for what is unknown")
     _need(
         bool(f["id"] & 0x8000) == f["name"].startswith("x_"), f"{at}: what may be ignored, and no other, is called x_"
     )

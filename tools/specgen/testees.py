@@ -46,7 +46,9 @@ def _range(facts: Facts, field: dict[str, Any]) -> tuple[int, int]:
 def _node(facts: Facts) -> str:
     """A table in JavaScript: limits, enums, and of each message and struct its fields and rules."""
     limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "body"}
-    lines = ["const LIMITS = " + json.dumps(limits) + ";", "const ENUMS = {"]
+    protocol = facts["protocol"]
+    lines = [f"const MAJOR = {protocol['major']}, MINOR = {protocol['minor']};"]
+    lines += ["const LIMITS = " + json.dumps(limits) + ";", "const ENUMS = {"]
     lines += [
         f"  {name}: [{json.dumps(open_)}, {json.dumps(values)}]," for name, (open_, values) in _enums(facts).items()
     ]
@@ -69,7 +71,8 @@ def _c(facts: Facts) -> str:
     """Tables in C: limits, enums, and of each message and struct its fields and rules."""
     limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "body"}
     enums, layouts = _enums(facts), facts["struct"] | facts["message"]
-    lines = ["enum { " + ", ".join(f"{name.upper()} = {value}" for name, value in limits.items()) + " };"]
+    lines = [f"enum {{ MAJOR = {facts['protocol']['major']}, MINOR = {facts['protocol']['minor']} }};"]
+    lines += ["enum { " + ", ".join(f"{name.upper()} = {value}" for name, value in limits.items()) + " };"]
     lines += [
         f"enum {{ {', '.join(f'E_{name}' for name in enums)} }};",
         f"enum {{ {', '.join(f'L_{name}' for name in layouts)} }};",

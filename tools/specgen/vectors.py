@@ -287,7 +287,8 @@ class Body:
         if self.bare:
             return body.hex()
         major = (0 if self.body["frozen"] else self.facts["protocol"]["major"]) if major is None else major
-        return (b"KVPW" + struct.pack("<BBHHHI", major, 0, self.body["id"], 0, 0, len(body)) + body).hex()
+        minor = self.facts["protocol"]["minor"] if major else 0
+        return (b"KVPW" + struct.pack("<BBHHHI", major, minor, self.body["id"], 0, 0, len(body)) + body).hex()
 
     def good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
         kind = "struct" if self.bare else "message"

@@ -1,0 +1,250 @@
+"""Versions meet: what an implementation of one version writes, one of another reads, and they agree on what to speak.
+
+What a reader makes of a later writer's message follows from the two registries and conventions.md: it keeps unknown
+values of open enums, skips what may be ignored, and refuses the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto_conformance.cases import WRITES, Case, claimed, load
+from kvproto_conformance.claims import Claim
+from kvproto_conformance.codec import Refusal
+from kvproto_conformance.data import KEPT
+from kvproto_conformance.negotiation import negotiated
+from kvproto_conformance.run import Wrong, run
+from kvproto_conformance.testee import Broken, Testee
+
+__all__ = ["Kept", "Sample", "Version", "all_of", "heard", "kept", "meet", "negotiate", "samples"]
+
+Json = dict[str, Any]
+
+
+@attrs.frozen
+class Version:
+    """What a version says: its registry."""
+
+    facts: Json = attrs.field(repr=False)
+
+    @property
+    def terms(self) -> Json:
+        """What an implementation of all of it says in Hello."""
+        protocol = self.facts["protocol"]
+        features = sorted(row["value"] for row in self.facts["feature"].values())
+        spoken = f"{protocol['major']}.0-{protocol['minor']}"
+        return {"versions": [spoken], "offered": [str(feature) for feature in features], "needed": []}
+
+    def body(self, name: str) -> Json | None:
+        """A message or struct."""
+        found: Json | None = (self.facts["struct"] | self.facts["message"]).get(name)
+        return found
+
+    def enum(self, name: str) -> tuple[bool, dict[str, int]]:
+        """Whether it is open, and its values."""
+        if name == "ErrorCode":
+            return True, {code: row["code"] for code, row in self.facts["error"].items()}
+        row = self.facts["enum"][name]
+        return bool(row["open"]), row["values"]
+
+
+@attrs.frozen
+class Kept:
+    """A version that is kept: `conformance/versions/NAME`."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """As it is called."""
+        return self.folder.name
+
+    @property
+    def command(self) -> list[str]:
+        """Of its testee, which needs nothing but what lies beside it."""
+        return [sys.executable, "-E", "-s", str(self.folder / "testee.py")]
+
+    @property
+    def version(self) -> Version:
+        """Its registry."""
+        return Version(json.loads((self.folder / "registry.json").read_text(encoding="utf-8")))
+
+    @property
+    def changed(self) -> dict[str, str]:
+        """Its cases that hold no more, each with the reason."""
+        found: dict[str, str] = tomllib.loads((self.folder / "changed.toml").read_text(encoding="utf-8"))
+        return found
+
+    def cases(self) -> list[Case]:
+        """Its vectors."""
+        files = json.loads(lzma.decompress((self.folder / "vectors.json.xz").read_bytes()))
+        with tempfile.TemporaryDirectory(prefix="kvproto-kept-") as folder:
+            for name, file in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(file), encoding="utf-8")
+            return load(Path(folder))
+
+
+def kept() -> list[Kept]:
+    """All versions that are kept, the oldest first."""
+    return [Kept(path.parent) for path in sorted(KEPT.glob("*/registry.json"))]
+
+
+@attrs.frozen
+class Sample:
+    """Something to say: the fields of a message or struct, in JSON form."""
+
+    id: str
+    kind: str
+    """message or struct."""
+    name: str
+    fields: Json = attrs.field(repr=False)
+
+    @property
+    def writes(self) -> Json:
+        """What is asked of who writes it."""
+        op = "encode" if self.kind == "message" else "encode_struct"
+        return {"op": op, self.kind: self.name, "fields": self.fields}
+
+    def reads(self, written: str) -> Json:
+        """What is asked of who reads it."""
+        if self.kind == "message":
+            return {"op": "decode", "frame": written}
+        return {"op": "decode_struct", "struct": self.name, "bytes": written}
+
+    @property
+    def answer(self) -> str:
+        """Where the bytes are in the answer of who writes."""
+        return "frame" if self.kind == "message" else "bytes"
+
+
+def samples(cases: Iterable[Case]) -> list[Sample]:
+    """What the vectors of a codec have written, each once."""
+    found: dict[str, Sample] = {}
+    for case in cases:
+        for ask in case.asks:
+            if (
+                case.suite == "codec"
+                and ask.question["op"] in ("encode", "encode_struct")
+                and "error" not in ask.expected
+            ):
+                kind = "message" if ask.question["op"] == "encode" else "struct"
+                sample = Sample(case.id, kind, ask.question[kind], ask.question["fields"])
+                found[json.dumps(sample.writes, sort_keys=True)] = sample
+    return list(found.values())
+
+
+def heard(sample: Sample, writer: Version, reader: Version) -> Json | None:
+    """The answer of a reader to what a writer of another version wrote; None where it has no question for it."""
+    body = writer.body(sample.name)
+    assert body is not None
+    if sample.kind == "message":
+        majors = [version.facts["protocol"]["major"] for version in (writer, reader)]
+        if majors[0] != majors[1] and not body["frozen"]:
+            return {"error": "UNSUPPORTED_VERSION", "path": "@major"}
+        if reader.body(sample.name) is None:
+            return {"error": "UNKNOWN_MESSAGE", "path": "@type"}
+    elif reader.body(sample.name) is None:
+        return None
+    try:
+        fields = _map(sample.name, sample.fields, writer, reader, "")
+    except Refusal as refusal:
+        return {"error": refusal.code, "path": refusal.path}
+    return {"message": sample.name, "fields": fields} if sample.kind == "message" else {"fields": fields}
+
+
+def _map(name: str, fields: Json, writer: Version, reader: Version, path: str) -> Json:
+    written, read = writer.body(name), reader.body(name)
+    assert written is not None
+    known = {field["id"]: field for field in read["field"]} if read else {}
+    found: Json = {}
+    for field in sorted(written["field"], key=lambda field: int(field["id"])):
+        if field["name"] not in fields:
+            continue
+        if field["id"] in known:
+            at = f"{path}.{field['name']}" if path else field["name"]
+            found[field["name"]] = _value(field["type"], fields[field["name"]], writer, reader, at)
+        elif not field["id"] & 0x8000:
+            raise Refusal("UNKNOWN_FIELD", f"{path}.#{field['id']:04x}" if path else f"#{field['id']:04x}")
+    return found
+
+
+def _value(type_: str, value: Any, writer: Version, reader: Version, path: str) -> Any:
+    if type_.startswith("list<"):
+        return [_value(type_[5:-1], each, writer, reader, f"{path}[{i}]") for i, each in enumerate(value)]
+    if type_.startswith("struct:"):
+        return _map(type_[7:], value, writer, reader, path)
+    if not type_.startswith("enum:"):
+        return value
+    number = int(value["unknown"]) if isinstance(value, dict) else writer.enum(type_[5:])[1][value]
+    is_open, values = reader.enum(type_[5:])
+    word = next((word for word, each in values.items() if each == number), None)
+    if word is None and not is_open:
+        raise Refusal("UNKNOWN_ENUM_VALUE", path)
+    return {"unknown": str(number)} if word is None else word
+
+
+def meet(
+    said: Iterable[Sample], writer: Testee, reader: Testee, versions: tuple[Version, Version]
+) -> Iterator[Wrong | None]:
+    """What became of each sample that was written and read; None where all is right."""
+    for sample in said:
+        expected = heard(sample, *versions)
+        if expected is None:
+            continue
+        written = _answer(writer.ask(sample.writes))
+        if not isinstance(data := written.get(sample.answer), str):
+            yield Wrong(sample.writes, {sample.answer: "..."}, written)
+            continue
+        question = sample.reads(data)
+        got = _answer(reader.ask(question))
+        yield None if got == expected else Wrong(question, expected, got)
+
+
+def negotiate(testee: Testee, mine: Json, theirs: Json) -> Iterator[Wrong | None]:
+    """Whether a testee negotiates with a side of another version as the specification says, in both roles."""
+    for sink, source in ((mine, theirs), (theirs, mine)):
+        try:
+            expected = negotiated(sink, source)
+        except Refusal as refusal:
+            expected = {"error": refusal.code, "path": refusal.path}
+        question = {"op": "negotiate", "sink": sink, "source": source}
+        got = _answer(testee.ask(question))
+        yield None if got == expected else Wrong(question, expected, got)
+
+
+def all_of(
+    kept: Kept, old: Testee, testee: Testee, claim: Claim, today: Version
+) -> Iterator[tuple[str, list[Wrong], int]]:
+    """What a claim has in common with a version that is kept: what it is, what went wrong, how much was asked."""
+    cases = claimed(kept.cases(), claim)
+    results = [result for result in run(cases, testee) if result.case.id not in kept.changed]
+    yield "its vectors hold", [wrong for result in results for wrong in result.wrong], len(results)
+    mine = {case.about for case in cases if case.suite == "codec"}
+    said = [sample for sample in samples(kept.cases()) if sample.name in mine]
+    ways = [("it writes, the testee reads", said, old, testee, (kept.version, today))]
+    if any(ask.question["op"] in WRITES for case in cases for ask in case.asks):
+        ours = [sample for sample in samples(load()) if sample.name in mine]
+        ways.append(("the testee writes, it reads", ours, testee, old, (today, kept.version)))
+    for what, some, writer, reader, versions in ways:
+        found = list(meet(some, writer, reader, versions))
+        yield what, [wrong for wrong in found if wrong], len(found)
+    if any(case.suite == "negotiation" for case in cases):
+        found = list(negotiate(testee, today.terms, kept.version.terms))
+        yield "they negotiate alike", [wrong for wrong in found if wrong], len(found)
+
+
+def _answer(found: Json | Broken) -> Json:
+    if isinstance(found, Broken):
+        return {"broken": found.why}
+    return {key: value for key, value in found.items() if key != "text"}

@@ -1,0 +1,66 @@
+"""`python -m tools.freeze NAME`: keep this day's wire as a version that the suite meets from now on.
+
+What is kept stands alone: registry, vectors, and a testee whose codec is the suite's own strict one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import re
+import shutil
+import sys
+
+from kvproto_conformance.data import VECTORS
+from tools.specgen.registry import ROOT, SPEC
+
+__all__ = ["main"]
+
+KEPT = ROOT / "conformance/versions"
+SUITE = ROOT / "conformance/kvproto_conformance"
+_MODULES = (
+    "codec/__init__.py",
+    "codec/facts.py",
+    "codec/reader.py",
+    "codec/rules.py",
+    "codec/writer.py",
+    "negotiation.py",
+)
+_FOLDERS = ("codec", "plan")
+"""Of vectors; those of layouts and tiers are about no bytes between two sides."""
+_FILES = ("json", "streams", "negotiation", "dcp", "lowering", "late", "inline")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the folder of a version; what is kept is never written again."""
+    parser = argparse.ArgumentParser(prog="python -m tools.freeze", description=__doc__)
+    parser.add_argument("name", help="of the version, as 1.0-draft-2")
+    folder = KEPT / parser.parse_args(argv).name
+    if folder.exists():
+        print(f"error: {folder.relative_to(ROOT)} is kept already, and does not change")
+        return 1
+    (folder / "codec").mkdir(parents=True)
+    for module in _MODULES:
+        (folder / module).write_text(_alone((SUITE / module).read_text()))
+    shutil.copy(KEPT / "testee.py", folder)
+    shutil.copy(SPEC / "registry.json", folder)
+    paths = [p for name in _FOLDERS for p in sorted((VECTORS / name).glob("*.json"))]
+    paths += [VECTORS / f"{name}.json" for name in _FILES]
+    held = {path.relative_to(VECTORS).as_posix(): json.loads(path.read_text()) for path in paths}
+    packed = json.dumps(held, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+    (folder / "vectors.json.xz").write_bytes(lzma.compress(packed, preset=9))
+    (folder / "changed.toml").write_text("# Cases of its vectors that hold no more, each with the reason.\n")
+    print(f"kept: {folder.relative_to(ROOT)}")
+    return 0
+
+
+def _alone(text: str) -> str:
+    """A module that finds its neighbours, and the registry, beside itself."""
+    text = re.sub(r"from kvproto_conformance\.data import REGISTRY\n", "from pathlib import Path\n", text)
+    text = text.replace("REGISTRY.read_text", 'Path(__file__).parents[1].joinpath("registry.json").read_text')
+    return text.replace("from kvproto_conformance.codec", "from codec")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Versions that do not exist: registries with additions, and kvproto and its testees generated from them.
+
+Old and new have to meet before there is a new one. A minor adds what conventions.md lets it add, everywhere; a major
+changes what is not frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tools.specgen import forms, testees, vectors
+from tools.specgen.__main__ import modules
+from tools.specgen.lint import lint
+from tools.specgen.registry import ROOT, SPEC, Facts
+
+__all__ = ["build", "major", "minor"]
+
+Row = dict[str, Any]
+IGNORED, NEEDED = 0x8002, 0x0010
+_TYPES = ("u64", "str", "bytes", "bool", "array<u32>", "struct:MadeUpStruct", "list<struct:MadeUpStruct>", "list<str>")
+"""Of the fields that may be ignored, in turn."""
+
+
+def minor(facts: Facts) -> Facts:
+    """The next minor: all that it may add.
+
+    In each message and struct a field that may be ignored, in each open enum a value, a feature and a message behind
+    it, an error; and in Accepted a field that only a session of that minor may have.
+    """
+    made: Facts = copy.deepcopy(facts)
+    made["protocol"]["minor"] += 1
+    since = f"{made['protocol']['major']}.{made['protocol']['minor']}"
+    for body, type_ in zip((made["struct"] | made["message"]).values(), itertools.cycle(_TYPES), strict=False):
+        body["field"].append(_field(IGNORED, "x_made_up", type_, since))
+    made["struct"] = {"MadeUpStruct": _struct(since), **made["struct"]}
+    made["message"]["Accepted"]["field"].insert(-1, _field(NEEDED, "made_up", "u32", since))
+    value = max(row["value"] for row in made["feature"].values()) + 1
+    doc = {"since": since, "doc": "Made up."}
+    made["feature"]["MADE_UP"] = {"value": value, "status": "draft", "clauses": [], **doc}
+    made["error"] = dict(
+        sorted(
+            {**made["error"], "MADE_UP": {"code": 0x04F0, "class": "state", "recovery": "give-up", **doc}}.items(),
+            key=lambda row: int(row[1]["code"]),
+        )
+    )
+    for enum in made["enum"].values():
+        if enum["open"]:
+            enum["values"]["MADE_UP"] = max(enum["values"].values()) + 1
+            enum["docs"]["MADE_UP"] = "Made up."
+    session = _field(1, "session", "u64", since) | {"presence": "required"}
+    made["message"]["MadeUp"] = {
+        "id": max(m["id"] for m in facts["message"].values()) + 0x100, "status": "draft", "feature": ["MADE_UP"],
+        "sender": "both", "delivery": "notice", "reply": [], "frozen": False, **doc,
+        "field": [session, _field(3, "why", "str", since), _field(IGNORED, "x_made_up", "u64", since)],
+    }  # fmt: skip
+    made["machine"]["session"]["move"].append({"from": "ready", "message": "MadeUp", "to": "ready"})
+    lint(made)
+    return made
+
+
+def major(facts: Facts) -> Facts:
+    """The next major: what is frozen has fields more that may be ignored; of all else something is otherwise."""
+    made: Facts = copy.deepcopy(facts)
+    made["protocol"]["major"] += 1
+    for message in made["message"].values():
+        if message["frozen"]:
+            message["field"].append(_field(IGNORED, "x_made_up", "u64", "2.0"))
+        else:
+            message["field"].append(_field(NEEDED, "made_up", "u32", "2.0") | {"presence": "required"})
+    values = made["enum"]["DType"]["values"]
+    made["enum"]["DType"]["values"] = {word: value + 100 for word, value in values.items()}
+    lint(made)
+    return made
+
+
+def _field(number: int, name: str, type_: str, since: str) -> Row:
+    return {
+        "id": number, "name": name, "type": type_, "unit": "none", "presence": "optional", "since": since,
+        "doc": "Made up.",
+    }  # fmt: skip
+
+
+def _struct(since: str) -> Row:
+    return {
+        "since": since,
+        "doc": "Made up.",
+        "field": [_field(1, "number", "u64", since) | {"presence": "required"}, _field(2, "name", "str", since)],
+    }
+
+
+def build(facts: Facts, folder: Path) -> None:
+    """All of a version in a folder: registry, vectors of its codec, kvproto, and the testees."""
+    shutil.copytree(ROOT / "kvproto", folder / "kvproto", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "conformance/testees", folder / "conformance/testees", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    codec = vectors.vectors(facts)
+    made = {**modules(facts), **testees.testees(facts), **codec, **forms.forms(facts, codec)}
+    made[SPEC / "registry.json"] = json.dumps(facts)
+    for path, text in made.items():
+        place = folder / path.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
