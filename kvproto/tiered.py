@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import LocalError
 from kvproto.pool import Pool
-from kvproto.tiers.cache import Cache, Fetch, Keep, Lease, patience
+from kvproto.tiers.cache import Cache, Fetch, Keep, patience
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain, namespace
+from kvproto.tiers.lease import Lease
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files
-from kvproto.wire.enums import ErrorCode
+from kvproto.transport.loading import pager
 
 __all__ = ["Chain", "Fetch", "Keep", "Lease", "Tiers", "patience"]
 
@@ -27,23 +26,20 @@ class Tiers(Cache):
     def __init__(
         self, pool: Pool, names: Mapping[str, str], *, page: int, host: int, folder: Path | None = None, most: int = 0,
         ahead: Collection[str] = (), windows: Mapping[str, int] | None = None, keep: Keep = Keep.AT_ONCE,
+        stream: int = 0,
     ) -> None:  # fmt: skip
         """`names` are what the pages are computed by (KVP-TIER-NAMESPACE), `page` tokens of a page, `host` pages there.
 
         A folder is kept to `most` bytes; 0: to any number. `ahead` are names of groups whose rows depend on the next
         token too, `windows` tokens by group name. Slot s of the pool is items [s * k, (s + 1) * k) of each group, as
-        many as hold a page. Raises LocalError for a pool that is not in memory of the host, PlanError for a page that
-        cuts rows.
+        many as hold a page. Of a pool of a GPU, `stream` is the handle of the stream on which the engine computes.
+        Raises LocalError for memory that cannot be had, PlanError for a page that cuts rows.
         """
-        regions = {}
-        for id, memory in pool.memories.items():
-            if memory.__dlpack_device__()[0] != 1:
-                raise LocalError(ErrorCode.LAYOUT_OPAQUE, "pool", "memory of the host", "memory of a GPU")
-            regions[id] = np.from_dlpack(memory).view(np.uint8).data
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         layout = components(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
         shelf = Shelf(Files(folder), layout, most * 9 // 10, most) if folder else None
-        super().__init__(Copies(layout, pool.layout, regions, host), shelf, keep)
+        copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
+        super().__init__(copies, shelf, keep)
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:

@@ -1,15 +1,15 @@
 """A rank's pages on the device, on the host and in storage, as an engine uses them.
 
 A request opens a `Lease`: the pages of its prompt that are there, and room for the rest. What has to be copied for all
-requests waits for `Cache.step`, which runs one program from the host and one to it, however many pages and components
-there are. Storage is read and written by threads, which touch no slot but those of the host that are pinned for them.
-One thread at a time calls what is here.
+requests waits for `Cache.step`, which starts one program from the host and one to it, however many pages and components
+there are. A copy may take its time: its slots are FILLING, or pinned, until it is over. Storage is read and written by
+threads, which touch no slot but those of the host that are pinned for them. One thread at a time calls what is here.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from enum import Enum
@@ -21,8 +21,10 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
-from kvproto.tiers.index import Claim, Hit, Index
+from kvproto.tiers.index import Claim, Hit, Index, filling, seal
+from kvproto.tiers.lease import Lease
 from kvproto.tiers.shelf import Shelf
+from kvproto.transport.paging import Paging
 
 __all__ = ["Cache", "Fetch", "Keep", "Lease", "patience"]
 
@@ -73,6 +75,8 @@ class Cache:
         storage, and `stored`; that were `not kept` for want of room; and copies that `failed`."""
         self._of: dict[bytes, tuple[Chain, int]] = {}
         """Of which prompt the pages of the device are."""
+        self._moving: list[tuple[Paging, Callable[[bool], None]]] = []
+        """Copies under way, and what is told whether their bytes are there."""
         self._jobs: list[_Job] = []
         self._loads: list[Lease] = []
         self._stores: deque[tuple[Hit, list[Future[bool]]]] = deque()
@@ -81,14 +85,15 @@ class Cache:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for a step, or for storage."""
-        return bool(self._jobs or self._loads or self._stores)
+        """Whether something waits for a step, for a copy, or for storage."""
+        return bool(self._jobs or self._loads or self._moving or self._stores)
 
     def open(self, chain: Chain, room: int) -> Lease | None:
         """What is there of a prompt, and slots for the rest of `room` pages; None while too few can be had.
 
-        Pages that lie on the host are in the pool after the next `step`.
+        Pages that lie on the host are in the pool after the next `step`, and what `Lease.wait` waits for.
         """
+        self.settle()
         near, far = self.device.find(chain, room), self.host.find(chain, room)
         first = len(near.pages)
         last = max(first, len(far.pages))
@@ -114,10 +119,17 @@ class Cache:
         return claim
 
     def step(self) -> None:
-        """Run all copies that wait: one program to the host, one from it; then see to storage."""
+        """Start all copies that wait: one program to the host, one from it; then see to storage."""
+        self.settle()
         self._back_up()
         self._load()
         self._reap()
+
+    def settle(self) -> None:
+        """See which copies are over: what they brought can be found from now on."""
+        moving, self._moving = self._moving, []
+        for copy, over in moving:
+            self._look(copy, over)
 
     def fetch(self, chain: Chain, deadline: float = 0.0) -> Fetch:
         """Begin to read from storage what the host does not have of a prompt.
@@ -133,17 +145,23 @@ class Cache:
         """Step until nothing waits, and storage has all that it is to have."""
         while self.busy:
             self.step()
+            for copy, _ in self._moving:
+                copy.wait()
             wait_for([future for _, some in self._stores for future in some])
             self._reap()
 
     def close(self) -> None:
-        """Let storage end what it is at, and forget what waits."""
+        """Let storage and copies end what they are at, and forget what waits."""
+        for copy, _ in self._moving:
+            copy.wait()
+        self.settle()
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
         for job in self._jobs:
             self._end(job)
         self._jobs = []
         self._reap()
+        self.copies.pager.close()
 
     def _queue(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)
@@ -173,10 +191,10 @@ class Cache:
             if claim is None:
                 return 0
             with claim:
-                for slot, data in zip(_filling([claim]), some, strict=True):
+                for slot, data in zip(filling([claim]), some, strict=True):
                     for group, view in self.copies.page(slot).items():
                         view[:] = data.get(group, bytes(len(view)))
-                _seal(claim, [[*data] for data in some])
+                seal(claim, [[*data] for data in some])
                 done = claim.publish()
         self.counts["fetched"] += done
         return done
@@ -226,32 +244,61 @@ class Cache:
                 flying.update(ids[first : wanted.stop])
                 claims.append((job, hit, wanted, claim))
         ours = [slot for job, _, pages, _ in claims for slot in job.slots[pages.start : pages.stop]]
-        done = self._copied(self.copies.to_host, ours, _filling(claim for *_, claim in claims))
-        for job, hit, pages, claim in claims:
-            with hit, claim:
-                if done:
-                    _seal(claim, job.groups[pages.start : pages.stop])
-                    claim.publish()
-                    self._store(job.chain, pages)
-            self._end(job)
+
+        def saved(done: bool) -> None:
+            for job, hit, pages, claim in claims:
+                with hit, claim:
+                    if done:
+                        seal(claim, job.groups[pages.start : pages.stop])
+                        claim.publish()
+                        self._store(job.chain, pages)
+                self._end(job)
+
+        copy = self._begin(self.copies.to_host, ours, filling(claim for *_, claim in claims), saved)
+        if copy is not None and any(job.hit is None for job, *_ in claims):
+            copy.hold()  # nobody has pinned what it reads
 
     def _load(self) -> None:
         """Copy to the pool what leases wait for, of all of them at once."""
         loads, self._loads = self._loads, []
         theirs = [page.slot for lease in loads for page in lease.coming]
-        done = self._copied(self.copies.to_pool, theirs, _filling(lease.load for lease in loads))
-        for lease in loads:
-            lease.loaded(done)
 
-    def _copied(self, copy: Callable[[Sequence[int], Sequence[int]], int], source: list[int], sink: list[int]) -> bool:
-        """Whether a copy was made; one that fails costs its pages and nothing else."""
+        def loaded(done: bool) -> None:
+            for lease in loads:
+                lease.loaded(done)
+
+        copy = self._begin(self.copies.to_pool, theirs, filling(lease.load for lease in loads), loaded)
+        for lease in loads:
+            lease.started(copy)
+
+    def _begin(
+        self, copy: Callable[[Sequence[int], Sequence[int]], Paging], source: list[int], sink: list[int],
+        over: Callable[[bool], None],
+    ) -> Paging | None:  # fmt: skip
+        """Start a copy, unless it is of nothing or fails; one that fails costs its pages and nothing else."""
+        if not source:
+            over(True)
+            return None
         try:
-            if source:
-                copy(source, sink)
+            made = copy(source, sink)
         except KvprotoError:
             self.counts["failed"] += 1
-            return False
-        return True
+            over(False)
+            return None
+        self._look(made, over)
+        return made
+
+    def _look(self, copy: Paging, over: Callable[[bool], None]) -> None:
+        try:
+            done = copy.done
+        except KvprotoError:
+            self.counts["failed"] += 1
+            over(False)
+            return
+        if done:
+            over(True)
+        else:
+            self._moving.append((copy, over))
 
     def _store(self, chain: Chain, pages: range) -> None:
         """Let threads write pages of the host, which are pinned for them."""
@@ -285,66 +332,6 @@ class Cache:
             job.hit.close()
 
 
-class Lease:
-    """What one request has of the pool, until it leaves it."""
-
-    def __init__(self, cache: Cache, chain: Chain, near: Hit, far: Hit, load: Claim, rest: Claim) -> None:
-        self._cache, self.chain = cache, chain
-        self._near, self._far, self._rest = near, far, rest
-        self.load = load
-        self.coming = far.pages[len(near.pages) :]
-        """Pages of the host that are on their way, into the slots of `load`."""
-        self.found = {"device": len(near.pages), "host": 0}
-        """Pages of the prompt that were there."""
-        self.ready = not self.coming
-        """Whether all that was found is in the pool."""
-        if self.ready:
-            far.close()
-
-    @property
-    def pages(self) -> int:
-        """How many pages of the prompt are in the pool."""
-        return len(self._near.pages)
-
-    @property
-    def slots(self) -> list[int]:
-        """Where the pages lie, in the order of the prompt: those that are there, then room."""
-        return [page.slot for page in (*self._near.pages, *self._rest.pages)]
-
-    def loaded(self, done: bool) -> None:
-        """The copies of what was coming are over, or have failed."""
-        first, last = self.pages, self.pages + len(self.coming)
-        with self.load as load, self._far:
-            if done:
-                load.name(self.chain, first)
-                _seal(load, [self._cache.host.groups(page.slot) for page in self.coming])
-                load.publish()
-                self._cache.published(self.chain, last, copied=True)
-        near, self._near = self._near, self._cache.device.find(self.chain, last)
-        near.close()
-        self.coming, self.ready = [], True
-        self.found["host"] = self.pages - first
-        if missing := last - self.pages:  # the slots of the load are free again, or idle
-            more = self._cache.reserve(missing)
-            assert more is not None
-            self._rest.join(more)
-
-    def leave(self, rows: int = 0) -> None:
-        """Give all back; whole pages of the first `rows` tokens of `chain`, which has grown by then, are kept."""
-        ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)
-        whole = min(rows // self.chain.page, len(ids), slots) if self.ready else 0
-        self._cache.left(self)
-        with self._near, self._far, self.load, self._rest as rest:
-            if whole > self.pages:
-                rest.name(self.chain, self.pages)
-                for i in range(whole - self.pages):
-                    rest.fill(i)
-                    rest.seal(i, [part.group for part in self._cache.device.layout.parts])
-                rest.publish()
-            if whole:
-                self._cache.published(self.chain, whole)
-
-
 class Fetch:
     """Pages of a prompt that come from storage to the host."""
 
@@ -376,19 +363,3 @@ class Fetch:
         if data is None:
             self._stop = min(self._stop, i)
         return data
-
-
-def _filling(claims: Iterable[Claim]) -> list[int]:
-    """The slots of claims, which are FILLING from now on."""
-    slots = []
-    for claim in claims:
-        for i, page in enumerate(claim.pages):
-            claim.fill(i)
-            slots.append(page.slot)
-    return slots
-
-
-def _seal(claim: Claim, groups: Sequence[Sequence[int]]) -> None:
-    """The copies into all pages of a claim are over, of these groups of each."""
-    for i, some in enumerate(groups):
-        claim.seal(i, some)

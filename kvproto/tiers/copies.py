@@ -6,45 +6,43 @@ host it is one run of bytes, in the order in which it is stored too (tiers.md, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
 
-from kvproto.copying.execute import execute
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, RankLayout, Window
+from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
 from kvproto.tiers.components import Layout
+from kvproto.transport.base import Regions
+from kvproto.transport.paging import Pager, Paging
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Owns
 
-__all__ = ["Copies", "Regions", "Run"]
-
-Regions = Mapping[int, memoryview]
-Run = Callable[[CopyProgram, Regions, Regions], int]
-"""Runs a program from regions to others, and is back when its bytes are there; raises LocalError."""
+__all__ = ["Copies"]
 
 
 class Copies:
     """The pool of one rank, memory of the host for `slots` pages, and what copies between them."""
 
-    def __init__(self, layout: Layout, pool: RankLayout, regions: Regions, slots: int, run: Run = execute) -> None:
+    def __init__(self, layout: Layout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
         """`regions` are the pool's memory, by region id; raises LocalError for components that are not rows."""
-        self.layout, self.run, self._regions = layout, run, regions
+        self.layout, self.pager, self._regions = layout, pager, regions
         self.programs = self.bytes = 0
-        """How many were run, and what they moved."""
+        """How many were started, and what they move."""
         rows = {part.group: _rows(pool.group(part.group), pool.owns(part.group), part.length) for part in layout.parts}
         self._items = {group: count // pool.group(group).rows for group, count in rows.items()}
         """Items of the pool that hold a page."""
         self.slots = slots
         self.pages = min(pool.columns[group].items // count for group, count in self._items.items())
         """How many the pool holds."""
-        self.memory = {part.group: memoryview(bytearray(part.length * slots)) for part in layout.parts}
+        self.memory = {part.group: pager.allocate(max(part.length * slots, 1)) for part in layout.parts}
         """Of the host, by group: a page after the other."""
+        self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
         host = _host(pool, rows, slots, layout)
         routes = tuple(_route(pool.group(group), pool.owns(group)) for group in rows)
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
@@ -52,25 +50,24 @@ class Copies:
     def page(self, slot: int) -> dict[int, memoryview]:
         """The bytes of a slot of the host, by group."""
         return {
-            part.group: self.memory[part.group][slot * part.length : (slot + 1) * part.length]
+            part.group: self._bytes[part.group][slot * part.length : (slot + 1) * part.length]
             for part in self.layout.parts
         }
 
-    def to_host(self, pool: Sequence[int], host: Sequence[int]) -> int:
-        """Copy slots of the pool into slots of the host; how many bytes."""
-        return self._copy(self._out, self._in_pool(pool), self._on_host(host), self._regions, self.memory)
+    def to_host(self, pool: Sequence[int], host: Sequence[int]) -> Paging:
+        """Start to copy slots of the pool into slots of the host."""
+        program = self._out.lower(self._in_pool(pool), self._on_host(host))
+        return self._started(self.pager.save(program, self._regions, self.memory))
 
-    def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> int:
-        """Copy slots of the host into slots of the pool; how many bytes."""
-        return self._copy(self._in, self._on_host(host), self._in_pool(pool), self.memory, self._regions)
+    def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> Paging:
+        """Start to copy slots of the host into slots of the pool."""
+        program = self._in.lower(self._on_host(host), self._in_pool(pool))
+        return self._started(self.pager.load(program, self.memory, self._regions))
 
-    def _copy(
-        self, pair: Pair, source: dict[int, Window], sink: dict[int, Window], sources: Regions, sinks: Regions
-    ) -> int:
-        moved = self.run(pair.lower(source, sink), sources, sinks)
+    def _started(self, copy: Paging) -> Paging:
         self.programs += 1
-        self.bytes += moved
-        return moved
+        self.bytes += copy.bytes
+        return copy
 
     def _in_pool(self, slots: Sequence[int]) -> dict[int, Window]:
         """The pages as if they were those of one prompt: each is whole turns, so none is dealt otherwise for that."""

@@ -7,7 +7,7 @@ gives back what it has exactly once, when it is closed. One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -18,7 +18,7 @@ from kvproto.tiers.lengths import Found, found, usable
 from kvproto.tiers.slots import Slots, State
 from kvproto.wire.enums import ErrorCode, LengthRule
 
-__all__ = ["Claim", "Hit", "Index", "Page"]
+__all__ = ["Claim", "Hit", "Index", "Page", "filling", "seal"]
 
 _NONE = -1
 
@@ -273,3 +273,19 @@ class Claim(_Owner):
         for slot in slots:
             if self._index.slots.state(slot) in (State.RESERVED, State.FILLING, State.SEALED):
                 self._index.slots.move(slot, State.FREE)
+
+
+def filling(claims: Iterable[Claim]) -> list[int]:
+    """The slots of claims, which are FILLING from now on."""
+    slots = []
+    for claim in claims:
+        for i, page in enumerate(claim.pages):
+            claim.fill(i)
+            slots.append(page.slot)
+    return slots
+
+
+def seal(claim: Claim, groups: Sequence[Sequence[int]]) -> None:
+    """The copies into all pages of a claim are over, of these groups of each."""
+    for i, some in enumerate(groups):
+        claim.seal(i, some)

@@ -10,7 +10,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
@@ -21,6 +21,9 @@ from kvproto.transport.staging.packed import Layer, Packer
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
+
+if TYPE_CHECKING:
+    from kvproto.transport.paging import Pager
 
 __all__ = [
     "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
@@ -355,6 +358,13 @@ class Provider(ABC):
 
         `measured`: what `kvproto probe` found on this machine, for choices that depend on it.
         """
+
+    def pager(self, memory: Regions, stream: int) -> Pager | None:
+        """What copies between a pool of these regions and memory of the host, where this transport has that.
+
+        `stream`: handle of the stream on which the engine computes, 0 for the default one.
+        """
+        return None
 
     # measuring
 

@@ -8,9 +8,10 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvproto.errors import LocalError
 from kvproto.transport.base import Provider, Regions, Transport
+from kvproto.transport.paging import Pager
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["GROUP", "default", "find", "load", "names", "usable"]
+__all__ = ["GROUP", "default", "find", "load", "names", "pager", "usable"]
 
 GROUP = "kvproto.transports"
 
@@ -65,10 +66,34 @@ def default(memory: Regions) -> Transport:
 
     Raises LocalError(NO_TRANSPORT) where none suits all regions.
     """
-    ranked = [(min((p.preference(m) for m in memory.values()), default=0), p) for p in usable()]
-    rank, best = max(ranked, key=lambda each: each[0], default=(0, None))
-    if best is None or not rank:
-        kinds = ", ".join(sorted({f"{type(m).__name__} on {m.kind.name}" for m in memory.values()})) or "no memory"
+    best = next(_suited(memory), None)
+    if best is None:
         advice = "allocate it with kvproto.transport.memory, or install a transport for it"
-        raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory for one of {', '.join(names())}", kinds, advice)
+        raise LocalError(
+            ErrorCode.NO_TRANSPORT, "pool", f"memory for one of {', '.join(names())}", _kinds(memory), advice
+        )
     return best.open(memory)
+
+
+def pager(memory: Regions, stream: int = 0) -> Pager:
+    """What copies between a pool and memory of the host, of the transport that suits the pool best.
+
+    `stream`: handle of the stream on which the engine computes. Raises LocalError(NO_TRANSPORT) where there is none.
+    """
+    device = {each.device for each in memory.values()}
+    for provider in _suited(memory) if len(device) == 1 else ():
+        made = provider.pager(memory, stream)
+        if made is not None:
+            return made
+    advice = "allocate it with kvproto.transport.memory, one GPU's or the host's"
+    raise LocalError(ErrorCode.NO_TRANSPORT, "pool", "memory of one GPU, or of the host", _kinds(memory), advice)
+
+
+def _suited(memory: Regions) -> Iterator[Provider]:
+    """The transports that suit all regions, the best first."""
+    ranked = [(min((p.preference(m) for m in memory.values()), default=0), p) for p in usable()]
+    return (p for rank, p in sorted(ranked, key=lambda each: -each[0]) if rank)
+
+
+def _kinds(memory: Regions) -> str:
+    return ", ".join(sorted({f"{type(m).__name__} on {m.kind.name}" for m in memory.values()})) or "no memory"

@@ -6,9 +6,10 @@ import attrs
 import pytest
 import torch
 
-from kvproto.copying.execute import execute
 from kvproto.copying.program import CopyProgram
-from kvproto.tiers.copies import Regions
+from kvproto.transport.base import Regions
+from kvproto.transport.paging import Paging
+from kvproto.transport.shm.pager import HostPager
 from kvproto_reference.demo import tiers
 from kvproto_reference.demo.options import checkpoint_folder
 from kvproto_reference.engine.kept import KeptEngine
@@ -38,11 +39,13 @@ def test_turns_find_their_pages_wherever_they_went(capsys: pytest.CaptureFixture
 def test_a_draft_that_is_not_loaded_back_costs_acceptance_and_no_token() -> None:
     """The fault of the field: nothing crashes, and every token is right."""
 
-    def without_draft(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
-        return execute(attrs.evolve(program, ops=program.ops[program.ops["model"] == 0]), sources, sinks)
+    class WithoutDraft(HostPager):
+        def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
+            target = attrs.evolve(program, ops=program.ops[program.ops["model"] == 0])
+            return super().copy(target, sources, sinks)
 
     def use(engine: KeptEngine) -> None:
-        engine.tiers.copies.run = without_draft
+        engine.tiers.copies.pager = WithoutDraft()
 
     turns, _ = tiers.play(FOLDERS, **SMALL, use=use)
     assert tiers.verdict(turns) == {"tokens": True, "acceptance": False, "tiers": True}

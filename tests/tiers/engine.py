@@ -1,25 +1,41 @@
 """An engine that writes what it should have computed: bytes that depend on all tokens so far, by group."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
-from kvproto.copying.execute import execute
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
 from kvproto.node.pool import pack
-from kvproto.tiers.cache import Cache, Keep, Lease
+from kvproto.tiers.cache import Cache, Keep
 from kvproto.tiers.components import components
-from kvproto.tiers.copies import Copies, Regions
+from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
+from kvproto.tiers.lease import Lease
 from kvproto.tiers.shelf import Shelf
+from kvproto.transport.base import Regions
+from kvproto.transport.memory import allocate
+from kvproto.transport.paging import Paging
+from kvproto.transport.shm.pager import HostPager
 from kvproto.wire.enums import ErrorCode
 
 PAGE = 4
 """Tokens; two items of the target's pool, one of the draft's."""
+
+
+class Failing(HostPager):
+    """Copies that fail while `fails`, and have written something then."""
+
+    fails = False
+
+    def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
+        if not self.fails:
+            return super().copy(program, sources, sinks)
+        super().copy(program.select(layers=[0]), sources, sinks)
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "copy", "all layers", "one")
 
 
 class Engine:
@@ -27,7 +43,7 @@ class Engine:
 
     def __init__(
         self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
-        dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0,
+        dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0, pager: Callable[[], Failing] = Failing,
     ) -> None:  # fmt: skip
         """`reach`: tokens that the draft attends to, PAGE; 0: all."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
@@ -38,17 +54,11 @@ class Engine:
         columns, length = pack(
             self.geometry, dcp - 1, {0: 2 * pages, 1: pages} if draft else {0: 2 * pages}, heads_first
         )
-        self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), bytearray(length)
+        self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), allocate(length)
         self.layout = components(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
-        self.fails = False
-        copies = Copies(self.layout, self.side, {0: memoryview(self.memory)}, slots, self._run)
+        self.pager = pager()
+        copies = Copies(self.layout, self.side, {0: self.memory}, slots, self.pager)
         self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep)  # type: ignore[arg-type]
-
-    def _run(self, program: CopyProgram, sources: Regions, sinks: Regions) -> int:
-        if not self.fails:
-            return execute(program, sources, sinks)
-        execute(program.select(layers=[0]), sources, sinks)
-        raise LocalError(ErrorCode.TRANSPORT_FAILED, "copy", "all layers", "one")
 
     def chain(self, *tokens: int) -> Chain:
         made = Chain(bytes(32), PAGE)
@@ -80,7 +90,7 @@ class Engine:
             for item in range(slot * count, (slot + 1) * count):
                 start = int(columns.offset[k]) + item * int(columns.item_stride[k])
                 strides = int(columns.row_stride[k]), int(columns.lane_stride[k]), 1
-                view = np.ndarray((spec.rows, lanes, size), np.uint8, self.memory, start, strides)
+                view = np.ndarray((spec.rows, lanes, size), np.uint8, np.from_dlpack(self.memory), start, strides)
                 if data is not None:
                     view[:] = np.frombuffer(data, np.uint8, view.size, at).reshape(view.shape)
                     at += view.size
@@ -115,6 +125,11 @@ class Engine:
         if lease.pages:
             last = self.cache.device.groups(lease.slots[lease.pages - 1])
             assert last == [part.group for part in self.layout.parts], "a window ends with the last page"
+
+    def check_bytes(self, chain: Chain, lease: Lease) -> None:
+        """All pages that are said to be there are right, be their copies over or not."""
+        for i, slot in enumerate(lease.slots[: lease.pages]):
+            assert self.there(slot) == self.right(chain, i)
 
     def forget(self) -> None:
         """Give up all pages of the device."""

@@ -16,6 +16,8 @@ from kvproto.tiers.cache import Keep, patience
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.store import Files
+from kvproto.transport.memory import allocate
+from kvproto.transport.shm.pager import HostPager
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Faulty, Memory
 
@@ -119,18 +121,18 @@ def test_a_request_that_goes_before_its_pages_came_gives_all_back() -> None:
 def test_a_copy_that_fails_shortens_a_hit() -> None:
     engine = Engine(8, 8)
     engine.turn(*A)
-    engine.fails = True
+    engine.pager.fails = True
     engine.cache.step()
     assert len(engine.cache.host) == 0
-    engine.fails = False
+    engine.pager.fails = False
     engine.turn(*A)
     engine.cache.step()
     engine.forget()
-    engine.fails = True
+    engine.pager.fails = True
     lease = engine.turn(*A)
     assert lease.found == {"device": 0, "host": 0}
     assert engine.cache.counts["failed"] == 2
-    engine.fails = False
+    engine.pager.fails = False
     engine.cache.step()
     assert engine.turn(*A).found == {"device": 2, "host": 0}
     engine.cache.step()
@@ -190,7 +192,7 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
     open_: list[tuple[Any, Any, int]] = []
     for _ in range(60):
         act = rng.random()
-        engine.fails = rng.random() < 0.1
+        engine.pager.fails = rng.random() < 0.1
         if act < 0.4:
             chain = engine.chain(*(rng.randrange(2) for _ in range(rng.choice((5, 9, 13)))))
             if reach and rng.random() < 0.3:
@@ -217,7 +219,7 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
     for _, lease, _ in open_:
         lease.leave()
         lease.leave()
-    engine.fails = False
+    engine.pager.fails = False
     engine.cache.drain()
     for index in (engine.cache.device, engine.cache.host):
         assert not any(index.slots.pins(slot) for slot in range(index.slots.count))
@@ -340,7 +342,7 @@ def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) 
     geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
     columns, length = pack(geometry, 0, {0: 2, 1: 2})
     with pytest.raises(LocalError, match=says):
-        Copies(components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: memoryview(bytearray(length))}, 2)
+        Copies(components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager())
 
 
 def test_patience_grows_with_the_prompt() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvproto.transport.cuda
@@ -67,21 +67,30 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return made
 
 
-def run(kernels: Kernels, works: Sequence[Work], blocks: int, long: int = tables.LONG) -> Launch:
-    """As the executor does it: an image, the rows expanded, a copy for each width of word."""
+def run(
+    kernels: Kernels,
+    works: Sequence[Work],
+    blocks: int,
+    long: int = tables.LONG,
+    after: Callable[[int], None] | None = None,
+) -> Launch:
+    """As the executor does it: an image, the rows expanded, a copy for each width of word; `after` each work."""
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at, long)
+    made = launch(works, memory[start : start + most], image_at, rows_at, long, each=after is not None)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:
         kernels[16].run_expand(ctypes.c_void_p(image_at), made.n_maps, 2)
-    for source, sink, length in made.long:
-        ctypes.memmove(sink, source, length)
-    for word, offset, n, chunks in made.classes:
-        kernels[word].run_copy(ctypes.c_void_p(image_at + offset), n, chunks, blocks)
+    for k, group in enumerate(made.groups):
+        for source, sink, length in (run for long in group.long for run in long.runs().T.tolist()):
+            ctypes.memmove(sink, source, length)
+        for word, offset, n, chunks in group.classes:
+            kernels[word].run_copy(ctypes.c_void_p(image_at + offset), n, chunks, blocks)
+        if after:
+            after(k)
     assert (expanded[rows_at - expanded.ctypes.data + rows :] == 0xEE).all()
     return made
 
@@ -133,6 +142,34 @@ def test_random_programs(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 9), long=st.sampled_from([24, 1 << 30]))
+def test_layers_of_one_upload_are_there_one_after_the_other(
+    kernels: Kernels, seed: int, blocks: int, long: int
+) -> None:
+    rng, dice = random.Random(seed), np.random.default_rng(seed)
+    pairs = random_pairs(rng)
+    assume(pairs)
+    program, from_lengths, to_lengths = pairs[0]
+    here = {r: dice.integers(0, 256, n, np.uint8) for r, n in from_lengths.items()}
+    there = {r: dice.integers(0, 256, n, np.uint8) for r, n in to_lengths.items()}
+    wanted = {r: a.copy() for r, a in there.items()}
+    ends = sorted({rng.randrange(1, 7), 7})
+    cuts = list(zip([0, *ends], ends, strict=False))
+    made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
+    works = [Work(made, made.ops.ctypes.data, program.maps, cut) for cut in cuts]
+    assert sizes(works)[1] == sizes(works[:1])[1], "rows are expanded once"
+
+    def after(k: int) -> None:
+        part = program.select(layers=range(*cuts[k]))
+        execute(part, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
+        assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+    launched = run(kernels, works, blocks, long, after)
+    assert launched.bytes == program.bytes
+    assert len(launched.groups) == len(cuts)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 5))
 def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: int) -> None:
     dice = np.random.default_rng(seed)
@@ -170,7 +207,7 @@ def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: py
     room = aligned(there.size)
     made = make(room.ctypes.data)
     launched = run(kernels, [Work(made, made.ops.ctypes.data, program.maps)], 3)
-    assert launched.classes[0][2] == 6  # 90 rows of 6 words, 16 rows at a time
+    assert launched.groups[0].classes[0][2] == 6  # 90 rows of 6 words, 16 rows at a time
     execute(program, {0: memoryview(here)}, {0: memoryview(there)})
     assert np.array_equal(room, there)
 

@@ -10,26 +10,23 @@ from typing import Any
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 from cuda import core
 from cuda.core import Event, Kernel, Stream
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
-from kvproto.transport.base import Copying
 from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import FAULTS, call, current, driver, is_done
+from kvproto.transport.cuda.driver import FAULTS, call, copy_all, current, driver, is_done
+from kvproto.transport.cuda.jobs import Bytes, Copy, Job, LaunchBuffers, Prepared, Series
 from kvproto.transport.cuda.stream import PART, Chunk
 from kvproto.transport.cuda.sums import sums
-from kvproto.wire.enums import ErrorCode, Proof
+from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared"]
+__all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared", "Series"]
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
-_IN_ORDER = driver.CUmemcpyAttributes()
-_IN_ORDER.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _EVENTS = 64
 """Chunks of a stream whose ends are told apart: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
@@ -47,86 +44,13 @@ def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ..
     return tuple(module.get_kernel(name) for name in _NAMES)
 
 
-class _Bytes:
-    """Device memory that is freed with this object."""
-
-    def __init__(self, size: int) -> None:
-        self.address, self.size = int(call(driver.cuMemAlloc(size), f"{size} bytes")), size
-
-    def __del__(self) -> None:
-        driver.cuMemFree(self.address)
-
-
-@attrs.frozen(eq=False)
-class Prepared:
-    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
-
-    table: tables.Table
-    memory: _Bytes
-
-
-@attrs.frozen
-class Job:
-    """A request's maps for one rank pair; only layers [lo, hi) where given."""
-
-    prepared: Prepared
-    maps: Sequence[RowMap]
-    layers: tuple[int, int] | None = None
-
-
-@attrs.define(eq=False)
-class LaunchBuffers:
-    """Memory of one launch: pinned memory where an image is written, its place on the device, and expanded rows."""
-
-    host: core.Buffer
-    view: npt.NDArray[np.uint8]
-    image: _Bytes
-    rows: _Bytes
-    event: Event
-    """After which they may be used again."""
-    ends: list[Event] = attrs.field(factory=list)
-    """Of chunks, recorded in turn."""
-    chunks: int = 0
-
-    def holds(self, image: int, rows: int) -> bool:
-        """Whether an image and rows of so many bytes fit."""
-        return self.view.size >= image and self.rows.size >= rows
-
-
-@attrs.frozen
-class Copy(Copying):
-    """A launch that is under way; also what a packer returns."""
-
-    event: Event
-    bytes: int
-    began: Event | None = None
-    """Before the upload, where the copier times."""
-    jobs: Sequence[Job] = attrs.field(default=(), repr=False)
-    """Held because the launch reads their tables."""
-    stream: None = None
-
-    @property
-    def seconds(self) -> float:
-        """Device time from the upload to the last byte, where the copier times."""
-        assert self.began is not None
-        return float(self.event - self.began) / 1000
-
-    @property
-    def done(self) -> bool:
-        """As `Copying.done`; raises DeviceFault, whoever caused it."""
-        return is_done(self.event.handle)
-
-    def ready(self) -> bool:
-        """As `Ready.ready`."""
-        return self.done
-
-    def stop(self) -> Proof | None:
-        """PROVEN when the launch is done, as it cannot be stopped; raises DeviceFault."""
-        return Proof.PROVEN if self.done else None
-
-    def wait(self) -> None:
-        """Block until done; raises DeviceFault."""
-        call(driver.cuEventSynchronize(self.event.handle), "copy")
+def _works(jobs: Sequence[Job]) -> list[launches.Work]:
+    """What they copy; raises OUT_OF_RANGE, or OUT_OF_REGION for rows beyond the pools."""
+    if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
+    works = [launches.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
+    launches.check(works)
+    return works
 
 
 @attrs.frozen
@@ -178,7 +102,7 @@ class Copier:
         self._slots = slots
         self._buffers: list[LaunchBuffers] = []
         """Of launches, the latest last."""
-        self._nothing = _Bytes(tables.MAP.itemsize)
+        self._nothing = Bytes(tables.MAP.itemsize)
         """A map without rows."""
         self._summed = self._nothing
         """What the checksum kernel reads; memory that is freed would wait for all that the GPU does."""
@@ -216,7 +140,7 @@ class Copier:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
         self._device.set_current()
         made = tables.table(program, sources, sinks)
-        memory = _Bytes(max(made.ops.nbytes, 1))
+        memory = Bytes(max(made.ops.nbytes, 1))
         if made.ops.nbytes:
             ahead = self._ahead.handle  # waits for no producer
             call(driver.cuMemcpyHtoDAsync(memory.address, made.ops.ctypes.data, made.ops.nbytes, ahead), "upload")
@@ -230,11 +154,8 @@ class Copier:
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
         where memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
-        if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
         self._device.set_current()
-        works = [launches.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
-        launches.check(works)
+        works = _works(jobs)
         inline = launches.inline_launch(works, self._inline, 4 * self.blocks, self._long)
         if inline is not None:
             with _Whole(self.streams):
@@ -256,21 +177,52 @@ class Copier:
                 total += made.bytes
         return Copy(all_buffers[-1].event, total, began, jobs)
 
+    def series(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Series:
+        """The same in one upload, where each job's copy is over by itself, and starts when somebody wants it.
+
+        The jobs best share their maps: rows are expanded once then.
+        """
+        self._device.set_current()
+        works = _works(jobs)
+        (buffers,) = self._take([launches.sizes(works)])
+        at = buffers.image.address, buffers.rows.address
+        made = launches.launch(works, buffers.view, *at, self._long, each=True)
+        with _Whole(self.streams):
+            self._prelude(made, buffers, after)
+        return Series(self, jobs, made, buffers)
+
+    def go_on(self, series: Series, count: int) -> None:
+        """Start copies of a series until there are `count`."""
+        self._device.set_current()
+        with _Whole(self.streams):
+            for i in range(len(series.copies), count):
+                self._kernels(series.made.groups[i], series.buffers)
+                copy = Copy(self._record(), series.made.groups[i].bytes, None, series.jobs[i : i + 1])
+                series.copies.append(copy)
+        if count == len(series.jobs) and series.held:
+            series.held, series.buffers.event = False, series.copies[-1].event
+            self._buffers.append(series.buffers)
+
     def _launch(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
+        self._prelude(made, buffers, after)
+        for group in made.groups:
+            self._kernels(group, buffers)
+
+    def _prelude(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` is their events), or else while the part before moves."""
         stream, ahead = self.stream.handle, after is None
-        if made.classes:
+        if any(group.classes for group in made.groups):
             self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
         if ahead:
             expanded = self._ahead.record()
             call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
         self.follow(after or ())
-        if made.long:
-            sources, sinks = ([driver.CUdeviceptr(run[i]) for run in made.long] for i in (0, 1))
-            lengths, whole = [length for _, _, length in made.long], ([_IN_ORDER], [0], 1)
-            code = driver.cuMemcpyBatchAsync(sinks, sources, lengths, len(lengths), *whole, stream)
-            call(code[:1], "copy")
-        for word, offset, classes, chunks in made.classes:
+
+    def _kernels(self, group: launches.Group, buffers: LaunchBuffers) -> None:
+        stream = self.stream.handle
+        for long in group.long:
+            copy_all(long.runs(), int(stream))
+        for word, offset, classes, chunks in group.classes:
             self._run(word, "copy", (min(chunks, self.blocks), 1), buffers.image.address + offset, classes, chunks)
 
     def allocate(self, image: int, rows: int) -> LaunchBuffers:
@@ -279,8 +231,8 @@ class Copier:
         size = 1 << max(image - 1, 4095).bit_length()
         host = core.LegacyPinnedMemoryResource().allocate(size)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
-        expanded = _Bytes(1 << max(rows - 1, 4095).bit_length())
-        return LaunchBuffers(host, view, _Bytes(size), expanded, self._record())
+        expanded = Bytes(1 << max(rows - 1, 4095).bit_length())
+        return LaunchBuffers(host, view, Bytes(size), expanded, self._record())
 
     def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
         """Upload the image of a stream, which begins with its maps, and expand their rows."""
@@ -350,7 +302,7 @@ class Copier:
             return {}
         size = image.bytes.size
         if self._summed.size < size:
-            self._summed = _Bytes(1 << (size - 1).bit_length())
+            self._summed = Bytes(1 << (size - 1).bit_length())
         at, stream, totals = self._summed.address, self.stream.handle, np.empty(len(image.groups), np.uint64)
         image.rebase(at)
         call(driver.cuMemcpyHtoDAsync(at, image.bytes.ctypes.data, size, stream), "upload")

@@ -20,7 +20,42 @@ from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.table import Shape, Table, write_runs
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["INLINE_BYTES", "InlineLaunch", "Launch", "Work", "check", "inline_launch", "launch", "parts", "sizes"]
+__all__ = [
+    "INLINE_BYTES", "Group", "InlineLaunch", "Launch", "Long", "Work", "check", "inline_launch", "launch", "parts",
+    "sizes",
+]  # fmt: skip
+
+
+@attrs.frozen
+class Long:
+    """Runs of operations that the copy engine takes."""
+
+    ops: npt.NDArray[np.void]
+    map: RowMap
+    width: int
+    """Bytes of a row."""
+
+    def runs(self) -> npt.NDArray[np.uint64]:
+        """[3, operations x runs]: sources, sinks, lengths."""
+        m, width = self.map, np.uint64(self.width)
+        found = np.empty((3, len(self.ops), len(m.rows)), np.uint64)
+        for i, (side, item, row) in enumerate(
+            (("source", m.source_item, m.source_row), ("sink", m.sink_item, m.sink_row))
+        ):
+            found[i] = item.astype(np.uint64) * self.ops[f"{side}_item"][:, None] + row.astype(np.uint64) * width
+            found[i] += self.ops[side][:, None]
+        found[2] = m.rows.astype(np.uint64) * width
+        return found.reshape(3, -1)
+
+
+@attrs.frozen
+class Group:
+    """Launches whose end is one event."""
+
+    classes: tuple[tuple[int, int, int, int], ...]
+    """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
+    long: tuple[Long, ...]
+    bytes: int
 
 
 @attrs.frozen
@@ -32,11 +67,13 @@ class Launch:
     n_maps: int
     most_rows: int
     """Rows of the longest map."""
-    classes: tuple[tuple[int, int, int, int], ...]
-    """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
-    bytes: int
-    long: tuple[tuple[int, int, int], ...] = ()
-    """(source, sink, length) of runs that the copy engine takes."""
+    groups: tuple[Group, ...]
+    """One of all works, or one of each."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are written."""
+        return sum(group.bytes for group in self.groups)
 
 
 @attrs.frozen
@@ -78,7 +115,7 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 
 def check(works: Sequence[Work]) -> None:
     """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
-    for work in works:
+    for work in _apart(works):
         for m, extents in zip(work.maps, work.table.bounds, strict=True):
             (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
             high = here + there
@@ -95,13 +132,19 @@ _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
 
 def sizes(works: Sequence[Work]) -> tuple[int, int]:
     """Bytes of image and of rows that `launch` needs at most."""
-    runs = sum(len(m.rows) for w in works for m in w.maps)
-    maps = sum(len(w.maps) for w in works)
+    some = _apart(works)
+    runs = sum(len(m.rows) for w in some for m in w.maps)
+    maps = sum(len(w.maps) for w in some)
     cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
-    rows = sum(m.size for w in works for m in w.maps)
+    rows = sum(m.size for w in some for m in w.maps)
     return tables.up(maps * tables.MAP.itemsize) + tables.up(cuts * tables.CLASS.itemsize) + tables.up(
         runs * tables.RUN_BYTES + 16
     ), rows * 16 + 16
+
+
+def _apart(works: Sequence[Work]) -> list[Work]:
+    """Those with maps of their own, and not those of the work before."""
+    return [w for i, w in enumerate(works) if not i or w.maps is not works[i - 1].maps]
 
 
 def _cuts(work: Work) -> int:
@@ -110,55 +153,64 @@ def _cuts(work: Work) -> int:
 
 
 def launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = tables.LONG
-) -> Launch:
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = tables.LONG,
+    each: bool = False,
+) -> Launch:  # fmt: skip
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
     `image` has room for `sizes`; the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
+    With `each` the kernels of one work follow those of the work before. Works that share their maps share their rows.
     """
     maps: list[tuple[int, int, int, int]] = []
-    classes: dict[int, list[tuple[int, ...]]] = {}
-    chunks_of: dict[int, int] = {}
-    engine: list[tuple[int, int, int]] = []
-    row, n_runs, most_rows, total = rows_at, 0, 0, 0
-    for work in works:
-        begins = []
-        for m in work.maps:
-            maps.append((n_runs, row, len(m.rows), m.size))
-            begins.append(row)
-            n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
+    classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    chunks_of: dict[tuple[int, int], int] = {}
+    engine: list[list[Long]] = [[] for _ in (works if each else works[:1])]
+    totals = [0] * len(engine)
+    begins: list[int] = []
+    row, n_runs, most_rows = rows_at, 0, 0
+    apart = _apart(works)
+    for k, work in enumerate(works):
+        if not k or work.maps is not works[k - 1].maps:
+            begins = []
+            for m in work.maps:
+                maps.append((n_runs, row, len(m.rows), m.size))
+                begins.append(row)
+                n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
+        group = k if each else 0
         for shape, lo, hi in _wanted(work):
             rows_of, width = work.maps[shape.map], shape.words * shape.units
-            total += rows_of.size * shape.word * width * (hi - lo)
+            totals[group] += rows_of.size * shape.word * width * (hi - lo)
             if _is_long(work, shape, lo, hi, long):
-                engine += _long(work.table.ops[lo:hi], rows_of, shape.word * shape.words)
+                engine[group].append(Long(work.table.ops[lo:hi], rows_of, shape.word * shape.words))
                 continue
             ops = work.address + lo * tables.OP.itemsize
             for skip in range(0, rows_of.size, tables.MOST // width):
                 rows = min(tables.MOST // width, rows_of.size - skip)
                 chunks = -(-rows * width // (tables.THREADS * tables.DEPTH))
-                first, begin = chunks_of.get(shape.word, 0), begins[shape.map] + 16 * skip
+                kernel = group, shape.word
+                first, begin = chunks_of.get(kernel, 0), begins[shape.map] + 16 * skip
                 made = ops, begin, rows, shape.words, shape.units, chunks, first
-                classes.setdefault(shape.word, []).append(made)
-                chunks_of[shape.word] = first + chunks * (hi - lo)
+                classes.setdefault(kernel, []).append(made)
+                chunks_of[kernel] = first + chunks * (hi - lo)
     classes_at = tables.up(len(maps) * tables.MAP.itemsize)
     runs_at = classes_at + tables.up(sum(map(len, classes.values())) * tables.CLASS.itemsize)
     end = runs_at + tables.RUN_BYTES * n_runs
     runs = image[runs_at:end].view(np.uint32)
-    for k, m in enumerate(m for w in works for m in w.maps):
+    for k, m in enumerate(m for w in apart for m in w.maps):
         at, begin, n, size = maps[k]
         tables.MAP_FIELDS.pack_into(
             image.data, k * tables.MAP.itemsize, image_at + runs_at + tables.RUN_BYTES * at, begin, n, size
         )
         write_runs(m, runs[tables.RUN_WORDS * at : tables.RUN_WORDS * (at + n)].reshape(tables.RUN_WORDS, n))
-    kernels = []
+    kernels: list[list[tuple[int, int, int, int]]] = [[] for _ in engine]
     at = classes_at
-    for word, some in classes.items():
-        kernels.append((word, at, len(some), chunks_of[word]))
+    for (group, word), some in classes.items():
+        kernels[group].append((word, at, len(some), chunks_of[group, word]))
         for numbers in some:
             tables.CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
             at += tables.CLASS.itemsize
-    return Launch(end, len(maps), most_rows, tuple(kernels), total, tuple(engine))
+    groups = (Group(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
+    return Launch(end, len(maps), most_rows, tuple(groups))
 
 
 _HEAD = struct.Struct("<II8x")
@@ -223,16 +275,6 @@ def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
     if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
         return False
     return int(m.rows.min()) * width >= long
-
-
-def _long(ops: npt.NDArray[np.void], m: RowMap, width: int) -> Iterator[tuple[int, int, int]]:
-    for op in ops:
-        for source_item, source_row, sink_item, sink_row, rows in zip(
-            *(c.tolist() for c in (m.source_item, m.source_row, m.sink_item, m.sink_row, m.rows)), strict=True
-        ):
-            source = int(op["source"]) + source_item * int(op["source_item"]) + source_row * width
-            sink = int(op["sink"]) + sink_item * int(op["sink_item"]) + sink_row * width
-            yield source, sink, rows * width
 
 
 def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:

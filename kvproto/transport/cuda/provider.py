@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvproto.errors import LocalError
 from kvproto.transport.base import Allocation, Memory, Provider, Regions, Transport
 from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
+from kvproto.transport.paging import Pager
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["PROVIDER", "long_runs"]
@@ -50,6 +51,13 @@ class _Cuda(Provider):
         from kvproto.transport.cuda.transport import CudaTransport
 
         return CudaTransport(device, long=long_runs(measured))
+
+    def pager(self, memory: Regions, stream: int) -> Pager:
+        device = self.device_of(memory)
+        assert device is not None
+        from kvproto.transport.cuda.pager import CudaPager
+
+        return CudaPager(device, stream)
 
     floors = (
         Floor(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvproto.transport.base import Allocation, Memory, Provider, Regions
 from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.shm.memory import SharedMemory, owner_of
+from kvproto.transport.shm.pager import HostPager
 from kvproto.transport.shm.transport import ShmTransport
 
 __all__ = ["PROVIDER"]
@@ -29,6 +30,9 @@ class _Shm(Provider):
 
     def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> ShmTransport:
         return ShmTransport()
+
+    def pager(self, memory: Regions, stream: int) -> HostPager:
+        return HostPager()
 
     floors = (Floor("shm", ("copy",), False, 0.5e9, "the cores are busy, or memory is swapped or on another node"),)
     costs = (CostedWay("copy", "numpy copy", "copy"),)
