@@ -40,7 +40,7 @@ def main() -> None:
     pool = Pool(geometry, {"kv": engine.layers}, axes="part page token head dim")
     names = {"weights.target": "example 1", "rope.target": "none", "dtype.target": "F32"}
     with tempfile.TemporaryDirectory() as folder:
-        tiers = Tiers(pool, names, page=PAGE, host=32, folder=Path(folder))
+        tiers = Tiers(pool, names, page=PAGE, host=32, storage=Path(folder))
         for turn in (256, 272):
             for who in (1, 2, 3):
                 print(serve(engine, tiers, [who + n % 7 for n in range(turn)]))

@@ -1,4 +1,4 @@
-"""`kvproto tiers DIR`: which pages a folder keeps (draft), what is damaged, what belongs to none; verify, prune."""
+"""`kvproto tiers PLACE`: which pages are kept there (draft), what is damaged, what belongs to none; verify, prune."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from kvproto.errors import LocalError
 from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import GRACE
-from kvproto.tiers.store import Files
+from kvproto.tiers.store import Store
 from kvproto.tiers.survey import Survey, drop, prune, survey
 from kvproto.wire.messages import Manifest
 
@@ -25,8 +27,8 @@ _LEAST = 8
 
 def add(commands: Any) -> None:
     """The command and its options."""
-    made = commands.add_parser("tiers", help="what a folder of cached pages holds; verify, prune")
-    made.add_argument("folder", metavar="DIR", type=Path, help="as an engine's `folder` of kvproto.Tiers")
+    made = commands.add_parser("tiers", help="which cached pages are stored; verify, prune")
+    made.add_argument("place", metavar="PLACE", help="a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
     made.add_argument("--verify", action="store_true", help="read every byte, and compare it with its digest")
     made.add_argument("--prune", action="store_true", help="delete damaged pages, and old files that belong to none")
     text = "how old those files have to be, as their writer may not be done (default %(default).0f)"
@@ -37,11 +39,13 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, delete if asked to, print; 1 if pages are damaged, or the folder cannot be read."""
-    if not (args.folder / "m").is_dir():
-        print(f"error: {args.folder}: no folder of cached pages, since it has no folder m", file=sys.stderr)
+    scheme, _, rest = args.place.rpartition(":")
+    wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb"}.get(scheme)
+    if wants is not None and not wants.exists():
+        print(f"error: {args.place}: no cached pages, since there is no {wants}", file=sys.stderr)
         return 1
     try:
-        files = Files(args.folder)
+        files = open_store(args.place)
         found, gone = survey(files, args.verify), dict[str, int]()
         if args.drop is not None:
             spaces = {page.namespace.hex() for page in found.pages if page.namespace.hex().startswith(args.drop)}
@@ -54,14 +58,15 @@ def run(args: argparse.Namespace) -> int:
             gone["damaged"], gone["files"] = prune(files, found, args.grace, args.verify)
         if gone:
             found = survey(files, args.verify)
-    except OSError as error:
-        print(f"error: {error.filename or args.folder}: {error.strerror}", file=sys.stderr)
+    except (OSError, LocalError) as error:
+        says = f"{error.filename or args.place}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"error: {says}", file=sys.stderr)
         return 1
     print(json.dumps(_as_json(found) | {"deleted": gone}) if args.json else "\n".join(_lines(found, gone)))
     return 1 if found.damaged else 0
 
 
-def _drop(files: Files, found: Survey, space: str) -> int:
+def _drop(files: Store, found: Survey, space: str) -> int:
     pages = [page for page in found.pages if page.namespace.hex() == space]
     for page in pages:
         drop(files, manifest_key(page.id, page.geometry), page)
@@ -103,6 +108,8 @@ def _lines(found: Survey, gone: dict[str, int]) -> Iterator[str]:
         yield "no page"
     for page in found.damaged:
         yield f"damaged {page.key!r}: {page.why}"
+    if found.newer:
+        yield f"{len(found.newer):,} pages of a later version, left alone"
     for name, files in (("that no page names", found.orphans), ("that were not finished", found.unfinished)):
         if files:
             yield f"{len(files):,} files {name}, {sum(files.values()):,} bytes"
@@ -121,4 +128,5 @@ def _as_json(found: Survey) -> dict[str, Any]:
         for (space, geometry), pages in _kinds(found)
     ]  # fmt: skip
     damaged = [{"key": page.key, "why": page.why} for page in found.damaged]
-    return {"kinds": kinds, "damaged": damaged, "orphans": found.orphans, "unfinished": found.unfinished}
+    rest = {"orphans": found.orphans, "unfinished": found.unfinished, "newer": found.newer}
+    return {"kinds": kinds, "damaged": damaged, **rest}

@@ -8,13 +8,10 @@ threads, which touch no slot but those of the host that are pinned for them. One
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from enum import Enum
 from itertools import takewhile
-from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
@@ -24,13 +21,10 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, Index, filling, seal
 from kvproto.tiers.lease import Lease
 from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.storing import Fetch, Storing
 from kvproto.transport.paging import Paging
 
 __all__ = ["Cache", "Fetch", "Keep", "Lease", "patience"]
-
-
-_Params = ParamSpec("_Params")
-_Made = TypeVar("_Made")
 
 
 class Keep(Enum):
@@ -64,10 +58,15 @@ class Cache:
     """The pages of one rank in its pool, in memory of the host, and on a shelf."""
 
     def __init__(
-        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024
-    ) -> None:
-        """`threads` read and write storage, which may have `most` pages under way at once; others are not stored."""
-        self.copies, self.shelf, self.keep, self.most = copies, shelf, keep, most
+        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024,
+        limit: float = 10.0,
+    ) -> None:  # fmt: skip
+        """`threads` read and write storage, which may have `most` pages under way at once; others are not stored.
+
+        Storage hangs if a call takes more than `limit` seconds: until it is back, nobody waits for it, nor is it asked.
+        """
+        self.copies, self.shelf, self.keep = copies, shelf, keep
+        self.storing = Storing(shelf, threads, most, limit) if shelf else None
         self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
         self.device.on_gone = self._gone
         self.counts: Counter[str] = Counter()
@@ -79,14 +78,11 @@ class Cache:
         """Copies under way, and what is told whether their bytes are there."""
         self._jobs: list[_Job] = []
         self._loads: list[Lease] = []
-        self._stores: deque[tuple[Hit, list[Future[bool]]]] = deque()
-        self._io: list[Future[Any]] = []
-        self._threads = ThreadPoolExecutor(threads, "tiers") if shelf else None
 
     @property
     def busy(self) -> bool:
         """Whether something waits for a step, for a copy, or for storage."""
-        return bool(self._jobs or self._loads or self._moving or self._stores)
+        return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
 
     def open(self, chain: Chain, room: int) -> Lease | None:
         """What is there of a prompt, and slots for the rest of `room` pages; None while too few can be had.
@@ -139,42 +135,37 @@ class Cache:
         with self.host.find(chain) as hit:
             first = len(hit.pages)
         last = min(len(chain.ids(self.host.layout.form)), first + self._room_for_io())
-        return Fetch(self, chain, range(first, last) if self._threads else range(0), deadline)
+        return Fetch(self.storing, chain, range(first, last), deadline, self.arrived)
 
     def drain(self) -> None:
-        """Step until nothing waits, and storage has all that it is to have."""
+        """Step until nothing waits, and storage has all that it is to have, unless it hangs."""
         while self.busy:
             self.step()
             for copy, _ in self._moving:
                 copy.wait()
-            wait_for([future for _, some in self._stores for future in some])
-            self._reap()
+            if self.storing and not self.storing.wait() and not (self._jobs or self._loads or self._moving):
+                break
+        self._reap()
 
     def close(self) -> None:
-        """Let storage and copies end what they are at, and forget what waits."""
+        """Let copies end what they are at, and storage unless it hangs, and forget what waits."""
         for copy, _ in self._moving:
             copy.wait()
         self.settle()
-        if self._threads:
-            self._threads.shutdown(cancel_futures=True)
+        if self.storing:
+            self.storing.close()
         for job in self._jobs:
             self._end(job)
         self._jobs = []
         self._reap()
-        self.copies.pager.close()
+        if not (self.storing and self.storing.busy):  # a write that hangs still reads there
+            self.copies.pager.close()
 
     def _queue(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)
         hit.cut(length)
         slots = [page.slot for page in hit.pages]
         self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots], hit))
-
-    def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
-        """Have a thread do this."""
-        assert self._threads is not None
-        future = self._threads.submit(work, *args, **named)
-        self._io.append(future)
-        return future
 
     def left(self, lease: Lease) -> None:
         """A lease waits no more for what was coming."""
@@ -201,8 +192,7 @@ class Cache:
 
     def _room_for_io(self) -> int:
         """How many pages more may be under way to storage, or from it."""
-        self._io = [future for future in self._io if not future.done()]
-        return max(self.most - len(self._io), 0)
+        return self.storing.workers.room if self.storing else 0
 
     def published(self, chain: Chain, length: int, copied: bool = False) -> None:
         """The first pages of a prompt can be found on the device; `copied`: the host has them too."""
@@ -302,64 +292,25 @@ class Cache:
 
     def _store(self, chain: Chain, pages: range) -> None:
         """Let threads write pages of the host, which are pinned for them."""
-        if self.shelf is None:
+        if self.storing is None:
             return
         hit = self.host.find(chain)
         hit.cut(pages.stop)
         some = range(pages.start, min(len(hit.pages), pages.start + self._room_for_io()))
         self.counts["not stored"] += len(pages) - len(some)
-        futures = []
-        for i in some:
-            slot = hit.pages[i].slot
-            data = {group: view for group, view in self.copies.page(slot).items() if group in self.host.groups(slot)}
-            futures.append(self.submit(self.shelf.write, chain, i, data))
-        self._stores.append((hit, futures))
+        self.storing.store(hit, chain, [(i, self._bytes(hit.pages[i].slot)) for i in some])
+
+    def _bytes(self, slot: int) -> dict[int, memoryview]:
+        """Those of a page of the host, of the components that it has."""
+        held = self.host.groups(slot)
+        return {group: view for group, view in self.copies.page(slot).items() if group in held}
 
     def _reap(self) -> None:
         """Let go of pages that storage has done with."""
-        waiting = deque[tuple[Hit, list[Future[bool]]]]()
-        for hit, futures in self._stores:
-            if all(future.done() for future in futures):
-                hit.close()
-                self.counts["stored"] += sum(future.result() for future in futures if not future.cancelled())
-            else:
-                waiting.append((hit, futures))
-        self._stores = waiting
+        if self.storing:
+            self.counts["stored"] += self.storing.reap()
 
     @staticmethod
     def _end(job: _Job) -> None:
         if job.hit is not None:
             job.hit.close()
-
-
-class Fetch:
-    """Pages of a prompt that come from storage to the host."""
-
-    def __init__(self, cache: Cache, chain: Chain, pages: range, deadline: float) -> None:
-        self._cache, self._chain, self._first, self.deadline = cache, chain, pages.start, deadline
-        self._stop = pages.stop
-        self._futures = [cache.submit(self._read, i) for i in pages]
-
-    def over(self, now: float) -> bool:
-        """Whether nobody need wait any longer, at this time of the engine's clock."""
-        return now >= self.deadline or all(future.done() for future in self._futures)
-
-    def take(self) -> int:
-        """Put what has come on the host, from the first page on, and end; how many pages. The rest is dropped."""
-        came, futures = [], self._futures
-        self._futures, self._stop = [], 0
-        for future in futures:
-            data = future.result() if future.done() else None
-            if data is None:
-                break
-            came.append(data)
-        for future in futures:
-            future.cancel()
-        return self._cache.arrived(self._chain, self._first, came)
-
-    def _read(self, i: int) -> dict[int, bytes] | None:
-        """In a thread: page i, unless one before it is missing."""
-        data = self._cache.shelf.read(self._chain, i) if self._cache.shelf and i < self._stop else None
-        if data is None:
-            self._stop = min(self._stop, i)
-        return data

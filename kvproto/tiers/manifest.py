@@ -14,9 +14,11 @@ from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Data", "describe", "encode", "manifest_key", "object_key", "take"]
+__all__ = ["Data", "Named", "describe", "encode", "manifest_key", "object_key", "take"]
 
 Data = bytes | bytearray | memoryview
+_NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
+"""Why a manifest of a later version cannot be read."""
 
 
 def manifest_key(id: bytes, geometry: bytes) -> str:
@@ -64,3 +66,28 @@ def take(data: Data, layout: Layout, chain: Chain, i: int) -> Manifest | None:
     parts = {part.group: attrs.asdict(part) for part in layout.parts}
     stated = {c.group: attrs.asdict(c, filter=lambda field, _: field.name != "digest") for c in found.components}
     return found if layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items()) else None
+
+
+class Named:
+    """Which objects of a store belong to its manifests; those of a manifest of a later version too (KVP-TIER-NEWER)."""
+
+    def __init__(self) -> None:
+        self.newer: set[str] = set()
+        """Keys of manifests of a later version."""
+        self._keys: set[str] = set()
+
+    def add(self, key: str, data: Data | None) -> Manifest | None:
+        """The manifest of this key, None if it is another's, damaged, or of a later version."""
+        try:
+            found = None if data is None else decode_struct(Manifest, bytes(data))
+        except WireError as error:
+            if error.code in _NEWER:
+                self.newer.add(key)
+            return None
+        if found is None or manifest_key(found.id, found.geometry) != key:
+            return None
+        self._keys.update(object_key(found, component) for component in found.components)
+        return found
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys or f"m/{key[2:].rsplit('.', 2)[0]}" in self.newer

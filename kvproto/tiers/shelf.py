@@ -10,18 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 
 import attrs
 
-from kvproto.errors import LocalError, WireError
+from kvproto.errors import LocalError
 from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
-from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key, take
+from kvproto.tiers.manifest import Data, Named, describe, encode, manifest_key, object_key, take
 from kvproto.tiers.store import Store
-from kvproto.wire import decode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Manifest
 
@@ -46,8 +45,8 @@ class _Known:
 class Shelf:
     """The pages of one rank's layout in a store that may hold others' as well."""
 
-    def __init__(self, store: Store, layout: Layout, low: int = 0, high: int = 0) -> None:
-        """Above `high` bytes pages are given up until there are `low`; 0: never."""
+    def __init__(self, store: Store, layout: Layout, low: int = 0, high: int = 0, *, look: bool = True) -> None:
+        """Above `high` bytes pages are given up until there are `low`; 0: never. With `look` see what is there."""
         if not 0 <= low <= high:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "low", f"within [0, {high}]", str(low))
         self.store, self.layout, self.low, self.high = store, layout, low, high
@@ -57,11 +56,17 @@ class Shelf:
         """Of the pages that are known, whoever wrote them."""
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._lock = Lock()
+        if look:
+            self.look()
+
+    def look(self) -> None:
+        """See which pages there are, whoever wrote them, and give up what is above the high mark."""
         with self._failing():
             for key in self.store.keys("m"):
-                manifest = self._manifest(key)
-                if manifest is not None and manifest_key(manifest.id, manifest.geometry) == key:
+                manifest = Named().add(key, self.store.get(key))
+                if manifest is not None:
                     self._note(manifest)
+        self._evict()
 
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
         """Keep page i, bytes by group; whether it is kept. Raises LocalError for other bytes than the layout's.
@@ -143,8 +148,9 @@ class Shelf:
         """Delete what no manifest names and is older than `grace` seconds; how many there were."""
         gone = 0
         with self._failing():
-            there = {*self.store.keys("m")}
-            named = {object_key(m, c) for key in there if (m := self._manifest(key)) for c in m.components}
+            named = Named()
+            for key in self.store.keys("m"):
+                named.add(key, self.store.get(key))
             for kind in ("o", "t"):
                 for key in [key for key in self.store.keys(kind) if key not in named and self.store.age(key) > grace]:
                     self.store.delete(key)
@@ -160,12 +166,6 @@ class Shelf:
             self._forget(id + self.layout.geometry)
             return None
         return self._note(manifest)
-
-    def _manifest(self, key: str) -> Manifest | None:
-        data = self.store.get(key)
-        with suppress(WireError):
-            return None if data is None else decode_struct(Manifest, data)
-        return None
 
     def _note(self, manifest: Manifest) -> _Known:
         """Know this manifest, in place of an earlier one of the page."""

@@ -6,7 +6,6 @@ torn or gone by the time it is read, since whoever reads checks it. Failures are
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import stat
@@ -37,6 +36,9 @@ class Store(Protocol):
 
     def age(self, key: str) -> float:
         """Seconds since a key was written, as the store's own clock has it; 0 if there is none. Raises OSError."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a key, None if there is none, or nothing that `get` could read; raises OSError."""
 
 
 class Files:
@@ -103,20 +105,12 @@ class Files:
             now.unlink(missing_ok=True)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a key, None if there is none, or no plain file; raises OSError."""
+        """See `Store`; of plain files."""
         try:
             found = self._path(key).lstat()
         except FileNotFoundError:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-    def digest(self, key: str) -> bytes | None:
-        """SHA-256 of the bytes of a key, read piece by piece; None if there is none. Raises OSError."""
-        try:
-            with self._path(key).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").digest()
-        except FileNotFoundError:
-            return None
 
     def _path(self, key: str) -> Path:
         kind, _, name = key.partition("/")

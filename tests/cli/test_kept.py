@@ -108,5 +108,5 @@ def test_a_namespace_is_dropped_by_name(folder: Path, capsys: pytest.CaptureFixt
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "none"):
         assert main(["tiers", str(path), "--prune"]) == 1
-        assert "no folder of cached pages" in capsys.readouterr().err
+        assert "no cached pages" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,9 @@ class Engine:
     def __init__(
         self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
         dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0, pager: Callable[[], Failing] = Failing,
+        **more: Any,
     ) -> None:  # fmt: skip
-        """`reach`: tokens that the draft attends to, PAGE; 0: all."""
+        """`reach`: tokens that the draft attends to, PAGE; 0: all. `more` is for the cache."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]
         if draft:
@@ -58,7 +60,7 @@ class Engine:
         self.layout = components(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
         self.pager = pager()
         copies = Copies(self.layout, self.side, {0: self.memory}, slots, self.pager)
-        self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep)  # type: ignore[arg-type]
+        self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep, **more)  # type: ignore[arg-type]
 
     def chain(self, *tokens: int) -> Chain:
         made = Chain(bytes(32), PAGE)

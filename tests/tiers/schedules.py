@@ -1,6 +1,6 @@
 """Faults in any back end, by seed, and what a shelf of pages must do under them.
 
-python -m tests.tiers.schedules 10000     runs so many schedules and prints what they met
+python -m tests.tiers.schedules 10000 [STORE ..]     runs so many schedules and prints what they met
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import errno
 import hashlib
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -60,6 +61,9 @@ class Memory:
     def age(self, key: str) -> float:
         return 1e9
 
+    def size(self, key: str) -> int | None:
+        return len(self.data[key]) if key in self.data else None
+
 
 class Faulty:
     """Another back end with faults: each call fails in one of the ways above, as often as `rate` says."""
@@ -94,6 +98,9 @@ class Faulty:
 
     def age(self, key: str) -> float:
         return self.inner.age(key)
+
+    def size(self, key: str) -> int | None:
+        return self.inner.size(key)
 
     def _fault(self, call: str) -> str:
         if self.rng.random() >= self.rate:
@@ -130,10 +137,14 @@ def page(chain: Chain, i: int, writer: int = 0) -> dict[int, bytes]:
     return {p.group: hashlib.shake_128(seed + bytes((p.group,))).digest(p.length) for p in LAYOUT.parts}
 
 
-def schedule(seed: int) -> Counter[str]:
-    """Two writers, faults, deaths, little room; then no faults, and all is mended. Raises AssertionError."""
-    rng = random.Random(seed)
-    store, met = Memory(), Counter[str]()
+def schedule(seed: int, store: Store) -> Counter[str]:
+    """Two writers, faults, deaths, little room; then no faults, and all is mended. Raises AssertionError.
+
+    What is in the store is deleted first.
+    """
+    rng, met = random.Random(seed), Counter[str]()
+    for key in _all(store):
+        store.delete(key)
     faulty = Faulty(store, rng, rng.choice((0.02, 0.1, 0.3)))
     high = rng.choice((0, 150))
     shelves = [Shelf(faulty, LAYOUT, high // 2, high) for _ in range(2)]
@@ -148,22 +159,35 @@ def schedule(seed: int) -> Counter[str]:
                     del data[2]
                 shelves[which].write(chain, i, data)
             elif rng.random() < 0.1:
-                shelves[which].sweep()
+                shelves[which].sweep(-10.0)
             else:
                 _read(shelves[which], chain, met)
         except Died:
             met["deaths"] += 1
-            shelves[which] = Shelf(faulty, LAYOUT, high // 2, high)
+            shelves[which] = _born_again(faulty, high, met)
     faulty.rate = 0.0
     fresh = Shelf(faulty, LAYOUT)
     for chain in prompts:
         for i in range(len(chain.ahead)):
             assert fresh.write(chain, i, page(chain, i))
         assert _read(fresh, chain, met) == len(chain.ahead), "what was damaged is whole again"
-    fresh.sweep()
+    fresh.sweep(-10.0)
     pages = {id for chain in prompts for id in chain.ahead}
-    assert len(store.data) == (1 + len(LAYOUT.parts)) * len(pages), "nothing is left that no manifest names"
+    assert len(_all(store)) == (1 + len(LAYOUT.parts)) * len(pages), "nothing is left that no manifest names"
     return met + faulty.met
+
+
+def _born_again(store: Faulty, high: int, met: Counter[str]) -> Shelf:
+    """The shelf of the next process, which may die of what it does at first."""
+    while True:
+        try:
+            return Shelf(store, LAYOUT, high // 2, high)
+        except Died:
+            met["deaths"] += 1
+
+
+def _all(store: Store) -> list[str]:
+    return [key for kind in ("m", "o", "t") for key in store.keys(kind)]
 
 
 def _read(shelf: Shelf, chain: Chain, met: Counter[str]) -> int:
@@ -182,12 +206,17 @@ def _read(shelf: Shelf, chain: Chain, met: Counter[str]) -> int:
 
 def main() -> int:
     """Run schedules, print what they met."""
-    count, met = int(sys.argv[1]), Counter[str]()
-    for seed in range(count):
-        met += schedule(seed)
-    print(f"{count} schedules, no wrong byte:")
-    for name, number in sorted(met.items()):
-        print(f"  {number:8} {name}")
+    from tests.tiers.stores import STORES, opened
+
+    count = int(sys.argv[1])
+    for kind in sys.argv[2:] or STORES:
+        met, begun = Counter[str](), time.monotonic()
+        with opened(kind) as store:
+            for seed in range(count):
+                met += schedule(seed, store)
+        print(f"{kind}: {count} schedules in {time.monotonic() - begun:.0f} s, no wrong byte:")
+        for name, number in sorted(met.items()):
+            print(f"  {number:8} {name}")
     return 0
 
 

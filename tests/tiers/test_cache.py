@@ -1,7 +1,9 @@
 """The cache over device, host and storage: right bytes of target and draft, copies in one go, exact release."""
 
 import random
+import sys
 from pathlib import Path
+from subprocess import PIPE, run
 from threading import Event
 from typing import Any
 
@@ -290,12 +292,11 @@ class Slow(Memory):
 def test_a_storage_that_hangs_costs_its_pages_alone() -> None:
     """Of three pages two come in time: a manifest and two objects each."""
     store = Slow(1000)
-    engine = Engine(8, 8, store=store)
+    engine = Engine(8, 8, store=store, threads=1)
     engine.turn(*B)
     engine.cache.drain()
     engine.free()
     store.left = 6
-    engine.cache._threads._max_workers = 1  # type: ignore[union-attr]
     chain = engine.chain(*B)
     fetch = engine.cache.fetch(chain, deadline=5.0)
     store.waits.wait()
@@ -309,6 +310,72 @@ def test_a_storage_that_hangs_costs_its_pages_alone() -> None:
     engine.cache.drain()
     engine.cache.close()
     assert list(engine.free()) == [8, 8]
+
+
+def test_nobody_waits_for_a_storage_that_hangs_until_it_is_back() -> None:
+    """Neither a request that would wait for all, nor the end; pages that were on their way there are free again."""
+    store = Slow(1000)
+    engine = Engine(8, 8, store=store, threads=1, limit=0.05)
+    engine.turn(*B)
+    engine.cache.drain()
+    engine.free()
+    store.left = 2
+    fetch = engine.cache.fetch(engine.chain(*B), float("inf"))
+    while not fetch.over(0.0):
+        continue
+    assert store.waits.is_set()
+    assert fetch.take() == 0
+    assert engine.cache.fetch(engine.chain(*B), float("inf")).over(0.0), "it is not asked again"
+    engine.turn(*B)
+    engine.cache.drain()
+    assert engine.cache.counts["not stored"] == 3
+    assert list(engine.free()) == [8, 8]
+    store.left = 1000
+    store.go_on.set()
+    while engine.cache.storing.workers.hangs:  # type: ignore[union-attr]
+        continue
+    fetch = engine.cache.fetch(engine.chain(*B), float("inf"))
+    while not fetch.over(0.0):
+        continue
+    assert fetch.take() == 3
+    engine.cache.close()
+
+
+def test_a_storage_that_hangs_in_a_write_keeps_what_is_written_and_no_more() -> None:
+    store = Slow(1000)
+    store.put = lambda key, data: Slow.get(store, key)  # type: ignore[assignment, method-assign]
+    store.left = 0
+    engine = Engine(8, 8, store=store, threads=1, limit=0.05)
+    engine.turn(*B)
+    engine.turn(*A)
+    engine.cache.drain()
+    assert store.waits.is_set()
+    assert list(engine.free()) == [8, 5], "of one prompt, a page of which is being written"
+    engine.cache.close()
+    store.go_on.set()
+
+
+HANGS = """
+import sys
+from threading import Event
+from tests.tiers.engine import Engine
+from tests.tiers.schedules import Memory
+class Hangs(Memory):
+    def put(self, key, data):
+        print("hangs", flush=True)
+        Event().wait()
+engine = Engine(8, 8, store=Hangs(), limit=0.1)
+engine.turn(*range(9))
+engine.cache.drain()
+if sys.argv[1] == "closes":
+    engine.cache.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["closes", "ends"])
+def test_a_process_ends_while_its_storage_hangs(how: str) -> None:
+    done = run([sys.executable, "-c", HANGS, how], stdout=PIPE, timeout=60, check=True)
+    assert done.stdout.startswith(b"hangs")
 
 
 def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def play(
     made = partial(KeptEngine, *folders, page_size=page_size, chunk=chunk, k=k)
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="kvproto-") as name:
-        engine = made(pages=each + each // 2, host=2 * each, folder=Path(name))
+        engine = made(pages=each + each // 2, host=2 * each, storage=Path(name))
         never = made(pages=(CONVERSATIONS + 1) * each, host=1)
         anew = made(pages=each, host=1, keep=False)
         use(engine)

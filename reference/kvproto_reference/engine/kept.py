@@ -1,4 +1,4 @@
-"""An engine whose pages of target and draft stay after a request: on the device, on the host, in a folder."""
+"""An engine whose pages of target and draft stay after a request: on the device, on the host, in storage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 
 from kvproto import Tiers
+from kvproto.tiers.store import Store
 
 from .. import checkpoint
 from ..cache import KVPool, Shard
@@ -42,7 +43,7 @@ class KeptEngine:
     """Target and draft on one rank, one request at a time."""
 
     def __init__(
-        self, target_dir: Path, draft_dir: Path, *, pages: int, host: int, folder: Path | None = None,
+        self, target_dir: Path, draft_dir: Path, *, pages: int, host: int, storage: Path | str | Store | None = None,
         page_size: int = 16, chunk: int = 64, k: int = 4, keep: bool = True,
     ) -> None:  # fmt: skip
         """Pools of `pages` pages, and as many as `host` on the host; without `keep` all is computed each time."""
@@ -66,7 +67,7 @@ class KeptEngine:
             names[f"weights.{name}"] = checkpoint.fingerprint(each)
             names[f"rope.{name}"] = repr((config.rope_theta, config.rope_rates, config.rope_gain, config.rope_pairs))
             names[f"dtype.{name}"] = config.dtype
-        self.tiers = Tiers(hand_over(said, pools, 0), names, page=page_size, host=host, folder=folder)
+        self.tiers = Tiers(hand_over(said, pools, 0), names, page=page_size, host=host, storage=storage)
         self._prefiller = Prefiller(runners[0], runners[1], chunk)
         self._decoder = SpeculativeDecoder(runners[0], runners[1], k)
         self._shard, self._page, self._keep = runners[0].shard, page_size, keep

@@ -1,0 +1,32 @@
+"""Which store a name means: a folder, `lmdb:FOLDER`, or the URL of an object store."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from kvproto.errors import LocalError
+from kvproto.tiers.store import Files, Store
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["open_store"]
+
+SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb"}
+"""Extra of kvproto by the first word of a name."""
+
+
+def open_store(place: Path | str | Store) -> Store:
+    """The store at a place; raises LocalError for one that needs what is not installed, OSError."""
+    if not isinstance(place, str):
+        return Files(place) if isinstance(place, Path) else place
+    scheme, colon, rest = place.partition(":")
+    extra = SCHEMES.get(scheme) if colon else None
+    if extra is None:
+        return Files(Path(place))
+    try:
+        module = import_module("kvproto.tiers.embedded" if extra == "lmdb" else "kvproto.tiers.objects")
+    except ImportError as error:
+        wants = f"pip install 'kvproto[{extra}]'"
+        raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}") from error
+    made: Store = module.Lmdb(Path(rest)) if extra == "lmdb" else module.Objects.at(place)
+    return made

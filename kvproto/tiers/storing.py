@@ -1,0 +1,101 @@
+"""Pages on their way between the host and storage, by threads, as far as storage keeps up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from math import inf
+
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.index import Hit
+from kvproto.tiers.manifest import Data
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.workers import Workers
+
+__all__ = ["Fetch", "Storing"]
+
+
+class Storing:
+    """A shelf, and the threads that read and write it. Where a call hangs, nothing more is asked of it meanwhile."""
+
+    def __init__(self, shelf: Shelf, threads: int, most: int, limit: float) -> None:
+        """`most` pages may be under way; a call hangs that takes more than `limit` seconds."""
+        self.shelf, self.limit = shelf, limit
+        self.workers = Workers(threads, limit, most)
+        self._looking = Workers(1, inf, 1) if shelf.high else None
+        if self._looking:
+            self._looking.submit(shelf.look)
+        self._stores: list[tuple[Hit, list[Future[bool]]]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether pages are on their way to storage."""
+        return bool(self._stores)
+
+    def store(self, hit: Hit, chain: Chain, pages: Iterable[tuple[int, Mapping[int, Data]]]) -> None:
+        """Write pages, which `hit` pins."""
+        self._stores.append((hit, [self.workers.submit(self.shelf.write, chain, i, data) for i, data in pages]))
+
+    def reap(self) -> int:
+        """Let go of pages that storage has done with, or has no use for while it hangs; how many it keeps."""
+        if self.workers.hangs:
+            self.workers.drop()
+        waiting, stored = [], 0
+        for hit, futures in self._stores:
+            if all(future.done() for future in futures):
+                hit.close()
+                stored += sum(future.result() for future in futures if not future.cancelled())
+            else:
+                waiting.append((hit, futures))
+        self._stores = waiting
+        return stored
+
+    def wait(self) -> bool:
+        """Until storage has all that is on its way; False if it hangs."""
+        wait_for([future for _, some in self._stores for future in some], self.limit)
+        return not self.workers.hangs
+
+    def close(self) -> None:
+        """End, after what runs, unless it hangs."""
+        if self._looking:
+            self._looking.close(0.0)
+        self.workers.close(self.limit)
+
+
+class Fetch:
+    """Pages of a prompt that come from storage to the host."""
+
+    def __init__(
+        self, storing: Storing | None, chain: Chain, pages: range, deadline: float,
+        arrived: Callable[[Chain, int, Sequence[Mapping[int, bytes]]], int],
+    ) -> None:  # fmt: skip
+        self._storing, self._chain, self._first, self.deadline = storing, chain, pages.start, deadline
+        self._stop, self._arrived = pages.stop, arrived
+        self._futures = [storing.workers.submit(self._read, i) for i in pages] if storing else []
+
+    def over(self, now: float) -> bool:
+        """Whether nobody need wait any longer, at this time of the engine's clock; nobody does where storage hangs."""
+        if now >= self.deadline or all(future.done() for future in self._futures):
+            return True
+        return self._storing is None or self._storing.workers.hangs
+
+    def take(self) -> int:
+        """Put what has come on the host, from the first page on, and end; how many pages. The rest is dropped."""
+        came, futures = [], self._futures
+        self._futures, self._stop = [], 0
+        for future in futures:
+            data = future.result() if future.done() and not future.cancelled() else None
+            if data is None:
+                break
+            came.append(data)
+        for future in futures:
+            future.cancel()
+        return self._arrived(self._chain, self._first, came)
+
+    def _read(self, i: int) -> dict[int, bytes] | None:
+        """In a thread: page i, unless one before it is missing."""
+        data = self._storing.shelf.read(self._chain, i) if self._storing and i < self._stop else None
+        if data is None:
+            self._stop = min(self._stop, i)
+        return data

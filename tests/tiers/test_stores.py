@@ -1,0 +1,172 @@
+"""What every back end promises, and what is special to LMDB and to object stores."""
+
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from signal import SIGKILL
+from subprocess import PIPE, Popen
+from time import monotonic
+
+import msgpack
+import pytest
+
+from kvproto.errors import LocalError
+from kvproto.tiers.embedded import Lmdb
+from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.objects import Objects
+from kvproto.tiers.places import open_store
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Files, Store
+from kvproto.tiers.survey import prune, survey
+from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
+
+PROMPT = prompt(1, 2, 3, 4, 5)
+NAMES = [f"{kind}/{i:02}{'ab' * 31}.{'cd' * 32}" for kind in ("m", "o") for i in range(3)]
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with opened(request.param, tmp_path) as made:
+        yield made
+
+
+def test_bytes_are_kept_under_keys(store: Store) -> None:
+    name = NAMES[0]
+    assert (store.get(name), store.size(name), store.age(name) if not hasattr(store, "data") else 0.0) == (
+        None,
+        None,
+        0,
+    )
+    for data in (b"abc", bytearray(b"defg"), memoryview(b"xhijkly")[1:-1], b""):
+        store.put(name, data)
+        assert (store.get(name), store.size(name)) == (bytes(data), len(data))
+    assert store.age(name) > -2.0
+    store.delete(name)
+    store.delete(name)
+    assert store.get(name) is None
+
+
+def test_keys_are_listed_by_kind(store: Store) -> None:
+    for name in NAMES:
+        store.put(name, b"1")
+    assert sorted(store.keys("m")) == NAMES[:3]
+    assert sorted(store.keys("o")) == NAMES[3:]
+    for name in store.keys("o"):
+        store.delete(name)
+    assert [*store.keys("o")] == [*store.keys("t")] == []
+
+
+def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
+    """KVP-TIER-NEWER: a field that we do not know; and a damaged page beside it goes."""
+    shelf = Shelf(store, LAYOUT)
+    for i in range(2):
+        assert shelf.write(PROMPT, i, page(PROMPT, i))
+    newer, damaged = (manifest_key(id, LAYOUT.geometry) for id in PROMPT.ahead)
+    fields = msgpack.unpackb(store.get(newer) or b"", strict_map_key=False)
+    store.put(newer, msgpack.packb({**fields, 0x3FFF: 1}))
+    store.put(damaged, b"\x81")
+    found = survey(store, verify=True)
+    assert (found.newer, [each.key for each in found.damaged], len(found.orphans)) == ([newer], [damaged], 3)
+    assert prune(store, found, -10.0, verify=True) == (1, 3)
+    assert shelf.sweep(-10.0) == 0
+    assert len([*store.keys("m")]) == 1
+    assert len([*store.keys("o")]) == 3
+    assert shelf.read(PROMPT, 0) is None
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+
+
+WRITER = """
+import os
+import sys
+from pathlib import Path
+from kvproto.tiers.embedded import Lmdb
+from kvproto.tiers.shelf import Shelf
+from tests.tiers.schedules import LAYOUT, page, prompt
+shelf, chain = Shelf(Lmdb(Path(sys.argv[1])), LAYOUT), prompt(1, 2, 3, 4, 5)
+for turn in range(100000):
+    shelf.write(chain, turn % 2, page(chain, turn % 2, 1))
+    os.write(1, b".")
+"""
+
+
+def test_a_writer_of_lmdb_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
+    """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
+    rng, came, shelf = random.Random(1), 0, Shelf(Lmdb(tmp_path), LAYOUT)
+    for _ in range(6):
+        with Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=PIPE, bufsize=0) as writer:
+            assert writer.stdout
+            for _ in range(rng.randrange(1, 60)):
+                assert writer.stdout.read(1)
+            writer.kill()
+        assert writer.returncode == -SIGKILL
+        for i in range(2):
+            got = shelf.read(PROMPT, i)
+            assert got in (None, page(PROMPT, i), page(PROMPT, i, 1))
+            came += got is not None
+            assert shelf.write(PROMPT, i, page(PROMPT, i))
+            assert shelf.read(PROMPT, i) == page(PROMPT, i)
+    assert came
+
+
+def test_lmdb_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
+    shelf = Shelf(Lmdb(tmp_path, room=1 << 17), LAYOUT)
+    prompts = [prompt(n, n, n) for n in range(200)]
+    kept = [shelf.write(each, 0, page(each, 0)) for each in prompts]
+    assert kept[0]
+    assert not kept[-1]
+    assert shelf.counts["failed"] == kept.count(False)
+    for each, there in zip(prompts, kept, strict=True):
+        assert shelf.read(each, 0) == (page(each, 0) if there else None)
+
+
+def test_a_process_opens_a_folder_of_lmdb_once(tmp_path: Path) -> None:
+    first, second = Lmdb(tmp_path), Lmdb(tmp_path)
+    first.put(NAMES[0], b"1")
+    assert second.get(NAMES[0]) == b"1"
+
+
+def test_a_damaged_file_of_lmdb_is_an_error_of_storage(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"x" * 8192)
+    with pytest.raises(OSError, match=r"."):
+        Lmdb(tmp_path)
+
+
+def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        begun = monotonic()
+        far = Objects.at("s3://pages/x", timeout=timedelta(seconds=0.3), retries=0, endpoint=f"http://127.0.0.1:{port}")
+        with pytest.raises(OSError, match=r"."):
+            far.get(NAMES[0])
+        shelf = Shelf(far, LAYOUT, look=False)
+        assert shelf.read(PROMPT, 0) is None
+        assert not shelf.write(PROMPT, 0, page(PROMPT, 0))
+        assert shelf.counts["failed"] == 2
+        assert monotonic() - begun < 20.0
+
+
+def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (KEYS | {"AWS_ENDPOINT_URL": server()}).items():
+        monkeypatch.setenv(name, value)
+    places = {
+        tmp_path: Files,
+        f"{tmp_path}/a": Files,
+        f"lmdb:{tmp_path}/b": Lmdb,
+        f"s3://{BUCKET}/{tmp_path.name}": Objects,
+    }
+    for place, kind in places.items():
+        made = open_store(place)
+        assert type(made) is kind
+        made.put(NAMES[0], b"1")
+        assert open_store(place).get(NAMES[0]) == b"1"
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.embedded", None)
+    with pytest.raises(LocalError, match=r"kvproto\[lmdb\]"):
+        open_store("lmdb:somewhere")
