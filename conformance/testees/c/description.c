@@ -299,14 +299,13 @@ static void find_owners(const Side *side, Group *group) {
         }
     }
 }
-static Side *side_of(const Json *json) {
-    Node map = taken_map(&LAYOUTS[L_Geometry], json, NULL);
+static Side *side_of_map(const Node *map) {
     made.size = 0;
-    put_map(&LAYOUTS[L_Geometry], &map);
+    put_map(&LAYOUTS[L_Geometry], map);
     if (made.size > MAX_GEOMETRY) refuse("BAD_GEOMETRY", &(Path){NULL, "geometry", 0});
-    Node groups = field(L_Geometry, &map, "groups"), ranks = field(L_Geometry, &map, "ranks");
+    Node groups = field(L_Geometry, map, "groups"), ranks = field(L_Geometry, map, "ranks");
     Side *side = get(sizeof *side);
-    *side = (Side){.replica = number(L_Geometry, &map, "replica"), .facts = field(L_Geometry, &map, "facts"), .groups = get(groups.count * sizeof(Group)),
+    *side = (Side){.replica = number(L_Geometry, map, "replica"), .facts = field(L_Geometry, map, "facts"), .groups = get(groups.count * sizeof(Group)),
         .ranks = get(ranks.count * sizeof(Rank)), .group_count = groups.count, .rank_count = ranks.count, .claims = get(SLOTS * sizeof(Claim))};
     for (size_t i = 0; i < groups.count; i++) side->groups[i] = group_of(&groups.items[i]);
     for (size_t i = 0; i < ranks.count; i++) side->ranks[i] = rank_of(&ranks.items[i]);
@@ -323,4 +322,8 @@ static Side *side_of(const Json *json) {
         for (size_t j = 0; j < side->ranks[i].count; j++) check_share(side, i, j);
     for (size_t i = 0; i < groups.count; i++) find_owners(side, &side->groups[i]);
     return side;
+}
+static Side *side_of(const Json *json) {
+    Node map = taken_map(&LAYOUTS[L_Geometry], json, NULL);
+    return side_of_map(&map);
 }

@@ -3,9 +3,11 @@
  *
  *     gcc -std=c11 -O2 -o lower lower.c && kvproto-conformance run -- ./lower
  *
- * In order: one side of a rank pair, rows, moves, windows that begin late, inline, the testee. */
+ * sink.c includes this file and adds what a live engine does. In order: one side of a rank pair, rows, moves, windows that begin late, inline, the testee. */
+#ifndef CLAIM
 #define CLAIM "\"name\": \"lower.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"both\", \"level\": \"L2\", " \
     "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
+#endif
 #include "plan.c"
 
 /* ---- one side of a rank pair: where a byte of the lane axis lies ---- */
@@ -39,6 +41,7 @@ static void rows_of(const Group *group, const Node *grant, uint64_t *begin, uint
     if (!count || *end < *begin) *end = *begin;
 }
 static Window window_of(const End *end, const Group *group) {
+    if (!end->column_count) return (Window){.group = group, .end = UINT64_MAX}; /* the peer's, whose columns and items nobody here knows */
     Window window = {.group = group, .columns = of_group(L_Columns, end->columns, end->column_count, group->id),
         .window = of_group(L_Grants, end->windows, end->window_count, group->id), .share = end->mine->shares};
     while (window.share->group != group) window.share++;
@@ -54,6 +57,8 @@ static uint64_t of_column(const Window *window, const char *name, size_t column)
 static uint64_t byte_at(const Window *window, size_t first, uint64_t layer, uint64_t item, uint64_t row, uint64_t byte, uint64_t *region, uint64_t *offset) {
     const Group *group = window->group;
     const Share *share = window->share;
+    *region = *offset = 0;
+    if (!share) return UINT64_MAX;
     uint64_t whole = group->parts[first].whole, lane = byte / whole, within_lane = byte % whole, before = 0;
     size_t part = first, column = 0;
     while (group->parts[part].first != first || within_lane < group->parts[part].at || within_lane >= group->parts[part].at + group->parts[part].bytes) part++;
@@ -74,6 +79,7 @@ static uint64_t byte_at(const Window *window, size_t first, uint64_t layer, uint
     return group->parts[part].at + group->parts[part].bytes - within_lane;
 }
 static uint64_t item_of(const Window *window, uint64_t i) {
+    if (!window->share) return 0;
     Node items = field(L_Grants, window->window, "items");
     if (i >= items.count) refuse("BAD_GRANT", NULL);
     return items.numbers[i];
@@ -165,15 +171,18 @@ static int by_coordinate(const void *a, const void *b) {
         if (x[i] != y[i]) return x[i] > y[i] ? 1 : -1;
     return 0;
 }
+static size_t lower_boxes(const End *ends, uint64_t (*box)[ROW], size_t count) {
+    moves.size = maps.size = 0;
+    for (size_t i = 0; i < count; i++)
+        for (uint64_t layer = box[i][4]; box[i][0] == ends[0].rank && box[i][1] == ends[1].rank && layer < box[i][5]; layer++) move_layer(ends, box[i], layer);
+    return moves.size / (MOVE * sizeof(uint64_t));
+}
 static size_t lower(const Json *question) {
     const End ends[2] = {end_of(member(question, "source")), end_of(member(question, "sink"))};
     Plan plan = {.source = ends[0].side, .sink = ends[1].side};
     size_t count;
     uint64_t(*box)[ROW] = plan_rows(&plan, &count);
-    moves.size = maps.size = 0;
-    for (size_t i = 0; i < count; i++)
-        for (uint64_t layer = box[i][4]; box[i][0] == ends[0].rank && box[i][1] == ends[1].rank && layer < box[i][5]; layer++) move_layer(ends, box[i], layer);
-    return moves.size / (MOVE * sizeof(uint64_t));
+    return lower_boxes(ends, box, count);
 }
 static void say_runs(size_t count, int (*order)(const void *, const void *)) {
     uint64_t(*move)[MOVE] = (uint64_t(*)[MOVE])moves.text;
@@ -302,7 +311,7 @@ static void answer_inline(const Json *question) {
 
 /* ---- the testee ---- */
 
-static bool answer_more(const char *op, const Json *question) {
+static bool answer_of_lower(const char *op, const Json *question) {
     if (!strcmp(op, "lower")) {
         size_t count = lower(question);
         say("\"copies\": ");
@@ -317,3 +326,6 @@ static bool answer_more(const char *op, const Json *question) {
     else return answer_of_plan(op, question);
     return true;
 }
+#ifndef LIVE
+static bool answer_more(const char *op, const Json *question) { return answer_of_lower(op, question); }
+#endif

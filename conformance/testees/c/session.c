@@ -1,0 +1,486 @@
+/* Sessions of a sink, over ZeroMQ: Hello to Goodbye, what is asked again, and what is refused; from session.md, registration.md, errors.md and zeromq.md. Included by sink.c. */
+#include "pool.c"
+#include <poll.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <zmq.h>
+
+enum { IDLE, GREETED, DESCRIBING, DESCRIBED, REGISTERING, READY, CLOSED };
+static const double RESEND = 2, PATIENCE = 30, TICKET_WAIT = 10, SILENCE = 5; /* seconds */
+static const uint64_t WINDOW = 1 << 20; /* bytes of Data on their way */
+
+typedef struct Session Session;
+typedef struct Source Source;
+typedef struct Request { struct Request *next; uint64_t id, sequence; int kind; Text frame; double again, until; } Request;
+struct Session { /* of one source rank */
+    Session *next;
+    Source *source;
+    void *socket;
+    int state;
+    bool verify, known; /* known: the source's rank has said who it is */
+    uint64_t rank, id, version, sequence, next_request, max_body, total, counted;
+    Request *requests;
+    Block *memory; /* of the Description and the plan */
+    Side *side;
+    uint64_t (*box)[ROW]; /* the plan */
+    size_t boxes;
+    char digest[32];
+    double heard;
+};
+typedef struct { uint64_t rank; char *address; } Endpoint;
+struct Source { /* an engine */
+    Source *next;
+    char *name, *address;
+    uint64_t incarnation; /* the greatest that was met */
+    const char *failed; /* why no session with it can be */
+    Session *sessions;
+    Endpoint *endpoints; /* of all ranks, as the last Welcome says */
+    size_t endpoint_count;
+};
+static Source *sources;
+static Session *gone; /* closed, but an Abort or Drained may still pass */
+static void *context;
+static struct { char *name; uint64_t incarnation; bool verify; Text geometry; char digest[32]; Side *side; End end; Block *memory; } me;
+static const char *mine_text = "", *yours_text = "", *inside = ""; /* inside: of what an error's path begins */
+
+static void lost(Session *session, const char *why); /* in sink.c: what the session's transfers come to */
+static void became_ready(Source *source);
+static void grant_credit(Session *session);
+static bool hear_transfer(Session *session, const Layout *layout, const Node *map);
+static void refused_transfer(Session *session, int layout, const Node *map);
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+static const char *code_named(const char *name) { /* the same text, for good */
+    for (int i = 0; i < ENUMS[E_ErrorCode].count; i++)
+        if (!strcmp(ENUMS[E_ErrorCode].values[i].name, name)) return ENUMS[E_ErrorCode].values[i].name;
+    return "INTERNAL";
+}
+static char *copy_of(const char *text, size_t size) {
+    char *copy = calloc(1, size + 1);
+    if (!copy) abort();
+    memcpy(copy, text, size);
+    return copy;
+}
+static void keep(Block **memory) { /* what was made so far outlives this turn */
+    Block **last = &blocks;
+    while (*last) last = &(*last)->next;
+    *last = *memory;
+    *memory = blocks;
+    blocks = NULL;
+}
+static _Noreturn void deny(const char *error, const char *path, const char *mine, const char *yours) {
+    mine_text = mine;
+    yours_text = yours;
+    refuse(error, *path ? &(Path){NULL, path, 0} : NULL);
+}
+
+/* ---- frames out ---- */
+
+static Text frame_of(int layout, const char *fields) { /* a frame of fields in JSON form */
+    Text frame = {0};
+    const char *before = reading;
+    reading = fields;
+    Node map = taken_map(&LAYOUTS[layout], json_here(), NULL);
+    put_frame(&LAYOUTS[layout], &map);
+    add(&frame, made.text, made.size);
+    reading = before;
+    return frame;
+}
+static void send_frame(Session *session, const Text *frame) {
+    if (session->socket && frame->size <= HEADER + session->max_body) zmq_send(session->socket, frame->text, frame->size, ZMQ_DONTWAIT);
+}
+static void notice(Session *session, int layout, const char *fields) { /* or a reply: sent once */
+    Text frame = frame_of(layout, fields);
+    send_frame(session, &frame);
+    free(frame.text);
+}
+static uint64_t ask(Session *session, int layout, uint64_t sequence, const char *fields) { /* under a fresh id, and again until it is answered; the first field */
+    Text json = {0};
+    uint64_t id = session->next_request++;
+    form(&json, "{");
+    if (layout != L_Hello) form(&json, "\"session\": \"%llu\", ", (unsigned long long)session->id);
+    form(&json, "\"request\": \"%llu\"%s}", (unsigned long long)id, fields);
+    Request *request = calloc(1, sizeof *request);
+    if (!request) abort();
+    *request = (Request){session->requests, id, sequence, layout, frame_of(layout, json.text), now() + RESEND, now() + PATIENCE};
+    session->requests = request;
+    send_frame(session, &request->frame);
+    free(json.text);
+    return id;
+}
+static bool answered(Session *session, const Node *request, int kind) { /* whether this answers a request that is out */
+    for (Request **each = &session->requests; *each; each = &(*each)->next)
+        if ((*each)->id == request->number && (*each)->kind == kind) {
+            Request *found = *each;
+            *each = found->next;
+            free(found->frame.text);
+            free(found);
+            return true;
+        }
+    return false;
+}
+static void say_error(Session *session, uint64_t id, const Node *request, unsigned about) {
+    Text json = {0};
+    form(&json, "{");
+    if (id) form(&json, "\"session\": \"%llu\", ", (unsigned long long)id);
+    if (request && request->kind) form(&json, "\"request\": \"%llu\", ", (unsigned long long)request->number);
+    form(&json, "\"code\": \"%s\", \"path\": \"%s\", \"mine\": \"%s\", \"yours\": \"%s\"", code, where.text, mine_text, yours_text);
+    if (about) form(&json, ", \"about\": \"%u\"", about);
+    form(&json, "}");
+    notice(session, L_Error, json.text);
+    free(json.text);
+}
+
+/* ---- a session's life ---- */
+
+static void drop_requests(Session *session, bool aborts) { /* aborts of what nothing is proven of go on (KVP-END-LATE) */
+    for (Request **each = &session->requests; *each;) {
+        Request *found = *each;
+        if (!aborts && found->kind == L_Abort) {
+            each = &found->next;
+            continue;
+        }
+        *each = found->next;
+        free(found->frame.text);
+        free(found);
+    }
+}
+static void end_session(Session *session, const char *why, bool say_goodbye) {
+    if (session->state == CLOSED) return;
+    Text json = {0};
+    form(&json, "{\"session\": \"%llu\", \"reason\": \"%s\"}", (unsigned long long)session->id, why);
+    if (say_goodbye && session->id) notice(session, L_Goodbye, json.text);
+    free(json.text);
+    session->state = CLOSED;
+    drop_requests(session, false);
+    lost(session, why);
+}
+static void close_session(Session *session) {
+    if (session->socket) zmq_close(session->socket);
+    drop_requests(session, true);
+    Block *outer = blocks;
+    blocks = session->memory;
+    give_back();
+    blocks = outer;
+    free(session);
+}
+static bool may_connect(const char *address) { /* ipc in a directory that others cannot enter; this sink has no keys (KVP-NET-INSECURE) */
+    struct stat about;
+    char folder[108];
+    if (strncmp(address, "ipc://", 6) || address[6] != '/' || strlen(address + 6) >= sizeof folder) return false;
+    strcpy(folder, address + 6);
+    *strrchr(folder, '/') = 0;
+    return !stat(*folder ? folder : "/", &about) && S_ISDIR(about.st_mode) && !(about.st_mode & 077);
+}
+static Session *dial(Source *source, const char *address, uint64_t rank) {
+    if (!may_connect(address)) return NULL;
+    Session *session = calloc(1, sizeof *session);
+    if (!session) abort();
+    *session = (Session){source->sessions, source, zmq_socket(context, ZMQ_DEALER), GREETED, .rank = rank, .next_request = 1, .max_body = MAX_BODY, .heard = now()};
+    zmq_setsockopt(session->socket, ZMQ_LINGER, &(int){500}, sizeof(int));
+    zmq_setsockopt(session->socket, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + MAX_BODY}, sizeof(int64_t));
+    if (zmq_connect(session->socket, address)) {
+        zmq_close(session->socket);
+        free(session);
+        return NULL;
+    }
+    source->sessions = session;
+    Text json = {0};
+    form(&json, ", \"versions\": [{\"major\": \"%d\", \"min_minor\": \"0\", \"max_minor\": \"%d\"}], \"engine\": \"%s\", \"incarnation\": \"%llu\", \"rank\": \"0\", \"replica\": \"0\", \"role\": \"SINK\", ",
+        MAJOR, MINOR, me.name, (unsigned long long)me.incarnation);
+    form(&json, "\"offered\": [%s%s%s], \"needed\": [%s], \"limits\": {\"max_body\": \"%d\", \"max_transfers\": \"64\"}",
+        me.verify ? "\"VERIFY\"" : "", me.verify && !pool.shared ? ", " : "", pool.shared ? "" : "\"INLINE\"", pool.shared ? "" : "\"INLINE\"", MAX_BODY);
+    ask(session, L_Hello, 0, json.text);
+    free(json.text);
+    return session;
+}
+static void greet_source(Source *source) { /* the seed endpoint first; it tells of the others */
+    for (Session *each = source->sessions; each; each = each->next)
+        if (each->state != CLOSED) return;
+    while (source->sessions) { /* closed ones may still hear what is proven */
+        Session *session = source->sessions;
+        source->sessions = session->next;
+        session->next = gone;
+        gone = session;
+    }
+    if (!source->failed && !dial(source, source->address, UINT64_MAX)) source->failed = "NO_TRANSPORT";
+}
+static void welcome(Session *session, const Node *map) {
+    Node request = field(L_Welcome, map, "request"), features = field(L_Welcome, map, "features"), engine = field(L_Welcome, map, "engine"), endpoints = field(L_Welcome, map, "endpoints");
+    if (!answered(session, &request, L_Hello)) return;
+    session->id = number(L_Welcome, map, "session");
+    session->known = true;
+    const Node *version = &map->items[field_index(&LAYOUTS[L_Welcome], "version")], *limits = &map->items[field_index(&LAYOUTS[L_Welcome], "limits")];
+    if (number(L_Version, version, "major") != MAJOR || number(L_Version, version, "minor") > MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
+    for (size_t i = 0; i < features.count; i++) {
+        const char *name = name_of(&ENUMS[E_Feature], features.items[i].number);
+        bool verify = name && !strcmp(name, "VERIFY") && me.verify, mine = verify || (name && !strcmp(name, "INLINE") && !pool.shared);
+        if (!mine) deny("FEATURE_MISSING", "features", "what Hello offered", "more");
+        session->verify |= verify;
+    }
+    if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
+    uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
+    if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
+    if (run < session->source->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
+    session->source->incarnation = session->rank == UINT64_MAX || run > session->source->incarnation ? run : session->source->incarnation;
+    session->rank = rank;
+    session->max_body = number(L_Limits, limits, "max_body");
+    for (size_t i = 0; i < session->source->endpoint_count; i++) free(session->source->endpoints[i].address);
+    session->source->endpoints = realloc(session->source->endpoints, endpoints.count * sizeof(Endpoint));
+    if (!session->source->endpoints) abort();
+    session->source->endpoint_count = endpoints.count;
+    for (size_t i = 0; i < endpoints.count; i++) {
+        Node address = field(L_Endpoint, &endpoints.items[i], "address");
+        session->source->endpoints[i] = (Endpoint){number(L_Endpoint, &endpoints.items[i], "rank"), copy_of(address.bytes, address.count)};
+    }
+    session->state = DESCRIBING;
+    Text json = {0};
+    form(&json, ", \"version\": \"1\", \"geometry\": \"");
+    form_hex(&json, me.geometry.text, me.geometry.size);
+    form(&json, "\", \"digest\": \"");
+    form_hex(&json, me.digest, 32);
+    form(&json, "\"");
+    ask(session, L_Describe, 0, json.text);
+    free(json.text);
+}
+static bool routed(const Session *session, size_t i) { return session->box[i][0] == session->rank && session->box[i][1] == 0; }
+static void form_digest(Text *text, uint64_t (*row)[ROW], size_t count) {
+    char *bytes = get(count * sizeof *row + 1), digest[32];
+    for (size_t i = 0; i < count * ROW; i++)
+        for (int b = 0; b < 8; b++) bytes[8 * i + (size_t)b] = (char)(row[i / ROW][i % ROW] >> 8 * b);
+    sha256(bytes, count * sizeof *row, digest);
+    form_hex(text, digest, sizeof digest);
+}
+static void form_routes(Text *text, const Session *session) { /* and the plan's digest, as Register and Registered have them */
+    form(text, "\"routes\": [");
+    bool more = false;
+    for (size_t i = 0, n; i < session->boxes; i += n) {
+        for (n = 1; i + n < session->boxes && !memcmp(session->box[i], session->box[i + n], 3 * sizeof(uint64_t)); n++) {}
+        if (!routed(session, i)) continue;
+        form(text, "%s{\"group\": \"%llu\", \"digest\": \"", more ? ", " : "", (unsigned long long)session->box[i][2]);
+        form_digest(text, session->box + i, n);
+        form(text, "\"}");
+        more = true;
+    }
+    form(text, "], \"plan\": \"");
+    form_digest(text, session->box, session->boxes);
+    form(text, "\"");
+}
+static Session *session_of(const Source *source, uint64_t rank) {
+    Session *each = source->sessions;
+    while (each && (each->state == CLOSED || each->rank != rank)) each = each->next;
+    return each;
+}
+static void register_memory(Session *session) {
+    Text json = {0};
+    form(&json, ", \"source\": \"");
+    form_hex(&json, session->digest, 32);
+    form(&json, "\", \"sink\": \"");
+    form_hex(&json, me.digest, 32);
+    form(&json, "\", \"epoch\": \"1\", \"access\": \"WRITE\", \"regions\": ");
+    form_region(&json);
+    form(&json, ", \"columns\": ");
+    form_columns(&json);
+    form(&json, ", ");
+    form_routes(&json, session);
+    session->state = REGISTERING;
+    ask(session, L_Register, 0, json.text);
+    free(json.text);
+}
+static void description(Session *session, const Node *map) {
+    Node request = field(L_Description, map, "request"), geometry = field(L_Description, map, "geometry"), digest = field(L_Description, map, "digest");
+    char found[32];
+    if (!answered(session, &request, L_Describe)) return;
+    session->state = DESCRIBED;
+    sha256(geometry.bytes, geometry.count, found);
+    if (memcmp(found, digest.bytes, 32)) deny("BAD_DIGEST", "digest", "the digest of the geometry", "another");
+    session->version = number(L_Description, map, "version");
+    memcpy(session->digest, found, 32);
+    uint8_t *bytes = get(geometry.count + 1);
+    memcpy(bytes, geometry.bytes, geometry.count);
+    Node *theirs = get(sizeof *theirs);
+    inside = "geometry";
+    *theirs = body(&LAYOUTS[L_Geometry], bytes, geometry.count);
+    session->side = side_of_map(theirs);
+    inside = "";
+    Plan plan = {.source = session->side, .sink = me.side};
+    uint64_t(*row)[ROW] = plan_rows(&plan, &session->boxes);
+    session->box = get((session->boxes + 1) * sizeof *row);
+    memcpy(session->box, row, session->boxes * sizeof *row);
+    keep(&session->memory);
+    for (size_t i = 0; i < session->boxes; i++) { /* the other ranks that this one is routed from */
+        const Source *source = session->source;
+        uint64_t rank = session->box[i][0];
+        if (session->box[i][1] != 0 || session_of(source, rank)) continue;
+        size_t e = 0;
+        while (e < source->endpoint_count && source->endpoints[e].rank != rank) e++;
+        if (e == source->endpoint_count || !dial(session->source, source->endpoints[e].address, rank)) deny("NO_TRANSPORT", "endpoints", "ipc in a directory of mode 0700", "none for a routed rank");
+    }
+    for (size_t i = 0; i < session->boxes; i++)
+        if (routed(session, i)) {
+            register_memory(session);
+            return;
+        }
+    became_ready(session->source); /* a rank without a route takes part in nothing */
+}
+static void registered_by(Session *session, const Node *map) {
+    Node request = field(L_Registered, map, "request"), routes = field(L_Registered, map, "routes"), digest = field(L_Registered, map, "plan");
+    if (!answered(session, &request, L_Register)) return;
+    Text stated = {0}, own = {0};
+    form(&stated, "\"routes\": [");
+    for (size_t i = 0; i < routes.count; i++) {
+        Node each = field(L_RouteRef, &routes.items[i], "digest");
+        form(&stated, "%s{\"group\": \"%llu\", \"digest\": \"", i ? ", " : "", (unsigned long long)number(L_RouteRef, &routes.items[i], "group"));
+        form_hex(&stated, each.bytes, each.count);
+        form(&stated, "\"}");
+    }
+    form(&stated, "], \"plan\": \"");
+    form_hex(&stated, digest.bytes, digest.count);
+    form(&stated, "\"");
+    form_routes(&own, session);
+    bool same_routes = !strcmp(stated.text, own.text);
+    free(stated.text);
+    free(own.text);
+    if (!same_routes) deny("ROUTE_MISMATCH", "routes", "those of both Descriptions", "others");
+    const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
+    if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
+    session->state = READY;
+    if (!pool.shared) grant_credit(session);
+    became_ready(session->source);
+}
+
+/* ---- frames in ---- */
+
+static const int REQUESTS[] = {L_Hello, L_Ping, L_Describe, L_Register, L_Unregister, L_Transfer, L_Grant, L_Done, L_Failed, L_Abort, L_Offer, L_Renew};
+static bool is_request(int layout) {
+    for (int i = 0; i < COUNT(REQUESTS); i++)
+        if (REQUESTS[i] == layout) return true;
+    return false;
+}
+static bool read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of a body that cannot be read, as far as its first fields go */
+    jmp_buf here, *outer = refused;
+    bool good = !setjmp(here);
+    refused = &here;
+    if (good) {
+        data = frame + HEADER;
+        at = 1;
+        end = size - HEADER;
+        for (uint64_t before = 0; kind_here(NULL) == UINT && before < 2;) {
+            uint64_t id = head(NULL);
+            if (id <= before || id > 2 || kind_here(NULL) != UINT) break;
+            *(id == 1 ? session : request) = (Node){.kind = UINT, .number = head(NULL)};
+            before = id;
+        }
+    }
+    refused = outer;
+    return good;
+}
+static void act(Session *session, const Layout *layout, const Node *map) {
+    Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
+    Text json = {0};
+    switch ((int)(layout - LAYOUTS)) {
+        case L_Welcome: welcome(session, map); break;
+        case L_Description: description(session, map); break;
+        case L_Registered: registered_by(session, map); break;
+        case L_Pong: answered(session, &request, L_Ping); break;
+        case L_Ping:
+            form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request.number);
+            notice(session, L_Pong, json.text);
+            free(json.text);
+            break;
+        case L_Goodbye: end_session(session, "PEER_LOST", false); break;
+        case L_Refused: case L_Error: {
+            const char *name = name_of(&ENUMS[E_ErrorCode], number((int)(layout - LAYOUTS), map, "code"));
+            bool about_request = request.kind && (answered(session, &request, L_Hello) || answered(session, &request, L_Describe) || answered(session, &request, L_Register));
+            if (about_request || (name && (!strcmp(name, "NOT_ALLOWED") || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED")))) {
+                if (about_request) session->source->failed = name ? name : "INTERNAL";
+                end_session(session, name && strcmp(name, "UNKNOWN_SESSION") ? name : "PEER_LOST", about_request);
+            }
+            break;
+        }
+        default:
+            if (!hear_transfer(session, layout, map)) deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
+    }
+}
+static void hear(Session *session, const uint8_t *frame, size_t size) {
+    static const Layout *layout;
+    static Node map;
+    Block *outer_blocks = blocks;
+    jmp_buf here, *outer = refused;
+    blocks = NULL;
+    refused = &here;
+    layout = NULL;
+    inside = "";
+    mine_text = "what kvproto 1.0 says";
+    yours_text = "what came";
+    session->heard = now();
+    if (!setjmp(here)) {
+        const Layout *found = envelope(frame, size);
+        map = body(found, frame + HEADER, size - HEADER);
+        layout = found;
+        Node id = map.items[0];
+        bool opening = layout - LAYOUTS == L_Welcome || layout - LAYOUTS == L_Refused || layout - LAYOUTS == L_Error;
+        if (opening || (id.kind && id.number == session->id && session->id)) act(session, layout, &map);
+        else if (session->id) deny("UNKNOWN_SESSION", "session", "this session", "another");
+    } else {
+        refused = &here;
+        Node id = {0}, request = {0};
+        int kind = -1;
+        for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
+            if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) kind = i;
+        if (*inside) { /* KVP-DSC-PATH */
+            Text path = {0};
+            form(&path, "%s%s%s", inside, where.size ? "." : "", where.text);
+            where.size = 0;
+            add(&where, path.text, path.size);
+            free(path.text);
+        }
+        if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
+        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, id.kind ? id.number : 0, &request, LAYOUTS[kind].type);
+        if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
+            session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
+            end_session(session, code_named(code), true);
+        } else if (layout) refused_transfer(session, kind, &map);
+    }
+    refused = outer;
+    give_back();
+    blocks = outer_blocks;
+}
+static void receive(Session *session) { /* what has come over one connection, a bounded number of frames (KVP-NET-TURN) */
+    for (int n = 0; n < 16; n++) {
+        zmq_msg_t part;
+        zmq_msg_init(&part);
+        if (zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT) < 0) {
+            zmq_msg_close(&part);
+            return;
+        }
+        bool alone = !zmq_msg_more(&part);
+        if (alone) hear(session, zmq_msg_data(&part), zmq_msg_size(&part));
+        zmq_msg_close(&part);
+        while (!alone) { /* KVP-NET-ONE */
+            zmq_msg_init(&part);
+            zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT);
+            alone = !zmq_msg_more(&part);
+            zmq_msg_close(&part);
+        }
+    }
+}
+static void on_time(Session *session) {
+    double time = now();
+    bool pinged = false;
+    for (Request *each = session->requests; each; each = each->next) {
+        pinged |= each->kind == L_Ping;
+        if (time < each->again) continue;
+        each->again = time + RESEND;
+        if (time >= each->until && each->kind != L_Abort && session->state != CLOSED) {
+            end_session(session, "PEER_LOST", true);
+            return;
+        }
+        send_frame(session, &each->frame);
+    }
+    if (session->state != CLOSED && session->id && !pinged && time > session->heard + SILENCE) ask(session, L_Ping, 0, "");
+}
