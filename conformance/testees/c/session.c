@@ -361,11 +361,12 @@ static bool is_request(int layout) {
         if (REQUESTS[i] == layout) return true;
     return false;
 }
-static bool read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of a body that cannot be read, as far as its first fields go */
+static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of any body, as far as its first fields can be read */
+    const char *error = code;
+    char *path = copy_of(where.text, where.size);
     jmp_buf here, *outer = refused;
-    bool good = !setjmp(here);
     refused = &here;
-    if (good) {
+    if (!setjmp(here)) {
         data = frame + HEADER;
         at = 1;
         end = size - HEADER;
@@ -377,7 +378,10 @@ static bool read_ids(const uint8_t *frame, size_t size, Node *session, Node *req
         }
     }
     refused = outer;
-    return good;
+    code = error;
+    where.size = 0;
+    add(&where, path, strlen(path));
+    free(path);
 }
 static void act(Session *session, const Layout *layout, const Node *map) {
     Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};

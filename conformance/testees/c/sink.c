@@ -34,6 +34,11 @@ static bool is_free(const Fetch *fetch) { /* KVP-END-REUSE */
     }
     return true; /* inline, nobody but this process writes: what it unpacks no more is free */
 }
+static bool is_settled(const Fetch *fetch) { /* whether no source rank that can still be heard owes an answer to an Abort */
+    for (size_t i = 0; i < fetch->attempt_count; i++)
+        if (fetch->attempts[i].state == ABORTING && fetch->attempts[i].session && fetch->attempts[i].session->state != CLOSED) return false;
+    return true;
+}
 static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and tell every routed rank whose good Done is missing (KVP-END-FAILED) */
     if (fetch->lost || fetch->arrived) return;
     fetch->lost = why;
@@ -389,7 +394,7 @@ static void wait_for(const Json *question) {
     Fetch *fetch = fetch_named(member(question, "id"));
     double until = now() + strtod(member(question, "seconds")->text, NULL);
     if (!fetch) deny("UNKNOWN_TICKET", "id", "a fetch", "none");
-    while (now() < until && !fetch->arrived && !(fetch->lost && is_free(fetch))) turn_once(until - now(), false);
+    while (now() < until && !fetch->arrived && !(fetch->lost && is_settled(fetch))) turn_once(until - now(), false);
     if (fetch->arrived) {
         say("\"state\": \"arrived\", \"finished\": ");
         say(fetch->finished ? "true" : "false");
@@ -494,11 +499,14 @@ static void answer_live(const char *op, const Json *question) {
         free(json.text);
     }
 }
-static bool answer_more(const char *op, const Json *question) {
+static bool is_live(const char *op) {
     static const char *const names[] = {"open", "connect", "disconnect", "fetch", "wait", "read", "abort", "release"};
-    int n = 0;
-    while (n < COUNT(names) && strcmp(names[n], op)) n++;
-    if (n == COUNT(names)) return answer_of_lower(op, question);
+    for (int n = 0; n < COUNT(names); n++)
+        if (!strcmp(names[n], op)) return true;
+    return false;
+}
+static bool answer_more(const char *op, const Json *question) {
+    if (!is_live(op)) return answer_of_lower(op, question);
     const size_t begun = out.size;
     jmp_buf here, *outer = refused;
     refused = &here;
@@ -510,7 +518,7 @@ static bool answer_more(const char *op, const Json *question) {
         say(json.text);
         free(json.text);
     } else {
-        answer_live(names[n], question);
+        answer_live(op, question);
         say("}");
     }
     refused = outer;
