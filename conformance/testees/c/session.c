@@ -1,4 +1,4 @@
-/* Sessions of a sink, over ZeroMQ: Hello to Goodbye, what is asked again, and what is refused; from session.md, registration.md, errors.md and zeromq.md. Included by sink.c. */
+/* Sessions of a sink, over ZeroMQ: Hello to Registered, and Goodbye; from session.md, negotiation.md and registration.md. Included by hear.c. */
 #include "pool.c"
 #include <poll.h>
 #include <sys/stat.h>
@@ -31,12 +31,13 @@ typedef struct { uint64_t rank; char *address; } Endpoint;
 struct Source { /* an engine */
     Source *next;
     char *name, *address;
-    uint64_t incarnation; /* the greatest that was met */
     const char *failed; /* why no session with it can be */
     Session *sessions;
     Endpoint *endpoints; /* of all ranks, as the last Welcome says */
     size_t endpoint_count;
 };
+typedef struct Met { struct Met *next; char *engine; uint64_t replica, rank, incarnation; } Met;
+static Met *met;
 static Source *sources;
 static Session *gone; /* closed, but an Abort or Drained may still pass */
 static void *context;
@@ -209,6 +210,15 @@ static void greet_source(Source *source) { /* the seed endpoint first; it tells 
     }
     if (!source->failed && !dial(source, source->address, UINT64_MAX)) source->failed = "NO_TRANSPORT";
 }
+static Met *met_before(const char *engine, uint64_t replica, uint64_t rank) { /* the greatest incarnation of a rank (KVP-SES-OLDER) */
+    Met *each = met;
+    while (each && (each->replica != replica || each->rank != rank || strcmp(each->engine, engine))) each = each->next;
+    if (each) return each;
+    each = calloc(1, sizeof *each);
+    if (!each) abort();
+    *each = (Met){met, copy_of(engine, strlen(engine)), replica, rank, 0};
+    return met = each;
+}
 static void welcome(Session *session, const Node *map) {
     Node request = field(L_Welcome, map, "request"), features = field(L_Welcome, map, "features"), engine = field(L_Welcome, map, "engine"), endpoints = field(L_Welcome, map, "endpoints");
     if (!answered(session, &request, L_Hello)) return;
@@ -225,8 +235,9 @@ static void welcome(Session *session, const Node *map) {
     if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
     uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
     if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
-    if (run < session->source->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
-    session->source->incarnation = session->rank == UINT64_MAX || run > session->source->incarnation ? run : session->source->incarnation;
+    Met *known = met_before(session->source->name, number(L_Welcome, map, "replica"), rank);
+    if (run < known->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
+    known->incarnation = run;
     session->rank = rank;
     session->max_body = number(L_Limits, limits, "max_body");
     for (size_t i = 0; i < session->source->endpoint_count; i++) free(session->source->endpoints[i].address);
@@ -351,140 +362,4 @@ static void registered_by(Session *session, const Node *map) {
     session->state = READY;
     if (!pool.shared) grant_credit(session);
     became_ready(session->source);
-}
-
-/* ---- frames in ---- */
-
-static const int REQUESTS[] = {L_Hello, L_Ping, L_Describe, L_Register, L_Unregister, L_Transfer, L_Grant, L_Done, L_Failed, L_Abort, L_Offer, L_Renew};
-static bool is_request(int layout) {
-    for (int i = 0; i < COUNT(REQUESTS); i++)
-        if (REQUESTS[i] == layout) return true;
-    return false;
-}
-static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of any body, as far as its first fields can be read */
-    const char *error = code;
-    char *path = copy_of(where.text, where.size);
-    jmp_buf here, *outer = refused;
-    refused = &here;
-    if (!setjmp(here)) {
-        data = frame + HEADER;
-        at = 1;
-        end = size - HEADER;
-        for (uint64_t before = 0; kind_here(NULL) == UINT && before < 2;) {
-            uint64_t id = head(NULL);
-            if (id <= before || id > 2 || kind_here(NULL) != UINT) break;
-            *(id == 1 ? session : request) = (Node){.kind = UINT, .number = head(NULL)};
-            before = id;
-        }
-    }
-    refused = outer;
-    code = error;
-    where.size = 0;
-    add(&where, path, strlen(path));
-    free(path);
-}
-static void act(Session *session, const Layout *layout, const Node *map) {
-    Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
-    Text json = {0};
-    switch ((int)(layout - LAYOUTS)) {
-        case L_Welcome: welcome(session, map); break;
-        case L_Description: description(session, map); break;
-        case L_Registered: registered_by(session, map); break;
-        case L_Pong: answered(session, &request, L_Ping); break;
-        case L_Ping:
-            form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request.number);
-            notice(session, L_Pong, json.text);
-            free(json.text);
-            break;
-        case L_Goodbye: end_session(session, "PEER_LOST", false); break;
-        case L_Refused: case L_Error: {
-            const char *name = name_of(&ENUMS[E_ErrorCode], number((int)(layout - LAYOUTS), map, "code"));
-            bool about_request = request.kind && (answered(session, &request, L_Hello) || answered(session, &request, L_Describe) || answered(session, &request, L_Register));
-            if (about_request || (name && (!strcmp(name, "NOT_ALLOWED") || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED")))) {
-                if (about_request) session->source->failed = name ? name : "INTERNAL";
-                end_session(session, name && strcmp(name, "UNKNOWN_SESSION") ? name : "PEER_LOST", about_request);
-            }
-            break;
-        }
-        default:
-            if (!hear_transfer(session, layout, map)) deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
-    }
-}
-static void hear(Session *session, const uint8_t *frame, size_t size) {
-    static const Layout *layout;
-    static Node map;
-    Block *outer_blocks = blocks;
-    jmp_buf here, *outer = refused;
-    blocks = NULL;
-    refused = &here;
-    layout = NULL;
-    inside = "";
-    mine_text = "what kvproto 1.0 says";
-    yours_text = "what came";
-    session->heard = now();
-    if (!setjmp(here)) {
-        const Layout *found = envelope(frame, size);
-        map = body(found, frame + HEADER, size - HEADER);
-        layout = found;
-        Node id = map.items[0];
-        bool opening = layout - LAYOUTS == L_Welcome || layout - LAYOUTS == L_Refused || layout - LAYOUTS == L_Error;
-        if (opening || (id.kind && id.number == session->id && session->id)) act(session, layout, &map);
-        else if (session->id) deny("UNKNOWN_SESSION", "session", "this session", "another");
-    } else {
-        refused = &here;
-        Node id = {0}, request = {0};
-        int kind = -1;
-        for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
-            if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) kind = i;
-        if (*inside) { /* KVP-DSC-PATH */
-            Text path = {0};
-            form(&path, "%s%s%s", inside, where.size ? "." : "", where.text);
-            where.size = 0;
-            add(&where, path.text, path.size);
-            free(path.text);
-        }
-        if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, id.kind ? id.number : 0, &request, LAYOUTS[kind].type);
-        if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
-            session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
-            end_session(session, code_named(code), true);
-        } else if (layout) refused_transfer(session, kind, &map);
-    }
-    refused = outer;
-    give_back();
-    blocks = outer_blocks;
-}
-static void receive(Session *session) { /* what has come over one connection, a bounded number of frames (KVP-NET-TURN) */
-    for (int n = 0; n < 16; n++) {
-        zmq_msg_t part;
-        zmq_msg_init(&part);
-        if (zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT) < 0) {
-            zmq_msg_close(&part);
-            return;
-        }
-        bool alone = !zmq_msg_more(&part);
-        if (alone) hear(session, zmq_msg_data(&part), zmq_msg_size(&part));
-        zmq_msg_close(&part);
-        while (!alone) { /* KVP-NET-ONE */
-            zmq_msg_init(&part);
-            zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT);
-            alone = !zmq_msg_more(&part);
-            zmq_msg_close(&part);
-        }
-    }
-}
-static void on_time(Session *session) {
-    double time = now();
-    bool pinged = false;
-    for (Request *each = session->requests; each; each = each->next) {
-        pinged |= each->kind == L_Ping;
-        if (time < each->again) continue;
-        each->again = time + RESEND;
-        if (time >= each->until && each->kind != L_Abort && session->state != CLOSED) {
-            end_session(session, "PEER_LOST", true);
-            return;
-        }
-        send_frame(session, &each->frame);
-    }
-    if (session->state != CLOSED && session->id && !pinged && time > session->heard + SILENCE) ask(session, L_Ping, 0, "");
 }

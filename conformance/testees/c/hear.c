@@ -1,0 +1,136 @@
+/* Frames in: what is read, what is refused and how that is answered, what is asked again; from errors.md, session.md and zeromq.md. Included by transfers.c. */
+#include "session.c"
+
+static const int REQUESTS[] = {L_Hello, L_Ping, L_Describe, L_Register, L_Unregister, L_Transfer, L_Grant, L_Done, L_Failed, L_Abort, L_Offer, L_Renew};
+static bool is_request(int layout) {
+    for (int i = 0; i < COUNT(REQUESTS); i++)
+        if (REQUESTS[i] == layout) return true;
+    return false;
+}
+static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of any body, as far as its first fields can be read */
+    const char *error = code;
+    char *path = copy_of(where.text, where.size);
+    jmp_buf here, *outer = refused;
+    refused = &here;
+    if (!setjmp(here)) {
+        data = frame + HEADER;
+        at = 1;
+        end = size - HEADER;
+        for (uint64_t before = 0; kind_here(NULL) == UINT && before < 2;) {
+            uint64_t id = head(NULL);
+            if (id <= before || id > 2 || kind_here(NULL) != UINT) break;
+            *(id == 1 ? session : request) = (Node){.kind = UINT, .number = head(NULL)};
+            before = id;
+        }
+    }
+    refused = outer;
+    code = error;
+    where.size = 0;
+    add(&where, path, strlen(path));
+    free(path);
+}
+static void act(Session *session, const Layout *layout, const Node *map) {
+    Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
+    Text json = {0};
+    switch ((int)(layout - LAYOUTS)) {
+        case L_Welcome: welcome(session, map); break;
+        case L_Description: description(session, map); break;
+        case L_Registered: registered_by(session, map); break;
+        case L_Pong: answered(session, &request, L_Ping); break;
+        case L_Ping:
+            form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request.number);
+            notice(session, L_Pong, json.text);
+            free(json.text);
+            break;
+        case L_Goodbye: end_session(session, "PEER_LOST", false); break;
+        case L_Refused: case L_Error: {
+            const char *name = name_of(&ENUMS[E_ErrorCode], number((int)(layout - LAYOUTS), map, "code"));
+            bool about_request = request.kind && (answered(session, &request, L_Hello) || answered(session, &request, L_Describe) || answered(session, &request, L_Register));
+            if (about_request || (name && (!strcmp(name, "NOT_ALLOWED") || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED")))) {
+                if (about_request) session->source->failed = name ? name : "INTERNAL";
+                end_session(session, name && strcmp(name, "UNKNOWN_SESSION") ? name : "PEER_LOST", about_request);
+            }
+            break;
+        }
+        default:
+            if (!hear_transfer(session, layout, map)) deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
+    }
+}
+static void hear(Session *session, const uint8_t *frame, size_t size) {
+    static const Layout *layout;
+    static Node map;
+    Block *outer_blocks = blocks;
+    jmp_buf here, *outer = refused;
+    blocks = NULL;
+    refused = &here;
+    layout = NULL;
+    inside = "";
+    mine_text = "what kvproto 1.0 says";
+    yours_text = "what came";
+    session->heard = now();
+    if (!setjmp(here)) {
+        const Layout *found = envelope(frame, size);
+        map = body(found, frame + HEADER, size - HEADER);
+        layout = found;
+        Node id = map.items[0];
+        bool opening = layout - LAYOUTS == L_Welcome || layout - LAYOUTS == L_Refused || layout - LAYOUTS == L_Error;
+        if (opening || (id.kind && id.number == session->id && session->id)) act(session, layout, &map);
+        else if (session->id) deny("UNKNOWN_SESSION", "session", "this session", "another");
+    } else {
+        refused = &here;
+        Node id = {0}, request = {0};
+        int kind = -1;
+        for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
+            if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) kind = i;
+        if (*inside) { /* KVP-DSC-PATH */
+            Text path = {0};
+            form(&path, "%s%s%s", inside, where.size ? "." : "", where.text);
+            where.size = 0;
+            add(&where, path.text, path.size);
+            free(path.text);
+        }
+        if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
+        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, id.kind ? id.number : 0, &request, LAYOUTS[kind].type);
+        if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
+            session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
+            end_session(session, code_named(code), true);
+        } else if (layout) refused_transfer(session, kind, &map);
+    }
+    refused = outer;
+    give_back();
+    blocks = outer_blocks;
+}
+static void receive(Session *session) { /* what has come over one connection, a bounded number of frames (KVP-NET-TURN) */
+    for (int n = 0; n < 16; n++) {
+        zmq_msg_t part;
+        zmq_msg_init(&part);
+        if (zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT) < 0) {
+            zmq_msg_close(&part);
+            return;
+        }
+        bool alone = !zmq_msg_more(&part);
+        if (alone) hear(session, zmq_msg_data(&part), zmq_msg_size(&part));
+        zmq_msg_close(&part);
+        while (!alone) { /* KVP-NET-ONE */
+            zmq_msg_init(&part);
+            zmq_msg_recv(&part, session->socket, ZMQ_DONTWAIT);
+            alone = !zmq_msg_more(&part);
+            zmq_msg_close(&part);
+        }
+    }
+}
+static void on_time(Session *session) {
+    double time = now();
+    bool pinged = false;
+    for (Request *each = session->requests; each; each = each->next) {
+        pinged |= each->kind == L_Ping;
+        if (time < each->again) continue;
+        each->again = time + RESEND;
+        if (time >= each->until && each->kind != L_Abort && session->state != CLOSED) {
+            end_session(session, "PEER_LOST", true);
+            return;
+        }
+        send_frame(session, &each->frame);
+    }
+    if (session->state != CLOSED && session->id && !pinged && time > session->heard + SILENCE) ask(session, L_Ping, 0, "");
+}
