@@ -55,6 +55,7 @@ check: $(VENV)/.check
 
 # All testees by the conformance suite, as far as they claim; a page of each, and one of all, in build/conformance.
 conformance: $(VENV)/.demo
+	@test -e /usr/include/zmq.h || { echo "installing libzmq3-dev, for the sink in C"; apt-get install -y -qq libzmq3-dev > /dev/null 2>&1 || true; }
 	@$(PY) -m tools.conformance $(ARGS)
 
 # Whether the suite notices what is wrong: mutants of the registry and of code, bugs that engines have had.

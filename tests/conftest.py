@@ -32,6 +32,7 @@ SLOW = {
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
     "conformance/test_prove.py",
+    "conformance/test_sink_c.py",
     "conformance/test_testees.py",
     "demo",
     "door/test_faults.py",

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvproto_conformance import html, report
 from kvproto_conformance.__main__ import main as conformance
@@ -20,6 +21,8 @@ from tools.specgen.registry import ROOT
 TESTEES = ROOT / "conformance/testees"
 PAGES = ROOT / "build/conformance"
 RESULTS = ROOT / "docs/results.md"
+SOCKETS = Path("/usr/include/zmq.h")
+"""Of Debian's libzmq3-dev, the one library of the sink in C."""
 Run = tuple[str, list[str], list[str]]
 KVPROTO = [sys.executable, str(TESTEES / "python_kvproto.py")]
 LIVE = [
@@ -39,6 +42,7 @@ Suite {suite}, vectors {vectors}…, spec {spec}.
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs | a strict reader and writer each, in one file: [where to begin](implement.md) |
+| sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
 | plan.c, lower.c | a planner, and what else engines agree on, in C from the prose alone: a third opinion |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
@@ -58,6 +62,10 @@ def runs(live: bool) -> Iterator[Run]:
             program = PAGES / name
             subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{name}.c"], check=True)
             yield f"{name}-c", [], [str(program)]
+    if shutil.which("gcc") and SOCKETS.exists():
+        program = PAGES / "sink"
+        subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / "c/sink.c", "-lzmq"], check=True)
+        yield "sink-c", ["--live-sink", str(program)], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
 
@@ -85,6 +93,7 @@ def main() -> int:
         )
         RESULTS.write_text(page, encoding="utf-8")
     missing = [tool for tool in ("gcc", "node") if not shutil.which(tool)]
+    missing += [] if SOCKETS.exists() else ["libzmq3-dev"]
     print(f"left out for want of {' and '.join(missing)}" if missing else "", end="\n" if missing else "")
     return worst
 

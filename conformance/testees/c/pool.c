@@ -6,7 +6,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 #define LIVE
-#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L3\", " \
+#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
     "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
 #include "lower.c"
 

@@ -1,7 +1,7 @@
 /* A kvproto sink in C11: it fetches caches over shm and inline, as a decode engine does. libzmq is all that it needs; made from spec/v1 alone.
  *
  *     gcc -std=c11 -O2 -o sink sink.c -lzmq
- *     kvproto-conformance run --role sink --level L3 --live-sink ./sink -- ./sink
+ *     kvproto-conformance run --live-sink ./sink -- ./sink
  *
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
  * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, session.c, hear.c and transfers.c. */
