@@ -15,6 +15,8 @@ import pytest
 
 from kvproto_conformance import meeting
 from kvproto_conformance.cases import Case, load
+from kvproto_conformance.live import Result, list_scenarios
+from kvproto_conformance.live import run as run_live
 from kvproto_conformance.meeting import Kept, Sample, Version, heard, meet, negotiate
 from kvproto_conformance.run import run
 from kvproto_conformance.testee import Testee
@@ -187,3 +189,29 @@ def test_an_addition_that_is_not_skipped_is_found(today: Testee, next_minor: Ver
 
 def wrong(met: Iterator[Any]) -> list[str]:
     return [str(each) for each in met if each is not None]
+
+
+@pytest.mark.parametrize(
+    ("role", "ids"), [("source", ["LIVE-101", "LIVE-104", "LIVE-105"]), ("sink", ["LIVE-301", "LIVE-304", "LIVE-305"])]
+)
+def test_a_later_engine_serves_one_of_today(role: str, ids: list[str], tmp_path: Path) -> None:
+    """KVP-VER-SINCE, KVP-FRAME-W-MAJOR: it says all that may be ignored, and nothing else that today's would not know."""
+    made_up.build(made_up.minor(registry()), tmp_path)
+    engine = ["env", f"PYTHONPATH={tmp_path}", "PYTHONDONTWRITEBYTECODE=1", sys.executable, LATER, role]
+    chosen = [each for each in list_scenarios(role) if each.id in ids]
+    results = list(run_live(engine, chosen))
+    assert [(each.id, each.status, each.text) for each in results] == [(id_, "pass", "") for id_ in ids]
+    assert any("cd8002" in frame for each in results for frame in sent(each))
+
+
+LATER = str(Path(__file__).with_name("later_engine.py"))
+
+
+def sent(result: Result) -> list[str]:
+    """Descriptions that the engine has sent, in hex."""
+    return [
+        str(fields["geometry"])
+        for log in result.log
+        for _, who, _, fields in log
+        if who == "engine" and "geometry" in fields
+    ]

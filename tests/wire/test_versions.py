@@ -39,6 +39,7 @@ def test_a_later_version_adds_a_field_that_may_be_ignored(facts: Facts, body: st
         (lambda f: f["message"]["Hello"]["field"].append(FIELD | {"id": 12, "name": "color"}), "understood by any version"),
         (lambda f: f["struct"]["Limits"]["field"].append(FIELD | {"id": 3, "name": "color"}), "understood by any version"),
         (lambda f: f["message"]["Ping"]["field"].append(FIELD | {"id": 0x8001}), "for what is unknown"),
+        (lambda f: f["struct"]["Content"]["field"].append(FIELD), "under a digest"),
         (lambda f: f["enum"]["Role"].update(open=False), "a closed enum, in what any version reads"),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.specgen.registry import Facts, moves
 
-__all__ = ["RegistryError", "lint"]
+__all__ = ["DIGESTED", "RegistryError", "lint"]
 
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _PLAIN = {*_BITS, "bool", "str", "bytes", "array<u32>", "array<u64>"}
@@ -23,6 +23,8 @@ _NEVER = {0x3FFF, 0x4001, 0x7FFF, 0x8000, 0x8001, 0xFFFF}
 """Field ids that vectors have as unknown ones, beside grease: nobody gets them, or the vectors of a kept version would not hold."""
 _NEVER_VALUE, _NEVER_TYPE = 0xF000, 0x0FFF
 """Likewise enum values from here on, and this message type."""
+DIGESTED = {"Content", "Axis"}
+"""Structs of which both sides take a digest, each of its own: nothing in them may be ignored."""
 _HEAD = {1: ("session", "u64"), 2: ("request", "u64")}
 
 
@@ -191,6 +193,7 @@ def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
     _need(core[0] <= low <= core[1], f"{at}: id outside the core range")
     _need(not f["id"] & 0x8000 or f["presence"] == "optional", f"{at}: required, but may be ignored")
     _need(f["id"] not in _range(facts["grease"]["field_ids"]), f"{at}: id is grease")
+    _need(owner not in DIGESTED or not f["id"] & 0x8000, f"{at}: may be ignored, and is under a digest")
     _need(f["id"] not in _NEVER, f"{at}: id is for what is unknown")
     _need(
         bool(f["id"] & 0x8000) == f["name"].startswith("x_"), f"{at}: what may be ignored, and no other, is called x_"

@@ -86,7 +86,7 @@ class Sink(Peer):
         found = self.ask("Describe", "Description", version=self.version, geometry=data, digest=digest)
         self.theirs = read_struct("Geometry", bytes.fromhex(found.fields["geometry"]))
         self.their_version, self.digest, self.their_digest = found.fields["version"], digest, found.fields["digest"]
-        if world.digest_of(self.theirs)[1] != self.their_digest:
+        if world.digest_as_stated(found.fields["geometry"]) != self.their_digest:
             raise Missed("a Description whose digest is not that of its geometry", "KVP-DSC-DIGEST")
         self.planned = plan(self.theirs, geometry, self.watch.features)
         return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvproto_conformance.codec import write_struct
 
-__all__ = ["content", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
+__all__ = ["content", "digest_as_stated", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
 
 Json = dict[str, Any]
 GAP = 64
@@ -114,6 +114,11 @@ def content(tokens: list[int], axes: Mapping[str, int]) -> str:
     if axes:
         stated["axes"] = [{"name": name, "length": str(axes[name])} for name in sorted(axes, key=str.encode)]
     return hashlib.sha256(write_struct("Content", stated)).hexdigest()
+
+
+def digest_as_stated(geometry: str) -> str:
+    """Digest of a Geometry in hex as its owner wrote it: it may have fields of a later version."""
+    return hashlib.sha256(bytes.fromhex(geometry)).hexdigest()
 
 
 def digest_of(geometry: Json) -> tuple[str, str]:
