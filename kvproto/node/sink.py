@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import Dialer
 from kvproto.node.backstage import Backstage
 from kvproto.node.lent import Filled, returned
@@ -31,6 +32,8 @@ QUARANTINE = 0.5
 """Share of a group's pages that may wait for proof."""
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
+_MOST_UNREACHED = 3
+"""Transfers in a row that may be lost as the source cannot write our memory."""
 _TURN = 0.001
 """Seconds after which a turn hears no further frame; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
@@ -64,6 +67,8 @@ class SinkNode:
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """Where each source replica listens, and its public key."""
         self._links: dict[Replica, SourceLink] = {}
+        self._unreached: Counter[Replica] = Counter()
+        """Transfers in a row that were lost as the source cannot write our memory."""
         self._former: list[SourceLink] = []
         """Links that are over while something of them waits for proof."""
         self._transfers: dict[int, SourceLink] = {}
@@ -238,7 +243,9 @@ class SinkNode:
         self._flush()
         told, self._told = self._told, []
         for link in by_key.values():
-            told += link.take()
+            some = link.take()
+            self._judge(link, some)
+            told += some
         for event in told:
             if isinstance(event, Received | TransferLost):
                 self._transfers.pop(event.number, None)
@@ -251,6 +258,22 @@ class SinkNode:
         while self._ended:
             self._ended.pop().close()
         return told
+
+    def _judge(self, link: SourceLink, told: Iterable[Any]) -> None:
+        """Expose anew what a source cannot write, over a new link, once that has cost a few transfers in a row."""
+        replica = next((r for r, each in self._links.items() if each is link), None)
+        if replica is None:
+            return
+        for event in told:
+            if isinstance(event, Received):
+                del self._unreached[replica]
+            elif isinstance(event, TransferLost) and _unreached(event.error):
+                self._unreached[replica] += 1
+        if self._unreached[replica] >= _MOST_UNREACHED:
+            del self._unreached[replica]
+            for transport in self.transports:
+                transport.unreachable()
+            self._retire(replica, "its copies do not arrive: the memory is exposed anew")
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
@@ -329,3 +352,8 @@ class SinkNode:
         self._here.backstage.close()
         for transport in self.transports:
             transport.close()
+
+
+def _unreached(error: KvprotoError) -> bool:
+    """Whether a source says that it cannot write our memory."""
+    return isinstance(error, ReportedError) and error.code in (ErrorCode.TRANSPORT_FAILED, ErrorCode.PEER_LOST)

@@ -269,6 +269,10 @@ class Transport(Protocol):
         """These regions are not exposed any more, and no copy uses them: keep nothing of them."""
         return
 
+    def unreachable(self) -> None:
+        """Peers say that they cannot reach what was exposed: expose it in another way from now on, if there is one."""
+        return
+
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when a copy has made progress; None: see `Capabilities.poll_interval`."""
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgpack
 import pytest
 
 from kvproto import Ticket
@@ -19,9 +20,11 @@ from kvproto.node.sink import Replica
 from kvproto.node.told import Received, RequestOver, TransferLost, TransferProven
 from kvproto.planning.geometry import Geometry
 from kvproto.session.events import SessionClosed, SessionRefused
-from kvproto.transport.base import Exposure, Transport
-from kvproto.transport.shm.transport import ShmTransport
+from kvproto.transport.base import Exposure, Move, Transport
+from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import Transport as Transports
+from kvproto.wire.messages import Handle
 from tests.node.nodes import SINK, Nodes, ahead, begin, finished, grants, put
 from tests.node.test_death import prefill
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
@@ -158,6 +161,52 @@ def test_a_source_to_which_no_memory_can_be_exposed_costs_its_own_link_alone(tmp
         lost = fleet.ended(fleet.ask(Q0, second))
         assert (lost.error.code, lost.error.path) == (ErrorCode.BUSY, "regions")
         assert isinstance(fleet.ended(fleet.ask(P0, first)), Received)
+
+
+class Hidden(ShmTransport):
+    """Exposes memory that nobody can map, or copies that fail, until it hears of it."""
+
+    heard = 0
+
+    def expose(self, *given: Any) -> Exposure:
+        made = super().expose(*given)
+        other = Handle(transport=Transports.SHM, data=msgpack.packb([os.getpid(), 1 << 20, "0" * 32]))
+        return made if self.heard else attrs.evolve(made, handles=dict.fromkeys(made.handles, (other,)))
+
+    def unreachable(self) -> None:
+        self.heard += 1
+
+
+class Unwritten(ShmTransport):
+    """A source whose copies fail until `sink` exposes its memory anew."""
+
+    def __init__(self, sink: Hidden) -> None:
+        self._sink = sink
+
+    def start(self, moves: Sequence[Move]) -> ShmCopy:
+        if not self._sink.heard:
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", "the write", "a listener that is gone")
+        return super().start(moves)
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["at Register", "by each copy"])
+def test_memory_that_a_source_cannot_reach_is_exposed_anew(tmp_path: Path, refused: bool) -> None:
+    """Where fetches fail in a row: one that arrives in between begins the count again."""
+    transport = Hidden()
+    if not refused:
+        transport.expose = ShmTransport().expose  # type: ignore[method-assign]
+    with contextlib.closing(Fleet(tmp_path, [transport])) as fleet:
+        source = fleet.source(P0, 1, transports=[ShmTransport() if refused else Unwritten(transport)])
+        fleet.connect(P0)
+        for _ in range(2):
+            assert fleet.ended(fleet.ask(P0, source)).error.code == ErrorCode.TRANSPORT_FAILED
+            assert not transport.heard
+        assert fleet.ended(fleet.ask(P0, source)).error.code == ErrorCode.TRANSPORT_FAILED
+        assert transport.heard == 1
+        for _ in range(3):
+            assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert fleet.holds(P0, 1)
+        assert transport.heard == 1
 
 
 def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) -> None:

@@ -123,6 +123,11 @@ class Agent:
 
         return self._call(lambda nixl: self._transfers.connect(nixl, self, named, path))
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no memory that peers may write, and no peer."""
+        return not self._open and not self._transfers.peers
+
     def fileno(self) -> int:
         """Readable when a write has ended since the last `wait`; for poll, select, or a ZeroMQ poller."""
         return self._wake

@@ -68,14 +68,14 @@ class Transfers:
         self.posted: dict[Write, None] = {}
         """Under way."""
         self.cache = TransferCache()
-        self._peers: dict[str, tuple[bytes, list[Peer]]] = {}
+        self.peers: dict[str, tuple[bytes, list[Peer]]] = {}
         """By the name of their agent: what connects to it, and its memory."""
         self._stuck: list[int] = []
         """Handles that NIXL would not release."""
 
     def connect(self, nixl: Nixl, agent: Agent, named: Named, path: str) -> Peer:
         """Make a peer's memory writable; raises TRANSPORT_FAILED."""
-        connection, peers = self._peers.get(named.name, (named.connection, []))
+        connection, peers = self.peers.get(named.name, (named.connection, []))
         if connection != named.connection:
             raise unreachable(path, "another agent has its name", "make an agent anew after a restart")
         self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may replace the keys of this agent
@@ -90,7 +90,7 @@ class Transfers:
             raise unreachable(path, type(e).__name__, "compare NIXL's versions, and UCX_TLS on both sides") from e
         peer = Peer(agent, named, path)
         peers.append(peer)
-        self._peers[named.name] = connection, peers
+        self.peers[named.name] = connection, peers
         return peer
 
     def begin(self, nixl: Nixl, write: Write, make: Make) -> None:
@@ -171,7 +171,7 @@ class Transfers:
         names = {p.name for p in peers}
         error = RemoteError(ErrorCode.PEER_LOST, "", "a connection", type(cause).__name__, "register again with it")
         for name in names:
-            for peer in self._peers.get(name, (b"", []))[1]:
+            for peer in self.peers.get(name, (b"", []))[1]:
                 peer.lost = error
         self._let_go(nixl, lambda slots: slots.peer.name in names)
         return error
@@ -183,7 +183,7 @@ class Transfers:
 
     def disconnect(self, nixl: Nixl, peer: Peer) -> None:
         """Write this peer's memory no more; the connection ends with the last memory of its agent."""
-        _, peers = self._peers.get(peer.name, (b"", []))
+        _, peers = self.peers.get(peer.name, (b"", []))
         if peer not in peers:
             return
         for write in [w for w in self.posted if peer in w.peers]:
@@ -192,7 +192,7 @@ class Transfers:
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
-            del self._peers[peer.name]
+            del self.peers[peer.name]
             nixl.forget(peer.name)
 
     def finish(self, nixl: Nixl) -> None:
@@ -202,7 +202,7 @@ class Transfers:
             write.end(closed(), Proof.UNPROVABLE)
         self.posted.clear()
         self._let_go(nixl, lambda _: True)
-        for name in self._peers:
+        for name in self.peers:
             nixl.forget(name)
         for handle in self._stuck:
             with contextlib.suppress(Exception):

@@ -10,6 +10,7 @@ are written directly registers some staging memory for that alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
@@ -68,7 +69,12 @@ class NixlTransport(base.Transport):
             incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
             poll_interval=_POLL[device is None], summed_at_once=self.backend.summed_at_once,
         )  # fmt: skip
-        self._registered: dict[int, tuple[base.Memory, Registered]] = {}
+        self._former: Agent | None = None
+        """The one before, until nothing of it is in use."""
+        self._anew = False
+        """Whether another agent is to expose memory."""
+        self._registered: dict[tuple[int, str], tuple[base.Memory, Registered]] = {}
+        """By identity of the memory and name of the agent."""
         self._probed: Registered | None = None
         """Staging memory that is written only to measure the link."""
 
@@ -84,6 +90,8 @@ class NixlTransport(base.Transport):
         """
         for each in memory.values():
             self.backend.of(each)
+        if self._anew:
+            self._renew()
         mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
         if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
             if self.mode is WriteMode.DIRECT:
@@ -94,7 +102,7 @@ class NixlTransport(base.Transport):
             mode = WriteMode.PACKED
         device = self.backend.device_name
         if mode is WriteMode.DIRECT:
-            handles = {id: (self._register(m).handle,) for id, m in memory.items()}
+            handles = {id: (self._register(m, self.agent).handle,) for id, m in memory.items()}
             return base.Exposure(handles, () if device is None else (self._to_probe().region(next_id, device),))
         staging = self._staging(self.slots * self.slot_bytes, self.slot_bytes)
         self.backend.prepare(program, "sink", memory)
@@ -172,18 +180,35 @@ class NixlTransport(base.Transport):
         if link is not None:
             packer = self.backend.packer(move.program, "source", sources, move.after)
             return Streaming(StagedSender(link, packer, move.grows), move.program.bytes, self.backend.happened)
-        registered = {i: self._register(m) for i, m in sources.items()}
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
-        return Writing(Direct(self.agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
+        agent = next((peer.agent for peer in sinks.values()), self.agent)
+        registered = {i: self._register(m, agent) for i, m in sources.items()}
+        return Writing(Direct(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.backend.checksums(program, memory, sink)
 
     def forget(self, memory: base.Regions) -> None:
-        for each in memory.values():
-            kept = self._registered.pop(id(each), None)
-            if kept is not None:
-                kept[1].close()
+        gone = {id(each) for each in memory.values()}
+        for key in [key for key in self._registered if key[0] in gone]:
+            self._registered.pop(key)[1].close()
+
+    def unreachable(self) -> None:
+        """Expose memory by another agent: UCX hears nobody any more once it had no descriptor for whoever connected."""
+        self._retire()
+        self._anew = self._former is None
+
+    def _renew(self) -> None:
+        """Leave the agent to what uses it; where no other can be made, it is tried again with the next exposure."""
+        with contextlib.suppress(KvprotoError):
+            made = Agent(self.backend.eager)
+            self._former, self.agent, self._anew, self._probed = self.agent, made, False, None
+
+    def _retire(self) -> None:
+        """Close the former agent once nothing uses it."""
+        if self._former is not None and self._former.idle:
+            self._former.close()
+            self._former = None
 
     def fileno(self) -> int:
         """Readable when a write has ended since `acknowledge`."""
@@ -193,14 +218,17 @@ class NixlTransport(base.Transport):
         self.agent.wait(0)
 
     def close(self) -> None:
+        if self._former is not None:
+            self._former.close()
         self.agent.close()
         self.backend.close()
 
-    def _register(self, memory: base.Memory) -> Registered:
-        """Register a region, once."""
-        known = self._registered.get(id(memory))
+    def _register(self, memory: base.Memory, agent: Agent) -> Registered:
+        """Register a region, once with each agent."""
+        known = self._registered.get((id(memory), agent.name))
         if known is None:
-            known = self._registered[id(memory)] = memory, self.agent.register(self.backend.of(memory))
+            known = memory, agent.register(self.backend.of(memory))
+            self._registered[id(memory), agent.name] = known
         return known[1]
 
     def _staging(self, length: int, slot_bytes: int) -> Registered:
@@ -214,6 +242,7 @@ class NixlTransport(base.Transport):
     def _free(self, staging: Registered) -> None:
         staging.close()
         self.backend.free(staging.memory)
+        self._retire()
 
     def _to_probe(self) -> Registered:
         if self._probed is None:
