@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
+from kvproto_conformance.codec.facts import PART_NAMES
 from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
 
@@ -134,6 +135,7 @@ BROKEN: list[tuple[str, str, Edit, str, str]] = [
     ("part-twice", "KVP-GEO-PARTS", _set("groups.1.parts.1.name", "k"), "groups[1].parts[1].at", "two caches of one name, of which one is lost"),
     ("part-two-names", "KVP-PART-TWICE", _all(_set("groups.1.parts.0.name", "k"), _set("groups.1.parts.1.name", "key")), "groups[1].parts", "an alias beside its name"),
     ("part-two-aliases", "KVP-PART-TWICE", _all(_set("groups.1.parts.0.name", "key_cache"), _set("groups.1.parts.1.name", "self_attn.k")), "groups[1].parts", "two aliases of one name"),
+    *((f"part-alias-{alias}", "KVP-PART-TWICE", _all(_set("groups.1.parts.0.name", name), _set("groups.1.parts.1.name", alias)), "groups[1].parts", f"{alias} is {name}") for name, some in PART_NAMES.items() for alias in some),
     ("sections-late", "KVP-GEO-SECTIONS", _sections((128, 1024, 1152)), "groups[0].parts[0].at", "the rope that is missing"),
     ("sections-gap", "KVP-GEO-SECTIONS", _sections((0, 512, 1152), (1024, 128, 1152)), "groups[0].parts[1].at", "bytes that nobody moves"),
     ("sections-overlap", "KVP-GEO-SECTIONS", _sections((0, 1024, 1152), (512, 640, 1152)), "groups[0].parts[1].at", "bytes that move twice"),

@@ -55,7 +55,7 @@ def cases() -> Iterator[dict[str, Any]]:
         for cp_rank in range(group.cp_size):
             for since, first, late in (
                 ([0], start, False), ([9, 3], start, False), ([9, 3], start, True), ([17], 16 + start, True),
-                ([16], 40, False), ([99], start + 8, True),
+                ([16], 40, False), ([99], start + 8, True), ([0], start, True), ([2, 1], start, True),
             ):  # fmt: skip
                 need = len(items_of(form, str(cp_rank), first, END))
                 items = np.arange(need, dtype=np.uint32)[::-1] * 2

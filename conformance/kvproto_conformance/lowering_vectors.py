@@ -24,16 +24,22 @@ from kvproto_conformance.suites import MADE, text
 FILE = MADE / "lowering.json"
 
 
-def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int, apart: bool = False) -> list[Columns]:
-    """Items one after the other, [item, row, lane], `gap` bytes after each row; a region a group, or a column each."""
+def columns(
+    geometry: Geometry, rank: int, pools: dict[int, int], gap: int, apart: bool = False, pad: int = 0,
+    odd: bool = False,
+) -> list[Columns]:  # fmt: skip
+    """Items one after the other, [item, row, lane], with `gap` bytes after each row and `pad` after each item.
+
+    A region a group, or a column each where they are `apart`. `odd`: each second layer has a byte more after a row.
+    """
     groups, made = {g.id: g for g in geometry.groups}, []
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group, at, found = groups[share.group], 0, []
-        for _ in share.layers.tolist():
+        for n in range(share.layers.size):
             for p, part in enumerate(group.parts):
-                row = part.lane_bytes * sum(s.hi - s.lo for s in share.lanes if s.part == p) + gap
-                found.append((at, row * group.rows, row, part.lane_bytes))
-                at += row * group.rows * pools[group.id]
+                row = part.lane_bytes * sum(s.hi - s.lo for s in share.lanes if s.part == p) + gap + (odd and n % 2)
+                found.append((at, row * group.rows + pad, row, part.lane_bytes))
+                at += (row * group.rows + pad) * pools[group.id]
         offset, item, step, lane = np.array(found, np.uint64).T.copy()
         region = np.full(len(found), group.id + 1, np.uint32)
         if apart:
@@ -45,16 +51,17 @@ def columns(geometry: Geometry, rank: int, pools: dict[int, int], gap: int, apar
 
 
 def side(
-    geometry: Geometry, items: list[int], first: int, count: int, rank: int = 0, gap: int = 0, apart: bool = False
-) -> dict[str, Any]:
-    """One rank, all of whose groups have the same window and items."""
-    pools = {g.id: 8 for g in geometry.groups}
+    geometry: Geometry, items: list[int], first: int, count: int, rank: int = 0, gap: int = 0, apart: bool = False,
+    pad: int = 0, pool: int = 8, odd: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One rank, all of whose groups have the same window and items, of a pool of so many."""
+    pools = {g.id: pool for g in geometry.groups}
     grants = [
         Grants(group=g.id, first=first, count=count, valid=first + count, items=np.array(items, np.uint32))
         for g in geometry.groups
     ]
     return {
-        "geometry": to_json(geometry), "rank": str(rank), "columns": [to_json(c) for c in columns(geometry, rank, pools, gap, apart)],
+        "geometry": to_json(geometry), "rank": str(rank), "columns": [to_json(c) for c in columns(geometry, rank, pools, gap, apart, pad, odd)],
         "windows": [to_json(grant) for grant in grants],
     }  # fmt: skip
 
@@ -181,6 +188,45 @@ def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
     )
     yield from by_tables(kv)
     yield from by_shares()
+    yield from by_many(kv)
+
+
+def by_many(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+    """Windows of many pages, in pools whose items touch or lie apart: what is one run of bytes depends on both."""
+    single, two, three = (attrs.evolve(kv, rows=rows) for rows in (1, 2, 3))
+    deal, turn = dealt(two, 2, 4), table(three, [0, 1, 1, 0], 6)
+    whole, late, part = (0, 95), (9, 80), (0, 33)
+    for id_, source, a, from_, pad, sink, b, to, other, note in (
+        ("many-single-rows", one(single), 0, whole, 0, one(single), 0, late, 0, "both pools touch"),
+        ("many-single-rows-apart", one(single), 0, whole, 3, one(single), 0, late, 3, "neither does"),
+        ("many-single-rows-joined", one(single), 0, whole, 3, one(three), 0, late, 0, "rows by themselves to pages of 3"),
+        ("many-to-single-rows", one(three), 0, whole, 0, one(single), 0, late, 3, "the same back"),
+        ("many-pages", one(two), 0, whole, 0, one(three), 0, late, 0, "pages of 2 to pages of 3, which touch"),
+        ("many-pages-apart", one(two), 0, whole, 5, one(three), 0, late, 7, "the same, of items that lie apart"),
+        ("many-pages-to-apart", one(three), 0, whole, 0, one(two), 0, late, 5, "one pool touches, the other does not"),
+        ("many-pages-from-apart", one(three), 0, whole, 7, one(two), 0, late, 0, "the same the other way"),
+        ("few-pages-apart", one(two), 0, part, 5, one(three), 0, part, 7, "no more than 32 pages, of items that lie apart"),
+        ("many-dealt", deal, 1, whole, 5, turn, 1, late, 7, "between deals, of items that lie apart"),
+        ("many-dealt-that-touch", deal, 0, whole, 0, turn, 1, late, 0, "the same of pools that touch"),
+        ("many-from-dealt", turn, 0, whole, 7, one(single), 0, late, 3, "from a deal by a table to single rows"),
+        ("many-to-dealt", one_two(single), 0, whole, 0, deal, 1, late, 5, "from single rows to a deal in turn"),
+    ):  # fmt: skip
+        here, there = (
+            side(geometry, scattered(geometry, rank, *window), *window, rank, pad=gap, pool=_MANY)
+            for geometry, rank, window, gap in ((source, a, from_, pad), (sink, b, to, other))
+        )
+        yield id_, "KVP-PLAN-EXACT", here, there, note
+
+
+_MANY = 96
+"""Items of a pool of many."""
+
+
+def scattered(geometry: Geometry, rank: int, first: int, count: int) -> list[int]:
+    """As many items as a rank needs of these tokens, three by three in their order."""
+    (share,) = next(r for r in geometry.ranks if r.rank == rank).owns
+    need = items_needed(geometry.groups[0], share.cp_rank, first, count)
+    return [(5 * (n // 3) + rank + 3) % (_MANY // 3) * 3 + n % 3 for n in range(need)]
 
 
 def by_shares() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
@@ -217,6 +263,9 @@ def by_shares() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]
     )
     here, there = side(whole, *window[0]), side(whole, *window[1], apart=True)
     yield "to-a-region-a-layer", "KVP-PLAN-EXACT", here, there, "the same the other way"
+    for id_, a, b in (("odd-layers", True, False), ("to-odd-layers", False, True)):
+        here, there = side(whole, *window[0], odd=a), side(whole, *window[1], odd=b)
+        yield id_, "KVP-PLAN-EXACT", here, there, "rows of each second layer are a byte further from each other"
 
 
 def shares(group: Group, owned: list[tuple[Any, list[tuple[int, int]]]]) -> Geometry:
@@ -257,6 +306,7 @@ def by_tables(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, A
         ("zigzag-of-rows", table(rows, [0, 1, 1, 0], 4), 1, one(rows), 0, 2, 25, "rows of two tokens, the last one incomplete"),
         ("zigzag-of-single-rows", table(single, [0, 1, 1, 0], 1), 0, one(single), 0, 1, 7, "pages of one row"),
         ("opaque-zigzag", coded, 1, coded, 1, 0, 16, "whole items between equal zigzags"),
+        ("opaque-zigzag-late", coded, 0, coded, 0, 8, 12, "the same of a window that begins with the second item"),
         ("nvfp4-second-head", lay_out([heads]), 0, lay_out([heads], Parallel(tp=2)), 1, 3, 6, "8 bytes of 16 elements, a byte of scale"),
     ):  # fmt: skip
         here, there = (

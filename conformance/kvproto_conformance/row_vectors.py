@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import numpy as np
 
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, handoff, mla, owns
 from kvproto.wire import to_json
@@ -118,6 +119,18 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
     for name, odd in (("slot", SLOT), ("hand-off", handoff(0, "target", {"token": (DType.U32, 4)}))):
         odd = attrs.evolve(odd, partial=True)
         yield f"refused-partial-{name}", "KVP-GEO-PARTIAL", (one(odd), one(odd)), "rows that stand for no tokens"
+
+    inner = Geometry(
+        replica=0, facts=(), groups=(HEADS,), ranks=(Rank(rank=0, owns=(owns(HEADS, [0, 1], [(1, 3)]),)),)
+    )  # fmt: skip
+    yield "heads-that-nobody-needs", exact, (over(HEADS, 2), inner), "the outer heads have an owner and no use"
+    yield "heads-of-nobody-else", exact, (over(HEADS, 4), inner), "two of four ranks send nothing"
+    yield (
+        "refused-heads-of-nobody",
+        "KVP-PLAN-COVER",
+        (inner, over(HEADS, 2)),
+        "the outer heads have a use and no owner",
+    )
 
     state = attrs.evolve(SLOT, live_rows=3)
     yield (
@@ -245,6 +258,9 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
         "a plain part from pages of another size",
     )
     yield "beside-opaque-pages", exact, (two_groups(coded, HEADS), one(coded)), "and from pages of the same size"
+    turned_back = dealt(attrs.evolve(coded, order=np.array([1, 0], np.uint32)), 2, 4)
+    for name, pair in (("source", (turned_back, dealt(coded, 2, 4))), ("sink", (dealt(coded, 2, 4), turned_back))):
+        yield f"refused-opaque-order-{name}", opaque, pair, "as many runs, of which the other rank takes the first"
     idle = attrs.evolve(coded, interleave=64, origin=128)
     yield "opaque-without-a-deal", exact, (one(coded), one(idle)), "an interleave that means nothing"
 

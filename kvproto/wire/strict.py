@@ -44,7 +44,7 @@ def _struct_reader(name: str) -> Read:
     def unknown(reader: Reader, number: int, depth: int) -> None:
         if number > 0xFFFF:
             raise Fault(ErrorCode.OUT_OF_RANGE, "at most 0xffff", number)
-        if not number & 0x8000:
+        if not number & tables.MAY_IGNORE:
             raise Fault(ErrorCode.UNKNOWN_FIELD, "a known field", f"{number:#06x}")
         reader.skip(depth + 1)
 

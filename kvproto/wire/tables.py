@@ -16,6 +16,7 @@ MAX_BYTES = 8388608
 GREASE_FIELD_IDS = range(32795, 65532, 31)
 GREASE_FEATURES = range(61467, 65529, 31)
 GREASE_MAJOR = 170
+MAY_IGNORE = 0x8000
 
 ARRAY_CODES = {1: 1, 2: 2, 4: 3, 8: 4}
 """Width in bytes of unsigned numbers to ext code."""

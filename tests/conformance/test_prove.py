@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ def proved(*words: str) -> subprocess.CompletedProcess[str]:
 def test_bugs_and_facts_are_noticed() -> None:
     ended = proved("bugs", "registry", "--sample", "2", "--seed", "5")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "registry          2" in ended.stdout
+    assert re.search(r"^bug +2 .*\n^registry +2 ", ended.stdout, re.MULTILINE)
 
 
 def test_what_nobody_notices_and_a_reason_that_is_not_true_fail_the_command(tmp_path: Path) -> None:
@@ -45,6 +47,20 @@ def test_every_bug_is_where_it_says() -> None:
     for bug in found:
         assert (ROOT / bug.file).read_text().count(bug.old) == 1, bug.name
         assert bool(bug.cases) != bool(bug.tests), bug.name
+
+
+def test_a_bug_that_is_not_at_its_place_any_more_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever moves code is told which row to mend."""
+    row = {"name": "gone", "report": "", "file": "README.md", "old": "no such \nline", "new": ""}
+    monkeypatch.setattr(bugs.tomllib, "loads", lambda text: {"bug": [row]})
+    with pytest.raises(ValueError, match=r"bugs.toml: 'gone' replaces .* which README.md has 0 times"):
+        bugs.load()
+
+
+def test_what_only_people_read_is_not_mutated() -> None:
+    text = "def f(a):\n    if a:\n        mine, yours = str(a + 1), 'x'\n    raise Error(mine, a > 1)\n"
+    lines = [node.lineno for node in code._nodes(ast.parse(text)) if code._changes(node)]
+    assert lines == [4]  # the raise itself, and nothing that it says
 
 
 def test_mutants_of_code_are_the_same_for_a_seed_and_compile() -> None:
@@ -68,6 +84,15 @@ def forever() -> str:
 
 def dies() -> str:
     raise SystemExit(3)
+
+
+def raises() -> str:
+    raise ValueError("a fault of the tool")
+
+
+def test_a_fault_of_the_tool_counts_for_nobody() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)asked: .*a fault of the tool"):
+        list(in_children([("asked", raises)], 1, 5.0))
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

@@ -7,7 +7,7 @@ import pytest
 
 from kvproto.planning.geometry import Geometry, mla
 from kvproto.session.table import SessionState
-from kvproto.wire import encode
+from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof
 from kvproto.wire.messages import Describe, Description, Error, Failed, Refused, Register, Transfer
 from tests.session.driver import World, geometry, ticket, without_draft
@@ -221,3 +221,34 @@ def test_a_register_that_comes_while_its_plan_is_made_waits_for_it() -> None:
     assert world.sink_.ready
     assert not world.events("s0", "SessionRefused")
     world.serves()
+
+
+def test_a_sink_that_has_not_described_itself_is_kept_when_a_source_changes() -> None:
+    """KVP-DSC-AGAIN: there is nothing that it could be wrong about yet."""
+    world = Epochs()
+    world.keep = lambda to, frame: not isinstance(decode(frame), Describe)
+    world.sink("late", without_draft(), engine="late")
+    world.run()
+    (session,) = [s for s in world.sources["s0"].sessions.values() if s.peer.engine == "late"]
+    assert session.state == SessionState.OPEN
+    restated(world, without_draft())
+    world.keep = lambda to, frame: True
+    world.pass_time(2.0)
+    assert session.open
+    assert session.described.of_source.version == 2
+
+
+def test_a_plan_of_what_a_side_stated_before_is_made_again() -> None:
+    """KVP-DSC-LAST: plans may take a while, in which the source itself gets other caches."""
+    world, held = Epochs(), []
+    source = world.sources["s0"]
+    source.plans.defer = lambda work, then: held.append((work, then))
+    world.sink("late", without_draft(), engine="late")
+    world.run()
+    restated(world, without_draft())
+    while held:
+        work, then = held.pop(0)
+        then(work())
+        world.run()
+    (session,) = [s for s in source.sessions.values() if s.peer.engine == "late"]
+    assert session.described.of_source == source.stated

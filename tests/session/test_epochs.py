@@ -131,6 +131,8 @@ def test_an_epoch_is_given_back_once_it_is_unmapped() -> None:
     (asked,) = world.events("s0", "UnmapAsked")
     assert not world.of(Unregistered)
     assert world.sink_.holders(world.first) == ["p rank 0"]
+    world.serves()
+    assert world.events("s0", "UnmapAsked") == [asked]  # once, however long it takes
     world.unmaps = True
     world.unmap("s0", asked)
     world.run()

@@ -76,3 +76,10 @@ def test_hello_is_greased() -> None:
     assert hello.versions[-1].major == tables.GREASE_MAJOR
     assert [f for f in hello.offered if f in tables.GREASE_FEATURES]
     assert any(b"\xcd" + i.to_bytes(2, "big") in frame for i in tables.GREASE_FIELD_IDS)
+
+
+def test_a_greased_version_is_one_that_may_be_said() -> None:
+    """KVP-GREASE-SEND: whatever it is made of."""
+    for seed in range(600):
+        (*_, made) = greased(Terms(), seed).versions
+        assert made.min_minor <= made.max_minor == 255

@@ -497,3 +497,14 @@ def test_a_rank_without_a_route_takes_part_in_no_transfer() -> None:
     assert asked == ["s0", "s1", "s2"]
     assert len(world.events("d0", "Arrived")) == 1
     assert [e.routed for a in world.sources for e in world.events(a, "Released")] == [(0, 1, 2)] * 3
+
+
+def test_nobody_is_woken_for_a_transfer_that_need_not_be_asked_about_yet() -> None:
+    """KVP-TRN-LONG: a deadline that is over would be due for ever."""
+    world, made = ready(1), ticket(300.0)
+    world.sources["s0"].expect(made, CONTENT, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.pass_time(1.0)
+    for each in (world.sinks["d0"], world.sources["s0"]):
+        assert each.next_deadline() > world.now

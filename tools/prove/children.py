@@ -1,4 +1,7 @@
-"""Tasks in forked children, a few at a time, each within a time limit: what a task changes is gone with its process."""
+"""Tasks in forked children, a few at a time, each within a time limit: what a task changes is gone with its process.
+
+A task that raises is a fault of this tool, and ends it: nothing may count as noticed that only broke the asking.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -19,42 +23,56 @@ Task = Callable[[], str]
 
 
 def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> Iterator[tuple[str, str]]:
-    """Name and answer of each task, as they end; LATE or DIED where there is no answer."""
+    """Name and answer of each task, as they end; LATE or DIED where there is no answer. Raises what a task raises."""
     left = iter(tasks)
     running: dict[Connection, tuple[str, BaseProcess, float]] = {}
-    more = True
-    while more or running:
-        while more and len(running) < jobs:
-            name, task = next(left, ("", None))
-            if task is None:
-                more = False
-                break
-            here, there = multiprocessing.Pipe(duplex=False)
-            started = multiprocessing.get_context("fork").Process(target=_child, args=(task, there))
-            started.start()
-            there.close()
-            running[here] = name, started, time.monotonic() + limit
-        if not running:
-            break
-        soonest = min(deadline for _, _, deadline in running.values())
-        ready = set(wait(list(running), max(0.0, soonest - time.monotonic())))
-        for here in list(running):
-            name, child, deadline = running[here]
-            late = deadline < time.monotonic()
-            if here not in ready and not late:
-                continue
-            yield name, _answer(here) if here in ready else LATE
-            child.kill()
-            child.join()
-            here.close()
-            del running[here]
-
-
-def _answer(here: Connection) -> str:
     try:
-        return str(here.recv())
+        while True:
+            while len(running) < jobs and (task := next(left, None)) is not None:
+                here, started = _started(task[1])
+                running[here] = task[0], started, time.monotonic() + limit
+            if not running:
+                return
+            soonest = min(deadline for _, _, deadline in running.values())
+            ready = set(wait(list(running), max(0.0, soonest - time.monotonic())))
+            for here, (name, child, deadline) in list(running.items()):
+                if here in ready:
+                    answer, fault = _heard(here)
+                elif deadline < time.monotonic():
+                    answer, fault = LATE, ""
+                else:
+                    continue
+                del running[here]
+                _end(here, child)
+                if fault:
+                    raise RuntimeError(f"{name}: {fault}")
+                yield name, answer
+    finally:
+        for here, (_, child, _) in running.items():
+            _end(here, child)
+
+
+def _started(task: Task) -> tuple[Connection, BaseProcess]:
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(task, there))
+    child.start()
+    there.close()
+    return here, child
+
+
+def _end(here: Connection, child: BaseProcess) -> None:
+    child.kill()
+    child.join()
+    here.close()
+
+
+def _heard(here: Connection) -> tuple[str, str]:
+    """The answer, and what the task raised."""
+    try:
+        answer, fault = here.recv()
     except EOFError:
-        return DIED
+        return DIED, ""
+    return answer, fault
 
 
 def _child(task: Task, there: Connection) -> None:
@@ -62,6 +80,9 @@ def _child(task: Task, there: Connection) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    there.send(task())
+    try:
+        there.send((task(), ""))
+    except Exception:
+        there.send(("", traceback.format_exc()))
     there.close()
     os._exit(0)

@@ -16,7 +16,7 @@ import attrs
 from tools.prove.judging import module_of
 from tools.specgen.registry import ROOT
 
-__all__ = ["AREAS", "Mutant", "sample"]
+__all__ = ["AREAS", "Mutant", "files", "sample"]
 
 AREAS: dict[str, tuple[str, ...]] = {
     # what is mutated: hand-written files, whose generated neighbours the mutants of the registry are for
@@ -44,6 +44,10 @@ _SUMS: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _WORDS = ("_ranges", "_names", "_shown", "_said", "__str__", "__repr__", "advice")
 """Functions that make words for people."""
+_SAID = {"mine", "yours", "advice"}
+"""Names of what errors say beside their code and path."""
+_CHECKS = {"strict", "copy"}
+"""Arguments that check what is so, or save a copy: of `zip` and of numpy."""
 
 
 @attrs.frozen
@@ -104,6 +108,8 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith(_WORDS):
             continue
+        if _says(node) or (isinstance(node, ast.keyword) and node.arg in _CHECKS):
+            continue
         yield node
         if isinstance(node, ast.AnnAssign):
             yield from _within(node.value)
@@ -117,6 +123,19 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 def _within(node: ast.AST | None) -> Iterator[ast.AST]:
     if node is not None:
         yield from _nodes(ast.Module(body=[node], type_ignores=[]))  # type: ignore[list-item]
+
+
+def _says(node: ast.AST) -> bool:
+    """Whether a statement, or all that a condition is for, makes words for people alone."""
+    match node:
+        case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            return all(isinstance(name, ast.Name) and name.id in _SAID for name in names)
+        case ast.If(body=body, orelse=orelse):
+            return all(map(_says, [*body, *orelse]))
+        case ast.keyword(arg=name):
+            return name in _SAID
+    return False
 
 
 def _typing(node: ast.If) -> bool:

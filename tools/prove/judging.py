@@ -6,10 +6,12 @@ in a forked child, whose parent has loaded the cases and the libraries, and noth
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -22,12 +24,14 @@ from kvproto_conformance.run import Result, run
 from kvproto_conformance.testee import Testee
 from tools.specgen.registry import ROOT
 
-__all__ = ["SURVIVED", "Changes", "by_cases", "by_tests", "cases", "failing", "module_of"]
+__all__ = ["SURVIVED", "Changes", "by_both_codecs", "by_cases", "by_tests", "cases", "doubts", "failing", "module_of"]
 
 Json = dict[str, Any]
 Changes = Mapping[str, str]
 SURVIVED = ""
 """The answer where nobody noticed; any other is who did."""
+TEST_LIMIT = 30
+"""Seconds of one test: ten times what the longest takes."""
 _TESTEE = ROOT / "conformance/testees/python_kvproto.py"
 _ALL = load()
 
@@ -99,19 +103,88 @@ class _Noticed(Exception):
 
 def by_cases(changes: Changes, asked: Sequence[Case]) -> str:
     """The first case that fails, or what keeps the changed package from being imported."""
-    change(changes)
+    return _asked(changes, asked, _first)
 
+
+def by_both_codecs(changes: Changes, asked: Sequence[Case], doubts: Mapping[str, int]) -> str:
+    """The same, of a codec whose halves are looked at apart, as each would hide what is wrong with the other.
+
+    Straight-line code may doubt no more often than `doubts` says, by case; then the strict tables are asked alone.
+    """
+
+    def halves(asked: Sequence[Case], testee: Testee) -> str:
+        doubted = _counted()
+        found = _first(asked, testee, lambda case: doubted() > doubts[case.id])
+        if found == SURVIVED:
+            _without_straight_lines()
+            found = _first(asked, testee)
+        return found
+
+    return _asked(changes, asked, halves)
+
+
+def doubts(asked: Sequence[Case]) -> str:
+    """How often the straight-line code leaves each case to the strict tables, as JSON."""
+    testee, told = _Within(), {}
+    doubted = _counted()
+    run(asked, testee, lambda result: told.update({result.case.id: doubted()}))
+    return json.dumps(told)
+
+
+def _asked(changes: Changes, asked: Sequence[Case], way: Callable[[Sequence[Case], Testee], str]) -> str:
+    change(changes)
+    try:
+        return way(asked, _Within())
+    except Exception as error:
+        return f"does not start: {type(error).__name__}"
+
+
+def _first(asked: Sequence[Case], testee: Testee, also: Callable[[Case], bool] = lambda case: False) -> str:
     def told(result: Result) -> None:
-        if result.wrong:
+        if result.wrong or also(result.case):
             raise _Noticed(result.case.id)
 
     try:
-        run(asked, _Within(), told)
+        run(asked, testee, told)
     except _Noticed as noticed:
         return str(noticed)
-    except Exception as error:
-        return f"does not start: {type(error).__name__}"
     return SURVIVED
+
+
+def _counted() -> Callable[[], int]:
+    """What says how often the strict tables were asked since it was last called."""
+    codec = importlib.import_module("kvproto.wire.codec")
+    times = [0]
+
+    def counting(table: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*words: Any) -> Any:
+            times[0] += 1
+            return table(*words)
+
+        return counted
+
+    def since() -> int:
+        found, times[0] = times[0], 0
+        return found
+
+    vars(codec).update(read_whole=counting(codec.read_whole), pack=counting(codec.pack))
+    return since
+
+
+class _Doubts(dict[Any, Any]):
+    """In place of the straight-line code: it doubts everything."""
+
+    def __missing__(self, key: Any) -> Any:
+        def doubt(*anything: Any) -> Any:
+            raise TypeError
+
+        return doubt
+
+
+def _without_straight_lines() -> None:
+    codec, straight = (importlib.import_module(f"kvproto.wire.{name}") for name in ("codec", "straight"))
+    vars(straight).update(ENCODE=_Doubts(), DECODE=_Doubts())
+    vars(codec).update(_FAST={})
 
 
 def failing(changes: Changes, asked: Sequence[Case]) -> str:
@@ -121,9 +194,16 @@ def failing(changes: Changes, asked: Sequence[Case]) -> str:
 
 
 class _First:
-    """The first test that fails."""
+    """Tests in the order in which they are named, and the first that fails."""
 
-    name = ""
+    def __init__(self, order: Sequence[str]) -> None:
+        self.name = ""
+        self._order = {test: i for i, test in enumerate(order)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._order:
+            items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda i: self._order[i.nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -134,12 +214,18 @@ class _First:
             self.name = self.name or f"{report.nodeid} is not collected"
 
 
-def by_tests(changes: Changes, names: Sequence[str], *more: str) -> str:
-    """The first test that fails, of files or tests of the repository, as pytest with `more` options finds them."""
+def by_tests(changes: Changes, words: Sequence[str], order: Sequence[str] = ()) -> str:
+    """The first test that fails, of files, tests and options that `words` name to pytest.
+
+    With `order`, of those tests alone, in this order. A test that takes longer than `TEST_LIMIT` has failed.
+    """
     change(changes)
-    first = _First()
-    words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}", *more]
-    status = pytest.main([*words, *(str(ROOT / name) for name in names)], plugins=[first])
+    first = _First(order)
+    named = [str(ROOT / word) if "/" in word else word for word in words]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_LIMIT}", f"--rootdir={ROOT}"]
+    status = pytest.main([*options, *named], plugins=[first])
     if status == pytest.ExitCode.OK:
         return SURVIVED
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ValueError(f"no test of {', '.join(words)}")
     return first.name or f"does not start: {status!r}"

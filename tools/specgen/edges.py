@@ -100,7 +100,7 @@ def _bytes(facts: Facts) -> Iterator[Case]:
         yield of.good(
             f"bytes-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: binary(data)}, {"data": data.hex()}
         )
-    for head, size in ((b"\xc5\x00\xff", 255), (b"\xc6\x00\x00\x01\x00", 256)):
+    for head, size in ((b"\xc5\x00\xff", 255), (b"\xc6\x00\x00\x01\x00", 256), (b"\xc6\x00\x00\xff\xff", 65_535)):
         made = {at: head + bytes(size)}
         yield of.bad(
             f"bytes-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "data"
@@ -143,8 +143,9 @@ def _arrays(facts: Facts) -> Iterator[Case]:
         (17, b"\xc8\x00\x11"),
         (255, b"\xc8\x00\xff"),
         (256, b"\xc9\x00\x00\x01\x00"),
+        (65_535, b"\xc9\x00\x00\xff\xff"),
     ):
-        made = {at: head + b"\x01" + bytes(range(size))}
+        made = {at: head + b"\x01" + bytes(n % 256 for n in range(size))}
         yield of.bad(
             f"array-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "groups"
         )

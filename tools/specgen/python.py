@@ -115,7 +115,7 @@ def tables_module(facts: Facts) -> str:
         f"HEADER_BYTES = {p['header_bytes']}", f"FROZEN_MAJOR = {p['frozen_major']}", f"KNOWN_FLAGS = {p['known_flags']}",
         *(f"{name.upper()} = {row['value']}" for name, row in limits.items() if row["scope"] == "body"),
         *(f"GREASE_{key.upper()} = range({g['first']}, {g['last'] + 1}, {g['step']})" for key, g in grease.items() if key != "major"),
-        f"GREASE_MAJOR = {grease['major']}", "",
+        f"GREASE_MAJOR = {grease['major']}", f"MAY_IGNORE = 0x{1 << facts['field_ids']['may_ignore_bit']:04X}", "",
         "ARRAY_CODES = {" + ", ".join(f"{1 << i}: {facts['ext'][f'u{8 << i}']}" for i in range(4)) + "}", '"""Width in bytes of unsigned numbers to ext code."""', "",
         "ARRAY_KINDS = {" + ", ".join(f'{code}: ("{name[0]}", {int(name[1:]) // 8})' for name, code in facts["ext"].items()) + "}", '"""Ext code to kind and width in bytes."""', "",
         f"OPEN_ENUMS = {{{json.dumps(open_enums)[1:-1]}}}", "",

@@ -26,6 +26,7 @@ Node = Any
 Case = dict[str, Any]
 
 
+_PRESENCE = ("present_iff", "only_if")
 _BARE = ("Geometry", "Ticket", "Content", "Manifest")
 """Structs that stand alone: in a byte string, beside a prompt, under a digest."""
 
@@ -241,7 +242,10 @@ class Body:
             return _Value(uint(value), str(value))
         if type_.startswith("enum:"):
             enum = self._enum(type_[5:])
-            name = self._member(enum, full) if not index else list(enum["values"])[index % len(enum["values"])]
+            rules = self._body(owner).get("rule", ()) if owner else ()
+            decides = any(r["rule"] in _PRESENCE and r["args"][1] == f["name"] for r in rules)
+            least = not index or decides
+            name = self._member(enum, full) if least else list(enum["values"])[index % len(enum["values"])]
             return _Value(uint(enum["values"][name]), name)
         if type_ == "bool":
             return _Value(b"\xc3" if full else b"\xc2", full)
@@ -368,9 +372,34 @@ class Body:
         yield self.bad("wide-map", "KVP-BODY-FORM", wide, "NOT_CANONICAL", "", "one message must have one encoding")
 
     def _field(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
-        node, id_ = self.full.node, path.replace("[0]", "")
         if f["name"] in self._absent(owner, full=True):
+            whole, turn = self.full, self.turn
+            self.full = self._with(owner, f, at, path)
+            yield from self._stated(owner, f, at, path)
+            self.full, self.turn = whole, turn
             return
+        yield from self._stated(owner, f, at, path)
+
+    def _with(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> _Value:
+        """The full value, but for another value of the enum that a field needs, and with the field."""
+        above, above_path = at[:-1], path.removesuffix(f["name"])
+        rule = next(r for r in self._body(owner)["rule"] if r["rule"] in _PRESENCE and r["args"][0] == f["name"])
+        _, enum_field, member = rule["args"]
+        fields = {each["name"]: each for each in self._fields(owner)}
+        number = self.facts["enum"][fields[enum_field]["type"][5:]]["values"][member]
+        value = self._value(f, True, 0, "")
+        node = _replaced(self.full.node, (*above, fields[enum_field]["id"]), uint(number))
+        shown = _json_replaced(self.full.json, f"{above_path}{enum_field}", member)
+        for mend in self._others(owner, rule, above, above_path):
+            node, shown = mend(node, shown, member)
+        return _Value(_replaced(node, at, value.node), _json_replaced(shown, path, value.json))
+
+    def _stated(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        node, id_ = self.full.node, path.replace("[0]", "")
+        rules = [rule for rule in self._body(owner).get("rule", ()) if f["name"] in rule["args"]]
+        if f["presence"] == "optional" and not any(rule["rule"] in _PRESENCE for rule in rules):
+            absent = _Value(_replaced(node, at, None), _json_replaced(self.full.json, path, None))
+            yield self.good(f"{id_}-absent", "KVP-BODY-W-MAP", absent, "it need not be there")
         if f["presence"] == "required":
             yield self.bad(
                 f"{id_}-missing",
@@ -406,12 +435,14 @@ class Body:
         node = self.full.node
         if f["type"].startswith("enum:"):
             enum = self._enum(f["type"][5:])
+            yield from self._each_value(owner, f, at, path, id_, enum)
             if enum["open"]:
-                shown = _json_replaced(self.full.json, path, {"unknown": str(_OPEN)})
-                value = _Value(_replaced(node, at, uint(_OPEN)), shown)
                 rules = [r for r in self._body(owner).get("rule", ()) if f["name"] in r["args"]]
                 if not rules:
-                    yield self.good(f"{id_}-unknown", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
+                    for what, number in (("unknown", _OPEN), ("next", max(enum["values"].values()) + 1)):
+                        shown = _json_replaced(self.full.json, path, {"unknown": str(number)})
+                        value = _Value(_replaced(node, at, uint(number)), shown)
+                        yield self.good(f"{id_}-{what}", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
             else:
                 beyond = max(enum["values"].values()) + 1
                 yield self.bad(
@@ -472,6 +503,19 @@ class Body:
             path,
             "an integer in 8 bytes that needs 1",
         )
+
+    def _each_value(
+        self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str, enum: Facts
+    ) -> Iterator[Case]:
+        """Every value of an enum, where no rule asks for other fields with it; codes of errors in Error alone."""
+        if any(f["name"] in r["args"] for r in self._body(owner).get("rule", ())):
+            return
+        if f["type"] == "enum:ErrorCode" and owner != "Error":
+            return
+        for name, number in enum["values"].items():
+            shown = _json_replaced(self.full.json, path, name)
+            value = _Value(_replaced(self.full.node, at, uint(number)), shown)
+            yield self.good(f"{id_}-is-{name}", "KVP-BODY-ENUM", value, "every value has its number")
 
     def _ruled(self, owner: str, name: str) -> bool:
         """Whether some rule, in this map or around it, binds the field; then its ends are cases of that rule."""
@@ -540,6 +584,12 @@ class Body:
         if not self._ruled(owner, f["name"]) and "max" in f:
             good = _Value(_replaced(node, at, text("x" * high)), _json_replaced(self.full.json, path, "x" * high))
             yield self.good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
+        if self._ruled(owner, f["name"]) and "max" in f:  # the first of a list, where there is an order
+            good = _Value(_replaced(node, at, text("a" * high)), _json_replaced(self.full.json, path, "a" * high))
+            yield self.good(f"{id_}-longest", "KVP-BODY-RANGE", good, "the longest")
+        if low:
+            good = _Value(_replaced(node, at, text("a" * low)), _json_replaced(self.full.json, path, "a" * low))
+            yield self.good(f"{id_}-shortest", "KVP-BODY-RANGE", good, "the shortest")
 
     def _of_bytes(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
@@ -557,6 +607,9 @@ class Body:
             least = f.get("min", 0)
             good = _Value(_replaced(node, at, binary(bytes(least))), _json_replaced(self.full.json, path, "00" * least))
             yield self.good(f"{id_}-least", "KVP-BODY-RANGE", good, "the shortest")
+            if least:
+                node_ = _replaced(node, at, binary(bytes(least - 1)))
+                yield self.bad(f"{id_}-below", "KVP-BODY-RANGE", node_, "OUT_OF_RANGE", path, "nothing at all")
         bomb = b"\xc6\x00\x80\x00\x01"
         if "length" not in f:
             yield self.bad(
@@ -623,9 +676,14 @@ class Body:
                     path,
                     "nobody at all",
                 )
+                least = list(range(f["min"]))
+                shown = _json_replaced(self.full.json, path, [str(n) for n in least])
+                good = _Value(_replaced(node, at, numbers(least)), shown)
+                yield self.good(f"{id_}-shortest", "KVP-BODY-RANGE", good, "no more than must be there")
         elif not self._is_compared(owner, f["name"]):
             good = _Value(_replaced(node, at, numbers([])), _json_replaced(self.full.json, path, []))
             yield self.good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
+        yield from self._most(f, at, path, id_)
         if not self._is_compared(owner, f["name"]):
             for top in (0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF):
                 if top < 1 << 8 * widest:
@@ -635,6 +693,15 @@ class Body:
                     yield self.good(
                         f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest"
                     )
+
+    def _most(self, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        """The most elements that a list or an array may have, and one more."""
+        if "max" in f:
+            most, more = (self._value(f | {"min": f["max"] + n}, False, 0, "") for n in (0, 1))
+            good = _Value(_replaced(self.full.node, at, most.node), _json_replaced(self.full.json, path, most.json))
+            yield self.good(f"{id_}-most", "KVP-BODY-RANGE", good, "as many as there may be")
+            node = _replaced(self.full.node, at, more.node)
+            yield self.bad(f"{id_}-more", "KVP-BODY-RANGE", node, "OUT_OF_RANGE", path, "one more than there may be")
 
     def _is_compared(self, owner: str, name: str) -> bool:
         return any(name in r["args"] for r in self._body(owner).get("rule", ()) if r["rule"] == "same_length")
@@ -650,6 +717,10 @@ class Body:
                 path,
                 "nothing where something must be",
             )
+            least = self._value(f, False, 0, owner)
+            if not any(f["name"] in r["args"][1:] for r in self._body(owner).get("rule", ()) if r["rule"] == "subset"):
+                good = _Value(_replaced(node, at, least.node), _json_replaced(self.full.json, path, least.json))
+                yield self.good(f"{id_}-shortest", "KVP-BODY-RANGE", good, "no more than must be there")
         elif not self._ruled_list(owner, f["name"]):
             good = _Value(_replaced(node, at, []), _json_replaced(self.full.json, path, []))
             yield self.good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
@@ -669,6 +740,20 @@ class Body:
             path,
             "array 16 where fixarray does",
         )
+
+        yield from self._most(f, at, path, id_)
+        rules = [r for r in self._body(owner).get("rule", ()) if r["rule"] == "subset"]
+        if f["type"].startswith("list<enum:") and not any(r["args"][0] == f["name"] for r in rules):
+            enum = self._enum(f["type"][10:-1])
+            some = dict(sorted(enum["values"].items(), key=lambda each: each[1]))
+            shown: list[Any] = list(some)
+            if enum["open"]:
+                some[""] = max(some.values()) + 1
+                shown.append({"unknown": str(some[""])})
+            value = _Value(
+                _replaced(node, at, [uint(n) for n in some.values()]), _json_replaced(self.full.json, path, shown)
+            )
+            yield self.good(f"{id_}-every", "KVP-BODY-ENUM", value, "every value, and of an open enum the next")
 
     def _ruled_list(self, owner: str, name: str) -> bool:
         return any(r["rule"] == "subset" and name == r["args"][1] for r in self._body(owner).get("rule", ()))
@@ -696,6 +781,8 @@ class Body:
         whole, clause, error = self.full, rule["clause"], rule["error"]
         first = fields[args[0]]
         here = (*at, first["id"])
+        if name in ("ascend", "rise", "unique") and args[0] in absent:
+            whole, absent = self._with(owner, first, here, f"{path}{args[0]}"), set()
 
         def bad(what: str, node: Node, where: str, note: str) -> Case:
             return self.bad(f"{id_}{what}", clause, node, error, f"{path}{where}", note)
@@ -707,7 +794,12 @@ class Body:
                 yield bad("-twice", _replaced(whole.node, here, numbers([4, 9, 9])), f"{args[0]}[2]", "twice")
                 return
             tail = f".{args[1]}" if len(args) == 2 else ""
-            if name != "rise":
+            if name == "rise":
+                first_json = _json_at(whole.json, f"{path}{args[0]}")[0]
+                shown = _json_replaced(whole.json, f"{path}{args[0]}", [first_json, first_json])
+                twice = _Value(_replaced(whole.node, here, [values[0], values[0]]), shown)
+                yield self.good(f"{id_}-twice", clause, twice, "equal neighbours")
+            else:
                 yield bad("-twice", _replaced(whole.node, here, [values[0], values[0]]), f"{args[0]}[1]{tail}", "twice")
             if name != "unique":
                 yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
@@ -739,13 +831,17 @@ class Body:
         elif name == "sum_le":
             top = args[2] if isinstance(args[2], int) else 1 << 40
             last = args[1] if isinstance(args[2], int) else args[2]
-            for what, a, b in (("-reach", top - 9, 9), ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1)):
+            for what, a, b in (
+                ("-reach", top - 9, 9), ("-reach-at-once", 0, top), ("-one", 0, 1),
+                ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1),
+            ):  # fmt: skip
                 node = _replaced(_replaced(whole.node, here, uint(a)), (*at, fields[args[1]]["id"]), uint(b))
                 shown = _json_replaced(
                     _json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b)
                 )
-                if what == "-reach":
-                    yield self.good(f"{id_}{what}", clause, _Value(node, shown), "exactly at the end")
+                if what.startswith(("-reach", "-one")):
+                    note = "exactly at the end" if what != "-one" else "the least"
+                    yield self.good(f"{id_}{what}", clause, _Value(node, shown), note)
                 else:
                     yield bad(
                         what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits"
@@ -754,6 +850,16 @@ class Body:
             for other in args[1:]:
                 node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
                 yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
+            node, shown = whole.node, whole.json
+            for each in args:
+                node = _replaced(node, (*at, fields[each]["id"]), numbers([1]))
+                shown = _json_replaced(shown, f"{path}{each}", ["1"])
+            yield self.good(f"{id_}-one", clause, _Value(node, shown), "one of each")
+            for each in args if first.get("min") else ():
+                node = _replaced(node, (*at, fields[each]["id"]), numbers([]))
+            if first.get("min"):
+                where = f"{path}{args[0]}"
+                yield self.bad(f"{id_}-none", "KVP-BODY-RANGE", node, "OUT_OF_RANGE", where, "nothing at all")
         elif name in ("present_iff", "only_if"):
             yield from self._presence(owner, rule, at, path, id_)
 
@@ -778,6 +884,10 @@ class Body:
             label = name.lower()
             good, wrong = (present, absent) if wanted else (absent, present)
             yield self.good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
+            if wanted and rule["rule"] == "only_if":
+                yield self.good(
+                    f"{id_}-{label}-without", rule["clause"], absent, "a field that this kind may leave out"
+                )
             if not wanted or rule["rule"] == "present_iff":
                 yield self.bad(
                     f"{id_}-{label}-not",
@@ -788,13 +898,13 @@ class Body:
                     "a field that this kind must or must not have",
                 )
 
-        if enum["open"]:
-            node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(_OPEN))
-            shown = _json_replaced(whole.json, f"{path}{enum_field}", {"unknown": str(_OPEN)})
+        for what, number in (("unknown", _OPEN), ("next", max(enum["values"].values()) + 1)) if enum["open"] else ():
+            node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(number))
+            shown = _json_replaced(whole.json, f"{path}{enum_field}", {"unknown": str(number)})
             note = "what belongs to a later value, only a later version knows"
             for label, given in (("with", value), ("without", _Value(None, None))):
                 one = _Value(_replaced(node, where, given.node), _json_replaced(shown, f"{path}{field}", given.json))
-                yield self.good(f"{id_}-unknown-{label}", "KVP-BODY-OPEN", one, note)
+                yield self.good(f"{id_}-{what}-{label}", "KVP-BODY-OPEN", one, note)
 
     def _others(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
         """Mend the other rules on presence of the same enum field."""

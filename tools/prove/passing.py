@@ -1,0 +1,115 @@
+"""Which tests pass which line of some files: a mutant of a line is noticed by one of those, or by none."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import attrs
+import pytest
+
+from tools.specgen.registry import ROOT
+
+__all__ = ["Passing", "trace"]
+
+_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
+
+
+@attrs.frozen
+class Passing:
+    """What some runs of tests have passed."""
+
+    seconds: dict[str, float]
+    """Of each test."""
+    lines: dict[tuple[str, int], list[str]]
+    """File and line to the tests that pass it."""
+
+    def tests(self, file: str, line: int) -> list[str]:
+        """Those that pass a line, in virtual time first, then the quickest first.
+
+        All of them, where none passes it: what is done while a module is imported concerns all.
+        """
+        found = self.lines.get((file, line)) or list(self.seconds)
+        return sorted(found, key=lambda test: (not test.startswith(_VIRTUAL), self.seconds[test]))
+
+    @classmethod
+    def read(cls, texts: Sequence[str]) -> Passing:
+        """What runs of `trace` have written."""
+        seconds: dict[str, float] = {}
+        lines: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for text in texts:
+            took, files = json.loads(text)
+            names = list(took)
+            seconds |= took
+            for file, rows in files.items():
+                for line, numbers in rows.items():
+                    lines[file, int(line)] += [names[n] for n in numbers]
+        return cls(seconds, lines)
+
+
+_VIRTUAL = ("tests/session", "tests/plan", "tests/wire")
+"""Tests that wait for nothing."""
+
+
+class _Tracer:
+    """A plugin of pytest that follows each test through some files."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self._files = {str(ROOT / file) for file in files}
+        self._ours: dict[CodeType, bool] = {}
+        self._now: set[tuple[str, int]] = set()
+        self.seconds: dict[str, float] = {}
+        self.passed: dict[str, set[tuple[str, int]]] = {}
+        self.failed: set[str] = set()
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        ours = self._ours.get(code)
+        if ours is None:
+            ours = self._ours[code] = code.co_filename in self._files
+        return self._line if ours else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._now.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._line
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._now, began = set(), time.perf_counter()
+        sys.settrace(self._enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self.seconds[item.nodeid] = time.perf_counter() - began
+            self.passed[item.nodeid] = self._now
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+
+def trace(files: Collection[str], words: Sequence[str]) -> str:
+    """Run the tests that `words` name to pytest, as they are; what `Passing.read` reads.
+
+    `files` of the repository are followed, which makes tests several times slower: one that waits for the clock, and
+    fails for it, is not asked. Raises ValueError if another fails.
+    """
+    tracer = _Tracer(files)
+    status = pytest.main([*_OPTIONS, *(str(ROOT / word) if "/" in word else word for word in words)], plugins=[tracer])
+    failed = [test for test in tracer.failed if test.startswith(_VIRTUAL)]
+    if failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise ValueError(f"without any change {', '.join(failed) or repr(status)} fails")
+    for test in tracer.failed:
+        del tracer.seconds[test], tracer.passed[test]
+    lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, passed in enumerate(tracer.passed.values()):
+        for file, line in passed:
+            lines[Path(file).relative_to(ROOT).as_posix()][line].append(number)
+    return json.dumps([tracer.seconds, lines])
