@@ -13,6 +13,7 @@ from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain, namespace
 from kvproto.tiers.lease import Lease
+from kvproto.tiers.others import Others
 from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Store
@@ -42,7 +43,8 @@ class Tiers(Cache):
         store = None if storage is None else open_store(storage)
         shelf = None if store is None else Shelf(store, layout, most * 9 // 10, most, look=False)
         copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
-        super().__init__(copies, shelf, keep)
+        others = None if store is None else Others(store, pool.geometry, pool.rank, layout)
+        super().__init__(copies, shelf, keep, others=others)
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:

@@ -20,6 +20,7 @@ from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, Index, filling, seal
 from kvproto.tiers.lease import Lease
+from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.storing import Fetch, Storing
 from kvproto.transport.paging import Paging
@@ -59,14 +60,15 @@ class Cache:
 
     def __init__(
         self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024,
-        limit: float = 10.0,
+        limit: float = 10.0, others: Others | None = None,
     ) -> None:  # fmt: skip
         """`threads` read and write storage, which may have `most` pages under way at once; others are not stored.
 
         Storage hangs if a call takes more than `limit` seconds: until it is back, nobody waits for it, nor is it asked.
+        What is not there is taken from `others`.
         """
         self.copies, self.shelf, self.keep = copies, shelf, keep
-        self.storing = Storing(shelf, threads, most, limit) if shelf else None
+        self.storing = Storing(shelf, threads, most, limit, others) if shelf else None
         self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
         self.device.on_gone = self._gone
         self.counts: Counter[str] = Counter()

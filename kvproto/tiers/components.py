@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 
@@ -14,7 +14,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = ["Layout", "Part", "components"]
+__all__ = ["Layout", "Part", "alone", "components"]
 
 
 @attrs.frozen
@@ -74,7 +74,8 @@ def components(
         for group in kept
         if group.id in shares
     )
-    return Layout(page, _digest(geometry, kept, (shares[p.group] for p in parts), rank), parts)
+    record = encode_geometry(alone(geometry, rank, [part.group for part in parts]))
+    return Layout(page, hashlib.sha256(record).digest(), parts)
 
 
 def _part(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> Part:
@@ -105,12 +106,13 @@ def _rows(group: Group, share: Owns, page: int) -> int:
     return owned_before(group, share.cp_rank, page // group.tokens_per_row)
 
 
-def _digest(geometry: Geometry, groups: Iterable[Group], shares: Iterable[Owns], rank: int) -> bytes:
-    """SHA-256 of what one rank owns, as if it were alone (KVP-TIER-GEOMETRY)."""
-    owns = tuple(shares)
-    named = {share.group for share in owns}
-    alone = attrs.evolve(
-        geometry, replica=0, facts=(), groups=tuple(g for g in groups if g.id in named),
-        ranks=tuple(attrs.evolve(r, rank=0, owns=owns) for r in geometry.ranks if r.rank == rank),
-    )  # fmt: skip
-    return hashlib.sha256(encode_geometry(alone)).digest()
+def alone(geometry: Geometry, rank: int, groups: Collection[int]) -> Geometry:
+    """What a rank owns of some groups, as if it were alone (KVP-TIER-GEOMETRY)."""
+    ranks = tuple(
+        attrs.evolve(r, rank=0, owns=tuple(share for share in r.owns if share.group in groups))
+        for r in geometry.ranks
+        if r.rank == rank
+    )
+    named = {share.group for r in ranks for share in r.owns}
+    kept = tuple(g for g in geometry.groups if g.id in named)
+    return attrs.evolve(geometry, replica=0, facts=(), groups=kept, ranks=ranks)

@@ -23,7 +23,7 @@ from kvproto.transport.paging import Pager, Paging
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Owns
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "as_pool"]
 
 
 class Copies:
@@ -43,7 +43,7 @@ class Copies:
         self.memory = {part.group: pager.allocate(max(part.length * slots, 1)) for part in layout.parts}
         """Of the host, by group: a page after the other."""
         self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
-        host = _host(pool, rows, slots, layout)
+        host = as_pool(pool, {part.group: part.length for part in layout.parts}, slots)
         routes = tuple(_route(pool.group(group), pool.owns(group)) for group in rows)
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
 
@@ -84,30 +84,38 @@ def _rows(group: Group, share: Owns, length: int) -> int:
     """Rows of a page that the rank has; raises LocalError for a state, and for pages that cut an item."""
     if not kind_of(group).paged:
         raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens", "a state")
-    widths = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
-    rows = length // (widths * len(share.layers))
+    rows = length // _width(group, share)
     if rows % group.rows:
         wants = f"a multiple of {group.rows} rows"
         raise LocalError(ErrorCode.ROW_MISMATCH, f"groups[{group.name}]", wants, f"{rows} rows a page")
     return rows
 
 
-def _host(pool: RankLayout, rows: Mapping[int, int], slots: int, layout: Layout) -> RankLayout:
-    """Memory of the host as if it were a pool whose items are pages."""
-    groups = tuple(attrs.evolve(g, rows=rows[g.id]) if g.id in rows else g for g in pool.geometry.groups)
-    geometry: Geometry = attrs.evolve(pool.geometry, groups=groups)
+def _width(group: Group, share: Owns) -> int:
+    """Bytes of a row of all layers that the rank has."""
+    return sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes) * len(share.layers)
+
+
+def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLayout:
+    """Stored pages of a rank, each group's one after the other, as if they were a pool whose items are pages.
+
+    `lengths` are the bytes of a page, by group; region g is the memory of group g.
+    """
+    rows = {group: length // _width(side.group(group), side.owns(group)) for group, length in lengths.items()}
+    groups = tuple(attrs.evolve(g, rows=rows[g.id]) if g.id in rows else g for g in side.geometry.groups)
+    geometry: Geometry = attrs.evolve(side.geometry, groups=groups)
     columns = {}
     for group, count in rows.items():
-        spec, share = pool.group(group), pool.owns(group)
+        spec, share = side.group(group), side.owns(group)
         lanes = [sum(span.hi - span.lo for span in share.lanes if span.part == p) for p in range(len(spec.parts))]
         sizes = np.array([part.lane_bytes for part in spec.parts] * len(share.layers), np.uint64)
         widths = sizes * np.array(lanes * len(share.layers), np.uint64)
         columns[group] = Columns(
             group=group, items=slots, region=np.full(len(sizes), group, np.uint32),
             offset=(np.cumsum(widths) - widths) * np.uint64(count),
-            item_stride=np.full(len(sizes), layout.part(group).length, np.uint64), row_stride=widths, lane_stride=sizes,
+            item_stride=np.full(len(sizes), lengths[group], np.uint64), row_stride=widths, lane_stride=sizes,
         )  # fmt: skip
-    return RankLayout(geometry, pool.rank, columns)
+    return RankLayout(geometry, side.rank, columns)
 
 
 def _route(group: Group, share: Owns) -> Route:

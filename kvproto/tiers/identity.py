@@ -35,10 +35,12 @@ class Chain:
         self.ahead: list[bytes] = []
         """Of whole pages of which the next token is known, form AHEAD."""
         self._rest = np.zeros(0, "<u8")
+        self._tokens: list[npt.NDArray[np.uint64]] = []
 
     def extend(self, tokens: npt.ArrayLike) -> None:
         """Go on with the tokens that follow, whole numbers of 64 bits (KVP-TIER-ID)."""
-        data = np.concatenate([self._rest, np.asarray(tokens, "<u8").reshape(-1)])
+        self._tokens.append(np.array(tokens, "<u8").reshape(-1))
+        data = np.concatenate([self._rest, self._tokens[-1]])
         first, page, raw = len(self.ahead), self.page, data.tobytes()
         for i in range(len(self.own) - first, data.size // page):
             self.own.append(self._id(KeyForm.OWN, first + i, raw[8 * i * page : 8 * (i + 1) * page]))
@@ -46,6 +48,12 @@ class Chain:
         for i in range(whole):
             self.ahead.append(self._id(KeyForm.AHEAD, first + i, raw[8 * i * page : 8 * (i + 1) * page + 8]))
         self._rest = data[whole * page :].copy()
+
+    def of(self, page: int) -> Chain:
+        """The same prompt in pages of another length."""
+        made = Chain(self.space, page)
+        made.extend(np.concatenate([*self._tokens, self._rest[:0]]))
+        return made
 
     def ids(self, form: KeyForm) -> list[bytes]:
         """Those of a form (KVP-TIER-AHEAD)."""

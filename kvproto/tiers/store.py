@@ -52,7 +52,7 @@ class Files:
         """Makes the folder; raises OSError."""
         self.root, self.durable = root, durable
         self._made: set[Path] = set()
-        for kind in ("m", "o", "t"):
+        for kind in ("m", "o", "g", "t"):
             (root / kind).mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, data: Data) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from math import inf
+from threading import Lock
 
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Hit
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.workers import Workers
 
@@ -19,10 +22,12 @@ __all__ = ["Fetch", "Storing"]
 class Storing:
     """A shelf, and the threads that read and write it. Where a call hangs, nothing more is asked of it meanwhile."""
 
-    def __init__(self, shelf: Shelf, threads: int, most: int, limit: float) -> None:
+    def __init__(self, shelf: Shelf, threads: int, most: int, limit: float, others: Others | None = None) -> None:
         """`most` pages may be under way; a call hangs that takes more than `limit` seconds."""
-        self.shelf, self.limit = shelf, limit
+        self.shelf, self.limit, self.others = shelf, limit, others
         self.workers = Workers(threads, limit, most)
+        if others:
+            self.workers.submit(others.tell)
         self._looking = Workers(1, inf, 1) if shelf.high else None
         if self._looking:
             self._looking.submit(shelf.look)
@@ -72,6 +77,9 @@ class Fetch:
     ) -> None:  # fmt: skip
         self._storing, self._chain, self._first, self.deadline = storing, chain, pages.start, deadline
         self._stop, self._arrived = pages.stop, arrived
+        self._left, self._lock, self._end, self._rest_from = len(pages), Lock(), pages.stop, -1
+        self._rest: list[dict[int, bytes]] = []
+        """Of other geometries, from the first page on that is not there in ours."""
         self._futures = [storing.workers.submit(self._read, i) for i in pages] if storing else []
 
     def over(self, now: float) -> bool:
@@ -82,7 +90,7 @@ class Fetch:
 
     def take(self) -> int:
         """Put what has come on the host, from the first page on, and end; how many pages. The rest is dropped."""
-        came, futures = [], self._futures
+        came, futures = list[dict[int, bytes]](), self._futures
         self._futures, self._stop = [], 0
         for future in futures:
             data = future.result() if future.done() and not future.cancelled() else None
@@ -91,11 +99,21 @@ class Fetch:
             came.append(data)
         for future in futures:
             future.cancel()
+        if self._first + len(came) == self._rest_from:
+            came += self._rest
         return self._arrived(self._chain, self._first, came)
 
     def _read(self, i: int) -> dict[int, bytes] | None:
-        """In a thread: page i, unless one before it is missing."""
-        data = self._storing.shelf.read(self._chain, i) if self._storing and i < self._stop else None
-        if data is None:
-            self._stop = min(self._stop, i)
+        """In a thread: page i, unless one before it is missing; the last of all asks others for what is missing."""
+        assert self._storing is not None
+        data = self._storing.shelf.read(self._chain, i) if i < self._stop else None
+        with self._lock:
+            if data is None:
+                self._stop = min(self._stop, i)
+            self._left -= 1
+            others = None if self._left or self._stop == self._end else self._storing.others
+        if others:
+            with suppress(OSError):
+                first = self._stop
+                self._rest, self._rest_from = others.read(self._chain, first), first
         return data

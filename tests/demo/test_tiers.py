@@ -1,6 +1,7 @@
 """The demo of conversations over tiers, run small; and what it says of a draft that is not loaded back."""
 
 import json
+from pathlib import Path
 
 import attrs
 import pytest
@@ -60,3 +61,21 @@ def test_a_prompt_that_no_device_could_hold_is_refused_and_the_next_is_answered(
     assert len(engine.answer(range(20), 2).tokens) == 2
     engine.close()
     assert engine.tiers.device.slots.free + engine.tiers.device.slots.idle == 4
+
+
+@pytest.mark.parametrize("place", ["", "lmdb:"])
+def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: Path, place: str) -> None:
+    """One prefills and answers, the other goes on from its pages of another length, whose tokens are those of one engine."""
+    first, second, alone = (
+        KeptEngine(*FOLDERS, pages=32, host=32, page_size=size, storage=storage)
+        for size, storage in ((4, f"{place}{tmp_path}"), (8, f"{place}{tmp_path}"), (8, None))
+    )
+    prompt = [*range(60)]
+    answer = first.answer(prompt, 8)
+    first.tiers.drain()
+    prompt += [*answer.tokens, 7, 8, 9]
+    goes_on, right = second.answer(prompt, 8), alone.answer(prompt, 8)
+    assert goes_on.storage >= 56
+    assert (goes_on.tokens, goes_on.stats) == (right.tokens, right.stats)
+    for engine in (first, second, alone):
+        engine.close()

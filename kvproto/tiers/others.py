@@ -1,0 +1,200 @@
+"""Pages that ranks of other sizes, deals and page sizes wrote, cut as a plan says.
+
+A writer keeps what it owns as `g/<geometry>.<page>` beside its pages. A reader takes such records for the ranks of an
+engine, plans from them to itself as for a transfer, and runs the copy program from objects to pages of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import lcm
+
+import attrs
+import numpy as np
+
+from kvproto.copying.execute import execute
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import RankLayout, Window
+from kvproto.errors import KvprotoError, PlanError
+from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
+from kvproto.planning.plan import Route, plan
+from kvproto.tiers.components import Layout, alone, components
+from kvproto.tiers.copies import as_pool
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.manifest import Named, manifest_key, object_key
+from kvproto.tiers.store import Store
+from kvproto.wire.enums import KeyForm
+from kvproto.wire.messages import Manifest
+
+__all__ = ["Others", "geometry_key"]
+
+FRESH = 5.0
+"""Seconds for which a look at the records is good."""
+
+Pages = list[dict[int, bytes]]
+
+
+def geometry_key(geometry: bytes, page: int) -> str:
+    """Under which what a writer owns is stored."""
+    return f"g/{geometry.hex()}.{page}"
+
+
+@attrs.define
+class _Engine:
+    """Ranks that can be of one engine: their groups do not contradict each other."""
+
+    page: int
+    geometry: Geometry
+    digests: list[bytes]
+    """Of the ranks, by number."""
+
+    def joins(self, page: int, one: Geometry, digest: bytes) -> bool:
+        """Whether a rank was taken in."""
+        ours = {group.id: group for group in self.geometry.groups}
+        theirs = {group.id: group for group in one.groups}
+        rest = attrs.evolve(one, groups=self.geometry.groups, ranks=self.geometry.ranks)
+        if (
+            page != self.page
+            or rest != self.geometry
+            or any(ours.get(id, group) != group for id, group in theirs.items())
+        ):
+            return False
+        groups = tuple(group for _, group in sorted((ours | theirs).items()))
+        ranks = (*self.geometry.ranks, attrs.evolve(one.ranks[0], rank=len(self.digests)))
+        self.geometry = attrs.evolve(self.geometry, groups=groups, ranks=ranks)
+        self.digests.append(digest)
+        return True
+
+
+class Others:
+    """The pages of all other geometries in a store, for one rank. Any thread may read."""
+
+    def __init__(self, store: Store, geometry: Geometry, rank: int, layout: Layout) -> None:
+        """`geometry` is our engine's Description, `layout` what our pages are made of."""
+        self.store, self.layout = store, layout
+        self._own = alone(geometry, rank, [part.group for part in layout.parts])
+        self._engines: list[_Engine] = []
+        self._seen = -FRESH
+
+    def tell(self) -> None:
+        """Keep what we own where our pages are (KVP-TIER-RECORD); raises OSError."""
+        self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self._own))
+
+    def read(self, chain: Chain, first: int) -> Pages:
+        """Pages of a prompt from `first` on, as many as others have, by group; raises OSError."""
+        best: Pages = []
+        for engine in self._look():
+            with suppress(KvprotoError):  # what does not fit together, or not to us
+                best = max(best, self._of(engine, chain, first), key=len)
+        return best
+
+    def _look(self) -> list[_Engine]:
+        if time.monotonic() - self._seen > FRESH:
+            engines: list[_Engine] = []
+            for key in sorted(self.store.keys("g")):
+                digest, _, page = key[2:].partition(".")
+                data = self.store.get(key)
+                if digest == self.layout.geometry.hex() or data is None or hashlib.sha256(data).hexdigest() != digest:
+                    continue
+                with suppress(KvprotoError, ValueError):
+                    one = decode_geometry(data)
+                    if not any(engine.joins(int(page), one, bytes.fromhex(digest)) for engine in engines):
+                        engines.append(_Engine(int(page), one, [bytes.fromhex(digest)]))
+            self._engines, self._seen = engines, time.monotonic()
+        return self._engines
+
+    def _of(self, engine: _Engine, chain: Chain, first: int) -> Pages:
+        """What one engine has; raises PlanError where its ranks and ours have no plan."""
+        mine, theirs = self.layout.page, engine.page
+        base = first * mine // lcm(mine, theirs) * lcm(mine, theirs)  # where a page of both begins
+        prompt = chain if theirs == mine else chain.of(theirs)
+        begin = base // theirs
+        found = {rank: self._manifests(engine, rank, prompt, begin) for rank in range(len(engine.digests))}
+        for count in sorted({len(some) for some in found.values()} - {0}, reverse=True):
+            with suppress(PlanError):  # those that have so many pages do not own all of ours
+                there = tuple(one for one in engine.geometry.ranks if len(found[one.rank]) >= count)
+                routes = plan(attrs.evolve(engine.geometry, ranks=there), self._own).routes
+                break
+        else:
+            return []
+        tokens = min(base + count * theirs, len(chain.ids(self.layout.form)) * mine) - base
+        pages = tokens // mine
+        if pages <= 0 or base // mine + pages <= first:
+            return []
+        count = -(-pages * mine // theirs)
+        made = {part.group: memoryview(bytearray(part.length * pages)) for part in self.layout.parts}
+        sink = as_pool(RankLayout(self._own, 0, {}), {part.group: part.length for part in self.layout.parts}, pages)
+        for rank in sorted({route.source for route in routes}):
+            manifests, some = found[rank], tuple(route for route in routes if route.source == rank)
+            layout = components(engine.geometry, rank, theirs)
+            groups = {box.source_group for route in some for box in route.boxes}
+            if not self._alike(some, manifests[0]):
+                return []
+            memory = self._memory(layout, manifests[:count], groups)
+            if memory is None:
+                return []
+            source = as_pool(
+                RankLayout(engine.geometry, rank, {}),
+                {p.group: p.length for p in layout.parts if p.group in groups},
+                count,
+            )
+            have, want = Window(0, count * theirs, np.arange(count)), Window(0, pages * mine, np.arange(pages))
+            program = Pair(some, source, sink).lower(dict.fromkeys(groups, have), dict.fromkeys(made, want))
+            execute(program, memory, made)
+        return [
+            {part.group: bytes(made[part.group][i * part.length : (i + 1) * part.length]) for part in self.layout.parts}
+            for i in range(first - base // mine, pages)
+        ]
+
+    def _manifests(self, engine: _Engine, rank: int, chain: Chain, begin: int) -> list[Manifest]:
+        """Those of a rank's pages from `begin` on, up to the first that is not there or not as it should be."""
+        found: list[Manifest] = []
+        for i in range(begin, len(chain.own)):
+            for form in (KeyForm.AHEAD, KeyForm.OWN):
+                if i >= len(chain.ids(form)):
+                    continue
+                key = manifest_key(chain.ids(form)[i], engine.digests[rank])
+                manifest = Named().add(key, self.store.get(key))
+                if manifest is not None and _right(manifest, form, chain, i):
+                    found.append(manifest)
+                    break
+            else:
+                return found
+        return found
+
+    def _alike(self, routes: Sequence[Route], manifest: Manifest) -> bool:
+        """Whether what a page has counts as ours does (KVP-TIER-PARTS)."""
+        stated = {c.group: (c.form, c.rule, c.reach) for c in manifest.components}
+        pairs = {(route.group, box.source_group) for route in routes for box in route.boxes}
+        ours = {part.group: (part.form, part.rule, part.reach) for part in self.layout.parts}
+        return all(stated.get(there) == ours[here] for here, there in pairs)
+
+    def _memory(
+        self, layout: Layout, manifests: Sequence[Manifest], groups: Collection[int]
+    ) -> Mapping[int, memoryview] | None:
+        """The objects of a rank's pages, one after the other; None where one is not whole (KVP-TIER-CHECK)."""
+        made = {}
+        for group in groups:
+            length = layout.part(group).length
+            objects = [*self._objects(manifests, group, length)]
+            if any(data is None for data in objects):
+                return None
+            made[group] = memoryview(bytearray(b"".join(data for data in objects if data is not None)))
+        return made
+
+    def _objects(self, manifests: Sequence[Manifest], group: int, length: int) -> Iterator[bytes | None]:
+        for manifest in manifests:
+            component = next((c for c in manifest.components if c.group == group), None)
+            data = None if component is None else self.store.get(object_key(manifest, component))
+            whole = component and data and len(data) == length and hashlib.sha256(data).digest() == component.digest
+            yield data if whole else None
+
+
+def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
+    ahead = any(component.form is KeyForm.AHEAD for component in manifest.components)
+    asked = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
+    stated = (manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page)
+    return stated == asked and ahead == (form is KeyForm.AHEAD)

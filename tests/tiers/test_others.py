@@ -1,0 +1,193 @@
+"""Pages of one size, deal and page length that a rank of another finds: each byte is held against its place in the prompt."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvproto import Cache as Group
+from kvproto import Parallel, lay_out
+from kvproto.copying.program import RankLayout
+from kvproto.node.pool import pack
+from kvproto.planning.geometry import Geometry
+from kvproto.tiers.cache import Cache
+from kvproto.tiers.components import Layout, components
+from kvproto.tiers.copies import Copies
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.others import Others, geometry_key
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Files
+from kvproto.transport.memory import allocate
+from kvproto.transport.shm.pager import HostPager
+from tests.tiers.schedules import Memory
+
+TOKENS = np.arange(200, 200 + 97)
+
+
+def engine(tp: int = 1, dcp: int = 1, pp: int = 1, interleave: int = 1, mla: bool = False, cp: int = 1) -> Geometry:
+    target = (
+        Group.mla("target", 4, latent=6, rope=2, page=4)
+        if mla
+        else Group.gqa("target", 4, kv_heads=4 // (dcp if dcp > 1 else 1), head_dim=3, page=4)
+    )
+    draft = Group.gqa("draft", 1, kv_heads=2, head_dim=2, page=4, model=1)
+    dealt = dcp > 1 or cp > 1
+    groups = [target.sharded() if dealt else target, draft]
+    return lay_out(groups, Parallel(tp=tp, dcp=dcp, pp=pp, cp=cp, interleave=interleave))
+
+
+def right(geometry: Geometry, rank: int, layout: Layout, i: int) -> dict[int, bytes]:
+    """The bytes of page i, a byte at a time: what a byte is depends on its global coordinate alone."""
+    (own,) = (r for r in geometry.ranks if r.rank == rank)
+    made = {}
+    for part in layout.parts:
+        (share,) = (s for s in own.owns if s.group == part.group)
+        (group,) = (g for g in geometry.groups if g.id == part.group)
+        out = bytearray()
+        for layer in share.layers.tolist():
+            for p, spec in enumerate(group.parts):
+                for token in range(i * layout.page, (i + 1) * layout.page):
+                    if group.cp_size > 1 and token // (group.interleave or 1) % group.cp_size != share.cp_rank:
+                        continue
+                    for span in (span for span in share.lanes if span.part == p):
+                        for at in range(span.lo * spec.lane_bytes, span.hi * spec.lane_bytes):
+                            place = ((((group.model * 7 + layer) * 5 + p) * 211 + token) * 1009 + at) * 2654435761
+                            out.append(place >> 20 & 255)
+        assert len(out) == part.length
+        made[part.group] = bytes(out)
+    return made
+
+
+def chain(page: int, tokens: Sequence[int] | np.ndarray = TOKENS) -> Chain:
+    made = Chain(bytes(32), page)
+    made.extend(tokens)
+    return made
+
+
+def draft_of(geometry: Geometry) -> list[int]:
+    return [group.id for group in geometry.groups if group.model]
+
+
+def written(store: Memory | Files, geometry: Geometry, page: int, pages: int) -> list[Layout]:
+    """What an engine's ranks leave in a store."""
+    layouts = []
+    for rank in [r.rank for r in geometry.ranks]:
+        layout = components(geometry, rank, page, draft_of(geometry))
+        Others(store, geometry, rank, layout).tell()
+        shelf = Shelf(store, layout)
+        for i in range(min(pages, len(chain(page).ids(layout.form)))):
+            assert shelf.write(chain(page), i, right(geometry, rank, layout, i))
+        layouts.append(layout)
+    return layouts
+
+
+def read(store: Memory | Files, geometry: Geometry, page: int, first: int = 0) -> list[int]:
+    """How many pages from `first` on each rank of an engine finds; all of them are right."""
+    found = []
+    for rank in [r.rank for r in geometry.ranks]:
+        layout = components(geometry, rank, page, draft_of(geometry))
+        came = Others(store, geometry, rank, layout).read(chain(page), first)
+        for i, data in enumerate(came, first):
+            assert data == right(geometry, rank, layout, i)
+        found.append(len(came))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (engine(tp=2), engine(tp=4)),
+        (engine(tp=4), engine(tp=2)),
+        (engine(tp=2), engine(tp=2, pp=2)),
+        (engine(tp=2, mla=True), engine(tp=2, dcp=2, mla=True)),
+        (engine(tp=2, dcp=2, interleave=2, mla=True), engine(mla=True)),
+        (engine(cp=2, interleave=4), engine(tp=4)),
+    ],
+    ids=["TP 2 to 4", "TP 4 to 2", "stages", "DCP 2", "from DCP 2", "from CP 2"],
+)
+@pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8), (8, 24)])
+def test_a_rank_of_another_size_finds_the_pages(writer: Geometry, reader: Geometry, theirs: int, ours: int) -> None:
+    """KVP-TIER-RECORD, KVP-TIER-SIZE: all pages of 97 tokens but the last token's."""
+    store = Memory()
+    written(store, writer, theirs, 100)
+    whole = 96 // theirs * theirs // ours
+    assert read(store, reader, ours) == [whole] * len(reader.ranks)
+    assert read(store, reader, ours, 2) == [whole - 2] * len(reader.ranks)
+
+
+sizes = st.builds(
+    lambda tp, pp, deal, interleave, mla: engine(
+        tp=tp, pp=pp, dcp=2 if deal == "dcp" and mla and tp > 1 else 1, cp=2 if deal == "cp" else 1,
+        interleave=interleave, mla=mla,
+    ),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from(["", "dcp", "cp"]), st.sampled_from([1, 2, 4]),
+    st.just(True),
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, sizes, st.sampled_from([8, 16, 24]), st.sampled_from([8, 16, 32]), st.integers(0, 12), st.integers(0, 4))
+def test_whatever_the_sizes_are(writer: Geometry, reader: Geometry, theirs: int, ours: int, pages: int, first: int) -> None:
+    store = Memory()
+    layouts = written(store, writer, theirs, pages)
+    there = min(pages, 96 // theirs) * theirs // ours
+    for rank, count in enumerate(read(store, reader, ours, first)):
+        same = components(reader, rank, ours, draft_of(reader)).geometry in {layout.geometry for layout in layouts}
+        assert same or count == max(there - first, 0)
+
+
+def test_what_a_rank_lacks_or_has_damaged_shortens_the_hit(tmp_path: Path) -> None:
+    store, writer, reader = Files(tmp_path), engine(tp=2), engine(tp=4)
+    layouts = written(store, writer, 8, 5)
+    for path in (tmp_path / "m").rglob(f"{chain(8).ahead[3].hex()}.{layouts[1].geometry.hex()}"):
+        path.unlink()
+    assert read(store, reader, 8) == [5, 5, 3, 3]
+    for path in (tmp_path / "o").rglob(f"{chain(8).ahead[1].hex()}.{layouts[0].geometry.hex()}.*"):
+        path.write_bytes(bytes(len(path.read_bytes())))
+    assert read(store, reader, 8) == [0, 0, 3, 3]
+
+
+def test_a_record_that_is_not_what_its_name_says_is_no_record() -> None:
+    store, writer = Memory(), engine(tp=2)
+    layouts = written(store, writer, 8, 5)
+    for layout in layouts:
+        key = geometry_key(layout.geometry, 8)
+        store.put(key, store.data[key][:-1])
+    store.put("g/nothing", b"1")
+    assert read(store, engine(tp=4), 8) == [0] * 4
+
+
+def test_another_namespace_is_another_prompt() -> None:
+    """KVP-TIER-NAMESPACE."""
+    store, geometry = Memory(), engine(tp=2)
+    written(store, geometry, 8, 5)
+    one = engine(tp=4)
+    other = Chain(b"\1" * 32, 8)
+    other.extend(TOKENS)
+    assert Others(store, one, 0, components(one, 0, 8, draft_of(one))).read(other, 0) == []
+
+
+def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
+    """The first pages in its own geometry, the others from ranks of another; then they are in its pool."""
+    store, reader = Files(tmp_path), engine(tp=4)
+    written(store, engine(tp=2), 8, 5)
+    layout = components(reader, 1, 8, draft_of(reader))
+    shelf = Shelf(store, layout)
+    for i in range(2):
+        assert shelf.write(chain(8), i, right(reader, 1, layout, i))
+    columns, length = pack(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
+    copies = Copies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
+    for threads in (1, 4):
+        cache = Cache(copies, shelf, threads=threads, others=Others(store, reader, 1, layout))
+        fetch = cache.fetch(chain(8), float("inf"))
+        while not fetch.over(0.0):
+            continue
+        assert fetch.take() == 5
+        for i, id in enumerate(chain(8).ahead[:5]):
+            slot = cache.host.slot(id)
+            assert slot is not None
+            assert {group: bytes(view) for group, view in copies.page(slot).items()} == right(reader, 1, layout, i)
+        cache.close()
