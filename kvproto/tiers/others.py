@@ -80,7 +80,7 @@ class Others:
         self._seen = -FRESH
 
     def tell(self) -> None:
-        """Keep what we own where our pages are (KVP-TIER-RECORD); raises OSError."""
+        """Keep what we own where our pages are; raises OSError."""
         self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self._own))
 
     def read(self, chain: Chain, first: int) -> Pages:

@@ -110,7 +110,7 @@ def read(store: Memory | Files, geometry: Geometry, page: int, first: int = 0) -
 )
 @pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8), (8, 24)])
 def test_a_rank_of_another_size_finds_the_pages(writer: Geometry, reader: Geometry, theirs: int, ours: int) -> None:
-    """KVP-TIER-RECORD, KVP-TIER-SIZE: all pages of 97 tokens but the last token's."""
+    """KVP-TIER-SIZE: all pages of 97 tokens but the last token's."""
     store = Memory()
     written(store, writer, theirs, 100)
     whole = 96 // theirs * theirs // ours
@@ -130,7 +130,9 @@ sizes = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, sizes, st.sampled_from([8, 16, 24]), st.sampled_from([8, 16, 32]), st.integers(0, 12), st.integers(0, 4))
-def test_whatever_the_sizes_are(writer: Geometry, reader: Geometry, theirs: int, ours: int, pages: int, first: int) -> None:
+def test_whatever_the_sizes_are(
+    writer: Geometry, reader: Geometry, theirs: int, ours: int, pages: int, first: int
+) -> None:
     store = Memory()
     layouts = written(store, writer, theirs, pages)
     there = min(pages, 96 // theirs) * theirs // ours
@@ -151,6 +153,7 @@ def test_what_a_rank_lacks_or_has_damaged_shortens_the_hit(tmp_path: Path) -> No
 
 
 def test_a_record_that_is_not_what_its_name_says_is_no_record() -> None:
+    """KVP-TIER-RECORD."""
     store, writer = Memory(), engine(tp=2)
     layouts = written(store, writer, 8, 5)
     for layout in layouts:
