@@ -17,12 +17,12 @@ from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_vllm.pages import cache_of, measured, views_of
 
-__all__ = ["WINDOW", "Layers", "Stated", "check_sizes", "state"]
+__all__ = ["FLOATS", "WINDOW", "Layers", "Stated", "check_sizes", "refused", "state"]
 
 WINDOW = "SlidingWindowSpec"
 """vLLM's name of caches whose blocks the engine gives up when a window has left them."""
 
-_FLOATS = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+FLOATS = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
     ("FP8_PER_TENSOR", "fp8"): (DType.F8E4M3, torch.float8_e4m3fn),
     ("FP8_PER_TENSOR", "fp8_e4m3"): (DType.F8E4M3, torch.float8_e4m3fn),
@@ -47,6 +47,7 @@ class Layers:
         ids: Numbers of the layers, also of those on other pipeline stages.
         heads: KV heads of all ranks.
         blocks: Of the engine.
+        tensors: Of each layer; of one with states, a list.
         computed: Element type of what is computed.
         stored: vLLM's name of the cache's element type.
         scales: Of K and of V of each layer, where a cache is quantized by them.
@@ -59,7 +60,7 @@ class Layers:
     spec: Any
     names: list[str]
     ids: list[int]
-    tensors: list[torch.Tensor]
+    tensors: list[Any]
     heads: int
     blocks: int
     computed: torch.dtype
@@ -86,17 +87,17 @@ def check_sizes(parallel: Any, kinds: int) -> None:
     """Raise LocalError for a vLLM that divides caches, of so many kinds, as this connector does not state."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) != 1:
-            raise _refused(name, "1", str(size))
+            raise refused(name, "1", str(size))
     if parallel.pipeline_parallel_size > 1 and kinds > 1:
         mine = "1 with drafts, or with layers of several kinds"
-        raise _refused("pipeline_parallel_size", mine, str(parallel.pipeline_parallel_size))
+        raise refused("pipeline_parallel_size", mine, str(parallel.pipeline_parallel_size))
 
 
 def state(layers: Layers, strides: bool) -> Stated:
     """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
     kind = type(layers.spec).__name__
     if kind not in (known := ("FullAttentionSpec", "MLAAttentionSpec", WINDOW)):
-        raise _refused(layers.names[0], f"caches {', '.join(known)}", kind)
+        raise refused(layers.names[0], f"caches {', '.join(known)}", kind)
     pages = _pages(layers)
     return _packed(layers, strides) if layers.backend == "CPU_ATTN" else _rows(layers, pages)
 
@@ -108,20 +109,20 @@ def _pages(layers: Layers) -> int:
     wanted = layers.blocks * pages, spec.block_size // max(pages, 1)
     if len({tensor.shape for tensor in layers.tensors}) > 1 or wanted != (shape[0], shape[-2]):
         expected = f"{layers.blocks} blocks of {spec.block_size} tokens in each layer"
-        raise _refused(layers.names[0], expected, f"a tensor of shape {shape}")
+        raise refused(layers.names[0], expected, f"a tensor of shape {shape}")
     return pages
 
 
 def _element(layers: Layers) -> tuple[DType, torch.dtype]:
     """What an element of the cache is; raises LocalError for a quantization that is not stated."""
     found, mode = layers.tensors[0].dtype, getattr(layers.spec.kv_quant_mode, "name", "NONE")
-    if mode == "NONE" and found in _FLOATS:
-        return _FLOATS[found], found
+    if mode == "NONE" and found in FLOATS:
+        return FLOATS[found], found
     if (element := _QUANTIZED.get((mode, layers.stored))) is None or found.itemsize != 1:
-        mine = ", ".join(sorted([str(each) for each in _FLOATS] + [name for _, name in _QUANTIZED]))
-        raise _refused(layers.names[0], mine, f"{found}, {mode}, {layers.stored}")
+        mine = ", ".join(sorted([str(each) for each in FLOATS] + [name for _, name in _QUANTIZED]))
+        raise refused(layers.names[0], mine, f"{found}, {mode}, {layers.stored}")
     if getattr(layers.layer, "calculate_kv_scales", False):
-        raise _refused(layers.names[0], "scales of the checkpoint", "scales that the first forward decides")
+        raise refused(layers.names[0], "scales of the checkpoint", "scales that the first forward decides")
     return element
 
 
@@ -143,7 +144,7 @@ def _rows(layers: Layers, pages: int) -> Stated:
     size = sum(size for _, _, size in parts.values())
     if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensors[0].itemsize != size:
         expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {size} bytes of {', '.join(parts)}]"
-        raise _refused(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensors[0].dtype}")
+        raise refused(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensors[0].dtype}")
     rows = [_numbers((shape[2], shape[1], dim), tensors[0].device) for dim in dims.values()]
     page = _written(layers, tensors[0], rows).view(torch.uint8)
     at = 0
@@ -185,7 +186,7 @@ def _written(layers: Layers, tensor: torch.Tensor, rows: list[torch.Tensor]) -> 
                 layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
         except (AttributeError, NotImplementedError, TypeError) as error:
             mine = "a back end with a function that stores K and V"
-            raise _refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
+            raise refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
         page = tensor[0].clone(memory_format=torch.contiguous_format)
         tensor[0].copy_(before)
     return page
@@ -214,6 +215,6 @@ def _packed(layers: Layers, strides: bool) -> Stated:
     return Stated(cache, views_of(layers.tensors, halves))
 
 
-def _refused(path: str, mine: str, yours: str) -> LocalError:
+def refused(path: str, mine: str, yours: str) -> LocalError:
     """An error of what this connector cannot state."""
     return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm.md lists what this connector states")

@@ -23,6 +23,7 @@ from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, chec
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
 from kvproto_vllm.settings import Settings
+from kvproto_vllm.states import STATE
 
 __all__ = ["KvprotoConnector"]
 
@@ -67,7 +68,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._sending: Sending | None = None
         self._loading: Loading | None = None
         groups = [type(each.kv_cache_spec).__name__ for each in kv_cache_config.kv_cache_groups]
-        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, windows=WINDOW in groups)
+        kinds = WINDOW in groups, STATE in groups
+        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
         self._opened: Opened | None = None
@@ -111,9 +113,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def get_mem_pool_context(self) -> Any:
         return ShareableMemory() if current_platform.is_cpu() else None
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the pool. Raises LocalError for caches that cannot be stated."""
-        device, tp = next(iter(kv_caches.values())).device, self._vllm_config.parallel_config.tensor_parallel_size
+        first, tp = next(iter(kv_caches.values())), self._vllm_config.parallel_config.tensor_parallel_size
+        device = (first if isinstance(first, torch.Tensor) else first[0]).device  # states are several tensors
         rank = get_pp_group().rank_in_group * tp + get_tensor_model_parallel_rank()
         self._opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, self._settings)
         self._gpu = device if device.type == "cuda" else None

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
 from kvproto_engines.facts import digest_of, rope_of, weights_of
-from kvproto_vllm.caches import WINDOW, Layers, check_sizes, state
+from kvproto_vllm.caches import WINDOW, Layers, Stated, check_sizes, state
 from kvproto_vllm.orders import Table
+from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
+from kvproto_vllm.states import STATE, order_of, states
 
 __all__ = ["Opened", "open_pool"]
 
@@ -36,7 +37,7 @@ class Opened:
     tables: dict[str, Table]
 
 
-def open_pool(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], rank: int, settings: Settings) -> Opened:
+def open_pool(config: Any, kv_config: Any, tensors: dict[str, Any], rank: int, settings: Settings) -> Opened:
     """The pool of one rank; raises LocalError for caches that this connector cannot state."""
     given = config, kv_config, tensors, rank, settings
     if settings.pages != "whole":
@@ -54,35 +55,41 @@ _BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY, ErrorCode.OUT_OF
 
 
 def _open(
-    config: Any, kv_config: Any, tensors: dict[str, torch.Tensor], rank: int, settings: Settings, strides: bool
+    config: Any, kv_config: Any, tensors: dict[str, Any], rank: int, settings: Settings, strides: bool
 ) -> Opened:  # fmt: skip
     groups, parallel = list(_layers(config, kv_config, tensors)), config.parallel_config
     check_sizes(parallel, len(groups) + (config.speculative_config is not None))
-    stated = {each.title: state(each, strides) for _, each in groups}
+    stated: list[tuple[Table, Stated]] = []
+    for index, each in groups:
+        kind, tp = type(each.spec).__name__, parallel.tensor_parallel_size
+        made = states(each, tp, conv_rows_first()) if kind == STATE else [state(each, strides)]
+        window = each.spec.block_size if kind == WINDOW else 0
+        stated += [(Table(index, one.pages, window, kind == STATE), one) for one in made]
     depth, pp = _depth(config), parallel.pipeline_parallel_size
     stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
     target, draft = _facts(config, settings, [each for _, each in groups])
     facts = (target, draft) if settings.options.cold_draft else (target | draft, {})
     geometry = lay_out(
-        [each.cache for each in stated.values()],
+        [each.cache for _, each in stated],
         Parallel(tp=parallel.tensor_parallel_size, pp=pp, stages=stages if pp > 1 else None),
         replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1], depth=depth,
     )  # fmt: skip
-    pool = Pool(geometry, {n: each.tensors for n, each in stated.items()}, rank=rank, axes="page head token dim")
-    windows = {each.title: each.spec.block_size for _, each in groups if type(each.spec).__name__ == WINDOW}
-    tables = {each.title: Table(i, stated[each.title].pages, windows.get(each.title, 0)) for i, each in groups}
+    tensors_of = {each.cache.group.name: each.tensors for _, each in stated}
+    pool = Pool(geometry, tensors_of, rank=rank, axes="page head token dim")
+    tables = {each.cache.group.name: table for table, each in stated}
     logger.info("kvproto: pages of %s, %s", list(tables), "strides" if strides else "whole")
     return Opened(pool, tables)
 
 
-def _layers(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Layers]]:
+def _layers(config: Any, kv_config: Any, tensors: dict[str, Any]) -> Iterator[tuple[int, Layers]]:
     """Layers that one group can state, and their block table."""
     running, depth, titles = config.compilation_config.static_forward_context, _depth(config), 0
+    drafts = config.speculative_config is not None
     for index, group in enumerate(kv_config.kv_cache_groups):
         kinds: dict[Any, list[str]] = {}
         for name in group.layer_names:
             spec = group.kv_cache_spec
-            draft = extract_layer_index(name) >= depth or name.startswith("draft_model.")
+            draft = drafts and (extract_layer_index(name) >= depth or name.startswith("draft_model."))
             kinds.setdefault((getattr(spec, "kv_cache_specs", {}).get(name, spec), int(draft)), []).append(name)
         for (spec, number), names in kinds.items():
             names.sort(key=extract_layer_index)
@@ -92,11 +99,16 @@ def _layers(config: Any, kv_config: Any, tensors: dict[str, torch.Tensor]) -> It
                 ids = list(range(depth))
             yield index, Layers(
                 title=f"{backend.lower()} {titles}" if titles else backend.lower(), layer=layer, backend=backend,
-                spec=spec, names=names, ids=ids, tensors=[tensors[name] for name in names],
+                spec=spec, names=names, ids=ids, tensors=_tensors(spec, names, running, tensors),
                 heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
                 stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=number,
             )  # fmt: skip
             titles += 1
+
+
+def _tensors(spec: Any, names: list[str], running: Any, tensors: dict[str, Any]) -> list[Any]:
+    """Of each layer what vLLM gives connectors, or the states that the layer makes of it."""
+    return [running[name].kv_cache if type(spec).__name__ == STATE else tensors[name] for name in names]
 
 
 def _depth(config: Any) -> int:
@@ -123,8 +135,11 @@ def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[s
         named = settings.weights if of == "target" else None
         facts[number][f"weights.{of}"] = named or weights_of(model.model, model.revision, words)
         facts[number][f"rope.{of}"] = rope_of(model.hf_text_config)
-        if scales := [each.scales for each in layers if each.model == number and each.spec.kv_quant_mode]:
+        own = [each for each in layers if each.model == number]
+        if scales := [each.scales for each in own if getattr(each.spec, "kv_quant_mode", 0)]:
             facts[number][f"kv_scales.{of}"] = digest_of(scales)
+        if order := order_of(own):
+            facts[number][f"state.{of}"] = order
     return facts
 
 

@@ -20,15 +20,17 @@ class Table:
         index: Which block table of a request it is.
         pages: Of a block.
         window: Tokens of a block, where the engine gives up blocks that a sliding window has left; else 0.
+        state: Whether its one block is the state of a request.
     """
 
     index: int
     pages: int = 1
     window: int = 0
+    state: bool = False
 
     def of(self, tables: Tables) -> list[int]:
-        """The pages of a request."""
-        blocks, n = tables[self.index], self.pages
+        """The pages of a request, or its slot."""
+        blocks, n = tables[self.index][: 1 if self.state else None], self.pages
         return blocks if n == 1 else [block * n + i for block in blocks for i in range(n)]
 
     def since(self, tables: Tables) -> int:

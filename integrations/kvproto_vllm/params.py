@@ -16,7 +16,7 @@ import attrs
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, read_ticket, write_ticket
 from kvproto.errors import ErrorCode
 
-__all__ = ["Asked", "answer", "prompt_of", "read_params"]
+__all__ = ["Asked", "answer", "prompt_of", "read_params", "shorten"]
 
 
 @attrs.frozen
@@ -69,16 +69,27 @@ def answer(ticket: Ticket) -> dict[str, Any]:
 def prompt_of(request: Any, only: bool = False) -> Prompt:
     """What both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
 
-    `only`: and for a request that is decoded on, whose window leaves blocks that are still to be read.
+    `only`: and for a request that is decoded on, whose window leaves blocks, and whose states change, before they are
+    read.
     """
     if only and (request.max_tokens or 0) > 1:
-        raise _bad("max_tokens of 1, as this model has sliding windows", str(request.max_tokens))
+        raise _bad("max_tokens of 1, as this model has sliding windows or states", str(request.max_tokens))
     if request.prompt_token_ids is None:
         raise _bad("a prompt of tokens", "one of embeddings")
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     seen = getattr(request, "mm_features", None) or ()
     salts = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode()).digest() for f in seen]
     return Prompt(request.prompt_token_ids, adapter, salts)
+
+
+def shorten(request: Any) -> None:
+    """Take the last token from vLLM's request: what is computed is then what whoever samples from that token needs.
+
+    What this engine samples follows the token before; whoever asked for one token and a ticket does not use it.
+    """
+    request.prompt_token_ids = list(request.prompt_token_ids[:-1])
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
 
 
 def _bad(mine: str, yours: str) -> LocalError:

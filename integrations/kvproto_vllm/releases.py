@@ -17,7 +17,7 @@ from kvproto_engines.settings import refuse
 from kvproto_vllm.orders import Orders, Tables
 from kvproto_vllm.settings import WHERE
 
-__all__ = ["RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "layers_of"]
+__all__ = ["RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "conv_rows_first", "layers_of"]
 
 RELEASES = ("0.26", "0.32", "0.33")
 """Releases of vLLM whose hooks this connector was tested with."""
@@ -35,6 +35,15 @@ except ImportError:  # 0.26
         finished_sending: set[str] = field(default_factory=set)
         finished_recving: set[str] = field(default_factory=set)
         failed_recving: set[str] = field(default_factory=set)
+
+
+def conv_rows_first() -> bool:
+    """Whether the inputs that a convolution keeps are [row, channel]; the releases that do not say have them so."""
+    try:
+        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    except ImportError:
+        return True
+    return bool(get_conv_state_layout() == "SD")
 
 
 def check_release(version: str) -> None:

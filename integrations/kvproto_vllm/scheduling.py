@@ -10,7 +10,7 @@ import attrs
 
 from kvproto import KvprotoError, Prompt, Ticket, new_ticket
 from kvproto_vllm.orders import Computed, Load, Orders, Tables
-from kvproto_vllm.params import answer, prompt_of, read_params
+from kvproto_vllm.params import answer, prompt_of, read_params, shorten
 from kvproto_vllm.settings import Settings
 
 __all__ = ["Scheduling"]
@@ -24,6 +24,7 @@ class _Send:
 
     Fields:
         made: Whether the ticket is ours, so that nobody has it before the request is finished.
+        end: Tokens to compute: with states all but the last, which cannot be taken back from a state.
         tokens: Computed so far, as workers were told.
         over: Whether prefill is.
         lost: Why it is not handed over after all.
@@ -32,6 +33,7 @@ class _Send:
     ticket: Ticket
     prompt: Prompt
     made: bool
+    end: int
     tokens: int = 0
     over: bool = False
     lost: str = ""
@@ -50,10 +52,12 @@ class Scheduling:
     """Of one engine. What a request's parameters say never raises: it fails that request alone."""
 
     def __init__(
-        self, settings: Settings, replica: int, producer: bool, consumer: bool, windows: bool = False
+        self, settings: Settings, replica: int, producer: bool, consumer: bool, windows: bool = False,
+        states: bool = False,
     ) -> None:  # fmt: skip
-        """`windows`: the engine gives up blocks that a sliding window has left."""
-        self._settings, self._replica, self._roles, self._windows = settings, replica, (producer, consumer), windows
+        """`windows`: the engine gives up blocks that a sliding window has left. `states`: some layers have states."""
+        self._settings, self._replica, self._roles = settings, replica, (producer, consumer)
+        self._only, self._states = windows or states, states
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._orders = Orders()
@@ -66,7 +70,7 @@ class Scheduling:
         name, error, prompt = request.request_id, asked.error, None
         ticket, here = asked.ticket, self._settings.name
         try:
-            prompt = prompt_of(request, only=asked.prefill and self._windows)
+            prompt = prompt_of(request, only=asked.prefill and self._only)
             if asked.prefill and ticket is None and error is None:
                 ticket = new_ticket(here, self._replica, self._settings.deadline)
         except KvprotoError as refusal:
@@ -79,7 +83,9 @@ class Scheduling:
         elif wanted is None:
             logger.error("request %s is computed, and not handed over", name)
         else:
-            self._sends[name] = _Send(*wanted, asked.ticket is None)
+            if self._states and request.num_prompt_tokens > 1:
+                shorten(request)
+            self._sends[name] = _Send(*wanted, asked.ticket is None, request.num_prompt_tokens)
             self._orders.requests[name] = wanted
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
@@ -124,9 +130,9 @@ class Scheduling:
             send = self._sends.get(name)
             if send is None or send.over or send.lost:
                 continue
-            tokens = min(before + step.num_scheduled_tokens.get(name, 0), len(send.prompt))
+            tokens = min(before + step.num_scheduled_tokens.get(name, 0), send.end)
             if tokens > send.tokens:
-                send.tokens, send.over = tokens, tokens == len(send.prompt)
+                send.tokens, send.over = tokens, tokens == send.end
                 self._orders.computed.append(Computed(name, tokens, tables(name), send.over))
         made, self._orders = self._orders, Orders()
         return made
@@ -139,7 +145,7 @@ class Scheduling:
         self._orders.preempted.append(name)
         if send.made:
             ticket = new_ticket(self._settings.name, self._replica, self._settings.deadline)
-            self._sends[name] = _Send(ticket, send.prompt, True)
+            self._sends[name] = _Send(ticket, send.prompt, True, send.end)
             self._orders.requests[name] = ticket, send.prompt
         else:
             send.lost = "preempted"

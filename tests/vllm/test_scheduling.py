@@ -16,15 +16,15 @@ TABLES = {"a": ([7, 3, 5, 1],)}
 PREFILL = {"do_remote_decode": True}
 
 
-def scheduling() -> Scheduling:
-    return Scheduling(Settings(name="me", deadline=30), 2, True, True)
+def scheduling(states: bool = False) -> Scheduling:
+    return Scheduling(Settings(name="me", deadline=30), 2, True, True, states=states)
 
 
 def request(params: Any, name: str = "a", tokens: Any = TOKENS) -> Any:
     """What vLLM calls a request, as far as a connector looks."""
     return SimpleNamespace(
         request_id=name, kv_transfer_params=params, prompt_token_ids=tokens, num_prompt_tokens=len(tokens or []),
-        lora_request=None, mm_features=[],
+        lora_request=None, mm_features=[], max_tokens=1, _all_token_ids=list(tokens or []),
     )  # fmt: skip
 
 
@@ -76,6 +76,34 @@ def test_a_request_is_known_before_it_is_computed_and_its_chunks_are_told() -> N
     )  # it is known already: who brings it is answered, or nobody lives
     assert (ticket.engine, ticket.replica, params["do_remote_prefill"]) == ("me", 2, True)
     assert step(made).held == ["a"]
+
+
+def test_with_states_the_last_token_is_left_to_the_other_engine() -> None:
+    made, asked = scheduling(states=True), request(PREFILL)
+    made.arrived(asked)
+    assert asked.prompt_token_ids == asked._all_token_ids == TOKENS[:-1]
+    assert asked.num_prompt_tokens == 99
+    first = step(made, new=[("a", 0)], computes=99)
+    assert len(first.requests["a"][1]) == 100  # whoever fetches it names the whole prompt
+    assert [(each.tokens, each.last) for each in first.computed] == [(99, True)]
+    again = step(made, preempted={"a"})
+    assert len(again.requests["a"][1]) == 100
+    assert [(each.tokens, each.last) for each in step(made, cached=[("a", 0)], computes=99).computed] == [(99, True)]
+
+
+def test_with_states_a_prompt_of_one_token_stays_whole() -> None:
+    made, asked = scheduling(states=True), request(PREFILL, tokens=[7])
+    made.arrived(asked)
+    assert asked.prompt_token_ids == [7]
+    assert step(made, new=[("a", 0)], computes=1).computed[0].last
+
+
+def test_with_states_a_request_that_is_decoded_on_is_not_handed_over() -> None:
+    made, asked = scheduling(states=True), request(PREFILL)
+    asked.max_tokens = 2
+    made.arrived(asked)
+    assert asked.prompt_token_ids == TOKENS
+    assert step(made, new=[("a", 0)], computes=100) == Orders()
 
 
 def test_a_ticket_made_beforehand_is_used() -> None:

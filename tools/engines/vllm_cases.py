@@ -45,6 +45,15 @@ def one_bit(one: Engine, two: Engine) -> Iterator[str]:
         yield "the same tokens, or none fetched: the pages were not used"
 
 
+def one_state_bit(one: Engine, two: Engine) -> Iterator[str]:
+    """A bit of a state that arrived is flipped, and none of a page: other tokens."""
+    (prompt,) = prompts(1, 100, 101, 1)
+    name = f"corrupt-state-{new_name()}"
+    bad = over(one, two, prompt, name=name)[0]
+    if one.run(new_name(), prompt, 16)[0] == bad or name not in two.fetched:
+        yield "the same tokens, or none fetched: the states were not used"
+
+
 def ticket_beforehand(one: Engine, two: Engine) -> Iterator[str]:
     """Both engines are asked at once, with a ticket that a router made; and decode before prefill."""
     (prompt,) = prompts(1, 300, 301, 2)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from kvproto_vllm.connector import KvprotoConnector
+from kvproto_vllm.orders import Load
+from kvproto_vllm.states import STATE
 
 __all__ = ["FETCHED", "CorruptingConnector"]
 
@@ -34,15 +37,13 @@ class CorruptingConnector(KvprotoConnector):
         for name in (connector_output.finished_recving or set()) - failed:
             FETCHED[name] = time.perf_counter() - _ORDERED.pop(name)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         self._tensors = kv_caches
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[torch.Tensor]] = {}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._blocks |= {
-            load.request: [next(filter(None, table)) for table in load.tables] for load in self._bound.loads
-        }
+        self._blocks |= {load.request: list(self._firsts(load)) for load in self._bound.loads}
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -50,7 +51,15 @@ class CorruptingConnector(KvprotoConnector):
         for name in results.finished_recving:
             if name.startswith("corrupt"):
                 for block in self._blocks[name]:
-                    head = next(iter(self._tensors.values()))[block][0].view(torch.int32)
-                    row, at = torch.nonzero(head & _LARGE == 0)[0].tolist()
-                    head[row, at] ^= _LARGE
+                    words = block[0].view(torch.int32)
+                    at = tuple(torch.nonzero(words & _LARGE == 0)[0].tolist())
+                    words[at] ^= _LARGE
         return results
+
+    def _firsts(self, load: Load) -> Iterator[torch.Tensor]:
+        """The first block of each group that is loaded, of its first layer; of "corrupt-state" those with states alone."""
+        running = self._vllm_config.compilation_config.static_forward_context
+        for group, table in zip(self._kv_cache_config.kv_cache_groups, load.tables, strict=True):
+            name, state = group.layer_names[0], type(group.kv_cache_spec).__name__ == STATE
+            if state or not load.request.startswith("corrupt-state"):
+                yield (running[name].kv_cache[-1] if state else self._tensors[name])[next(filter(None, table))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def make(folder: Path, name: str) -> Path:
     if name == "eagle":
         _eagle(path, shared)
         return path
+    if name in HYBRIDS:
+        HYBRIDS[name](path, shared)
+        return path
     if name in _HEADS:
         heads, kv_heads = _HEADS[name]
         layers = ["full_attention", "sliding_attention"] * 2
@@ -51,11 +55,35 @@ def make(folder: Path, name: str) -> Path:
     latent = DeepseekV3Config(
         hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=2, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+        first_k_dense_replace=3, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
         v_head_dim=128, initializer_range=0.1, **shared,
     )  # fmt: skip
+    if name == "mtp":
+        _predicting(path, latent)
+        return path
+    latent.first_k_dense_replace = 2
     DeepseekV3ForCausalLM(latent).save_pretrained(path)
     return path
+
+
+def _predicting(path: Path, latent: Any) -> None:
+    """A model with a layer more that predicts the token after the next, as DeepSeek-V3 stores it beside the others."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import DeepseekV3ForCausalLM
+
+    size, layers, latent.num_hidden_layers = latent.hidden_size, latent.num_hidden_layers, latent.num_hidden_layers + 1
+    weights = {n: w.contiguous() for n, w in DeepseekV3ForCausalLM(latent).state_dict().items()}
+    latent.num_hidden_layers, latent.num_nextn_predict_layers = layers, 1
+    latent.architectures = ["DeepseekV3ForCausalLM"]
+    latent.save_pretrained(path)
+    own = {
+        "enorm.weight": torch.ones(size), "hnorm.weight": torch.ones(size), "shared_head.norm.weight": torch.ones(size),
+        "eh_proj.weight": torch.cat([torch.randn(size, size) * 0.1, torch.eye(size)], 1),
+        "shared_head.head.weight": weights["lm_head.weight"].clone(),
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    }  # fmt: skip
+    save_file(weights | {f"model.layers.{layers}.{n}": w for n, w in own.items()}, path / "model.safetensors")
 
 
 def _eagle(path: Path, shared: dict[str, Any]) -> None:
@@ -72,6 +100,51 @@ def _eagle(path: Path, shared: dict[str, Any]) -> None:
     weights = {n: w.contiguous() for n, w in LlamaModel(config).state_dict().items() if n.startswith("layers.")}
     del weights["layers.0.input_layernorm.weight"]  # the first layer has none
     save_file(weights | {"fc.weight": torch.randn(128, 256) * 0.15}, path / "model.safetensors")
+
+
+def _states(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of Mamba 2 and two of attention, as Granite 4 has them, without experts."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        hidden_size=128, shared_intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=0, num_experts_per_tok=0,
+        mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=64,
+        position_embedding_type="rope", attention_multiplier=32**-0.5, initializer_range=0.15, **shared,
+    )  # fmt: skip
+    GraniteMoeHybridForCausalLM(config).save_pretrained(path)
+
+
+def _deltas(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of a gated delta net and two of attention, as Qwen3-Next has them."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64, initializer_range=0.15, **shared,
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).save_pretrained(path)
+
+
+def _convolutions(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of short convolutions and two of attention, as LFM2 has them."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2, initializer_range=0.15, conv_bias=False, conv_dim=128, conv_dim_out=128,
+        block_dim=128, block_ff_dim=384, block_multiple_of=64, block_ffn_dim_multiplier=1,
+        block_auto_adjust_ff_dim=False, block_norm_eps=1e-5, **shared,
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(path)
+
+
+HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "states": _states, "deltas": _deltas, "convolutions": _convolutions,
+}  # fmt: skip
+"""Models with layers of states beside those of attention."""
 
 
 def _tokenizer() -> Any:

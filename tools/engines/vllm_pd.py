@@ -28,6 +28,7 @@ _SPECULATING = {"num_speculative_tokens": 3}
 _DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
 _EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
+_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 _N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
 _COLD = {"extra": {"options": {"cold_draft": True}}}
 _WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
@@ -88,6 +89,34 @@ PAIRS = [
         {"model": "window", "max_num_batched_tokens": 96, "enable_prefix_caching": True},
         {"model": "window", "block_size": 64, "enable_prefix_caching": False},
         [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
+    ),
+    Pair(
+        "Layers of Mamba 2 beside attention, block 64 in chunks of 96 tokens, and block 128",
+        {"model": "states", "block_size": 64, "max_num_batched_tokens": 96, "enable_prefix_caching": False},
+        {"model": "states", "block_size": 128, "enable_prefix_caching": False},
+        [
+            cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.ticket_beforehand, cases.aborts,
+            cases.left_idle,
+        ],
+        often=True,
+    ),
+    Pair(
+        "Layers of a gated delta net beside attention, bfloat16, in chunks of 128 tokens, and whole",
+        {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": 128, "enable_prefix_caching": False},
+        {"model": "deltas", "dtype": "bfloat16", "enable_prefix_caching": False},
+        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
+    ),
+    Pair(
+        "Layers of short convolutions beside attention, block 32 and 64",
+        {"model": "convolutions", "enable_prefix_caching": False},
+        {"model": "convolutions", "block_size": 64, "enable_prefix_caching": False},
+        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
+    ),
+    Pair(
+        "MLA that predicts a token more (MTP), block 16",
+        {**_MLA, "model": "mtp", "enable_prefix_caching": False, **_MTP},
+        {**_MLA, "model": "mtp", **_MTP},
+        [cases.same_tokens, cases.one_bit, cases.speculates, cases.left_idle],
     ),
     Pair(
         "Llama with a draft model, block 32 in chunks of 96 tokens, and block 64",
