@@ -81,7 +81,7 @@ def test_an_adapter_is_under_900_lines_of_code(package: Any) -> None:
             if imported or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)):
                 lines -= set(range(each.lineno, (each.end_lineno or 0) + 1))
         counted += len(lines)
-    assert 600 < counted < 900
+    assert 0 < counted < 900
 
 
 _NO_CODE = {

@@ -121,7 +121,7 @@ def _deltas(path: Path, shared: dict[str, Any]) -> None:
 
     config = Qwen3NextConfig(
         hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128, linear_value_head_dim=128,
         layer_types=["linear_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, initializer_range=0.15, **shared,
     )  # fmt: skip

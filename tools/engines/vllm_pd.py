@@ -110,13 +110,13 @@ PAIRS = [
         "Layers of short convolutions beside attention, block 32 and 64",
         {"model": "convolutions", "enable_prefix_caching": False},
         {"model": "convolutions", "block_size": 64, "enable_prefix_caching": False},
-        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
+        [cases.one_by_one, cases.one_bit, cases.one_state_bit, cases.left_idle],
     ),
     Pair(
         "MLA that predicts a token more (MTP), block 16",
         {**_MLA, "model": "mtp", "enable_prefix_caching": False, **_MTP},
         {**_MLA, "model": "mtp", **_MTP},
-        [cases.same_tokens, cases.one_bit, cases.speculates, cases.left_idle],
+        [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
     ),
     Pair(
         "Llama with a draft model, block 32 in chunks of 96 tokens, and block 64",
