@@ -105,7 +105,7 @@ def state(layers: Layers, strides: bool) -> Stated:
 def _pages(layers: Layers) -> int:
     """Blocks of the back end's kernels in one of the engine's."""
     spec, shape = layers.spec, tuple(layers.tensors[0].shape)
-    pages = shape[0] // layers.blocks
+    pages = int(shape[0]) // layers.blocks
     wanted = layers.blocks * pages, spec.block_size // max(pages, 1)
     if len({tensor.shape for tensor in layers.tensors}) > 1 or wanted != (shape[0], shape[-2]):
         expected = f"{layers.blocks} blocks of {spec.block_size} tokens in each layer"

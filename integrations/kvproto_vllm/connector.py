@@ -72,6 +72,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
+        self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._opened: Opened | None = None
 
     @classmethod
@@ -85,6 +86,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduling.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Groups whose blocks vLLM need not zero: none, as rows behind the prompt, not fetched, may be no numbers."""
+        return ()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
@@ -150,6 +155,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._sending is not None:
             self._sending.take(self._bound)
         if self._loading is not None:
+            if self._zeroed and self._gpu is not None and self._bound.loads:
+                torch.cuda.current_stream(self._gpu).synchronize()  # blocks are zeroed before they are written
             self._loading.take(self._bound)
             self._lost.begun(self._bound)
 

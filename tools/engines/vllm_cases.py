@@ -35,16 +35,6 @@ def same_tokens(one: Engine, two: Engine) -> Iterator[str]:
                 yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, {reason}, not {alone[i]}, or not fetched"
 
 
-def one_by_one(one: Engine, two: Engine) -> Iterator[str]:
-    """The same, a prompt at a time: for models of which an engine of its own answers differently to several at once."""
-    for seed, (prefill, decode) in enumerate(((one, two), (two, one))):
-        for i, prompt in enumerate(prompts(4, 40, 200, seed)):
-            alone, name = prefill.run(new_name(), prompt, 16)[0], new_name()
-            tokens = over(prefill, decode, prompt, name=name)[0]
-            if tokens != alone or name not in decode.fetched:
-                yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, not {alone}, or not fetched"
-
-
 def one_bit(one: Engine, two: Engine) -> Iterator[str]:
     """A bit of a page that arrived is flipped: other tokens."""
     (prompt,) = prompts(1, 100, 101, 1)

@@ -101,18 +101,6 @@ PAIRS = [
         often=True,
     ),
     Pair(
-        "Layers of a gated delta net beside attention, bfloat16, in chunks of 128 tokens, and whole",
-        {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": 128, "enable_prefix_caching": False},
-        {"model": "deltas", "dtype": "bfloat16", "enable_prefix_caching": False},
-        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
-    ),
-    Pair(
-        "Layers of short convolutions beside attention, block 32 and 64",
-        {"model": "convolutions", "enable_prefix_caching": False},
-        {"model": "convolutions", "block_size": 64, "enable_prefix_caching": False},
-        [cases.one_by_one, cases.one_bit, cases.one_state_bit, cases.left_idle],
-    ),
-    Pair(
         "MLA that predicts a token more (MTP), block 16",
         {**_MLA, "model": "mtp", "enable_prefix_caching": False, **_MTP},
         {**_MLA, "model": "mtp", **_MTP},
