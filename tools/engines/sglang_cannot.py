@@ -1,4 +1,4 @@
-"""What an SGLang on the CPU cannot run itself, by its own error: `ENGINE/python -m tools.engines.sglang_cannot FOLDER`.
+"""What an SGLang on the CPU cannot run, by the kernel that it asks for and lacks: `ENGINE/python -m tools.engines.sglang_cannot FOLDER`.
 
 The back end refuses what these would bring, and docs/sglang.md says that none was tried. Each engine is started without
 the back end, asked for tokens, and has to end with the error that stands here: a release that can do it shows as a
