@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -273,17 +274,17 @@ class Engine:
             pool.close()
         left = {"threads": [t.name for t in threading.enumerate() if t.name.startswith(("kvproto", "chaos"))],
                 "mappings": Path("/proc/self/maps").read_text().count("memfd:kvproto"),
-                "descriptors": limits.opened() - self._before}  # fmt: skip
+                "descriptors": dict(limits.opened() - self._before)}  # fmt: skip
         self.say("ended", left)
         self._flush()
 
     def let_go(self) -> None:
         """Of views of the pool."""
 
-    _before = 0
+    _before: Counter[str]
 
-    def began(self, descriptors: int) -> None:
-        """So many descriptors were open before the door was."""
+    def began(self, descriptors: Counter[str]) -> None:
+        """These descriptors were open before the door was."""
         self._before = descriptors
 
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ _LINGER = 2.0
 """Seconds for which a child lives at most."""
 
 
-def opened() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd")) - 1
+def opened() -> Counter[str]:
+    """Descriptors of this process, by what they are."""
+    found = Counter[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+    return found
 
 
 def descriptors(left: int) -> None:

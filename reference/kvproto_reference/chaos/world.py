@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import itertools
 import os
+import re
 import signal
 import socket
 import time
@@ -35,6 +36,12 @@ _SETTLE, _FRESH, _END = 8.0, 8.0, 8.0
 """Seconds within which all that is under way is over, fresh requests arrive, and engines end."""
 _TRIES = 100
 """Starts of an engine whose address is taken, by a child of its former run, say."""
+
+
+_OF_UCX = {"pipe": 2, "anon_inode": 1}
+"""What a thread of UCX holds that it cannot end, as it lost the port that it listened at for want of descriptors."""
+_ENDS = re.compile(r"^\[[^\]]*\] +\w+\.c:\d+ +(Assertion|Fatal)", re.MULTILINE)
+"""How UCX ends a process, as it does to one whose peer's port was lost."""
 
 
 @attrs.frozen
@@ -228,9 +235,10 @@ class World:
                 if code:
                     self.judge.violation("crash", f"{name} ended with {code}")
                 return
-            if engine.short:  # libzmq, for one, ends a process that cannot have memory
-                self.judge.count("ended for want of memory")
-                Path(engine.setup.log).unlink(missing_ok=True)
+            log = Path(engine.setup.log)
+            if engine.short or _by_ucx(log):  # libzmq, for one, ends a process that cannot have memory
+                self.judge.count("ended for want of memory" if engine.short else "ended by UCX")
+                log.unlink(missing_ok=True)
             else:
                 self.judge.violation("crash", f"{name} has ended by itself with {code}")
             self.at(0.0, lambda: self._start(name))
@@ -261,7 +269,9 @@ class World:
             case "ended":
                 self._ended.add(name)
                 for what, number in a[0].items():
-                    if number:
+                    if number == _OF_UCX:
+                        self.judge.count("left by UCX")
+                    elif number:
                         self.judge.violation("leak", f"{name} has {what} left: {number}")
             case "arrived":
                 self.judge.arrives(a[0])
@@ -332,3 +342,7 @@ def _ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise RuntimeError("no free ports")
+
+
+def _by_ucx(log: Path) -> bool:
+    return log.exists() and _ENDS.search(log.read_text(errors="replace")) is not None
