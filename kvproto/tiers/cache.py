@@ -16,6 +16,7 @@ from itertools import takewhile
 import attrs
 
 from kvproto.errors import KvprotoError
+from kvproto.tiers.agreement import LENGTHS, Asked
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, Index, filling, seal
@@ -25,7 +26,7 @@ from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.storing import Fetch, Storing
 from kvproto.transport.paging import Paging
 
-__all__ = ["Cache", "Fetch", "Keep", "Lease", "patience"]
+__all__ = ["Asked", "Cache", "Fetch", "Keep", "Lease", "patience"]
 
 
 class Keep(Enum):
@@ -86,13 +87,20 @@ class Cache:
         """Whether something waits for a step, for a copy, or for storage."""
         return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
 
-    def open(self, chain: Chain, room: int) -> Lease | None:
+    def ask(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Asked:
+        """What this rank could go on with of these prompts, each with its room, for all ranks to agree."""
+        self.settle()
+        return Asked(self, prompts, lengths)
+
+    def open(self, chain: Chain, room: int, most: int | None = None) -> Lease | None:
         """What is there of a prompt, and slots for the rest of `room` pages; None while too few can be had.
 
-        Pages that lie on the host are in the pool after the next `step`, and what `Lease.wait` waits for.
+        Pages that lie on the host are in the pool after the next `step`, and what `Lease.wait` waits for. `most`: pages
+        of what is there that are used at most.
         """
         self.settle()
-        near, far = self.device.find(chain, room), self.host.find(chain, room)
+        some = room if most is None else min(room, most)
+        near, far = self.device.find(chain, some), self.host.find(chain, some)
         first = len(near.pages)
         last = max(first, len(far.pages))
         rest = self.reserve(room - first)

@@ -12,7 +12,7 @@ from operator import and_
 from kvproto.tiers.components import Layout, Part
 from kvproto.wire.enums import LengthRule
 
-__all__ = ["found", "join", "usable"]
+__all__ = ["allowed", "found", "join", "usable"]
 
 Found = tuple[int, list[int]]
 """Leading pages with all PREFIX components, and a set for each WINDOW and STATE component by ascending group."""
@@ -34,8 +34,13 @@ def join(ranks: Iterable[Found]) -> Found:
 
 def usable(found: Found) -> int:
     """The greatest length that is at most the prefix and in all sets (KVP-TIER-LENGTH)."""
+    return allowed(found).bit_length() - 1
+
+
+def allowed(found: Found) -> int:
+    """The set of lengths that are at most the prefix and in all sets."""
     prefix, sets = found
-    return (reduce(and_, sets, (2 << prefix) - 1) | 1).bit_length() - 1
+    return reduce(and_, sets, (2 << prefix) - 1) | 1
 
 
 def _allowed(part: Part, page: int, has: Sequence[bool]) -> int:
