@@ -52,6 +52,7 @@ except ImportError:  # before 0.33
     from vllm.v1.core import kv_cache_utils as planning
 
 registry._run_in_subprocess = lambda look: look()  # only to save the seconds of a fresh interpreter
+torch.cpu._is_avx512_bf16_supported = lambda: False  # with it vLLM keeps states in float32, on a CPU alone
 NEEDED = {"vocab_size": 128, "intermediate_size": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
 BYTES = 1 << 46
 """Of a pool on no device."""
