@@ -6,6 +6,7 @@ import logging
 import resource
 import select
 import socket
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,7 +129,9 @@ def test_too_many_connections(listener: Listener, dialer: Dialer, caplog: pytest
     until(lambda: b"later" in [frame for _, frame in listener.receive()], listener)
     assert not counted.full
     full, room = (record.getMessage() for record in caplog.records)
-    assert full == "full: 9 connections, and new ones wait until some end"
+    seen = re.fullmatch("full: (.) connections, and new ones wait until some end", full)
+    assert seen is not None
+    assert seen[1] in "89", "the last may have come with the one before"
     assert "new ones are taken again" in room
     later.close()
 
