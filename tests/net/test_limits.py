@@ -3,10 +3,10 @@
 import contextlib
 import errno
 import logging
+import re
 import resource
 import select
 import socket
-import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
