@@ -41,7 +41,7 @@ Suite {suite}, vectors {vectors}…, spec {spec}.
 |---|---|
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
-| codec.c, codec.mjs | a strict reader and writer each, in one file: [where to begin](implement.md) |
+| codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
 | plan.c, lower.c | a planner, and what else engines agree on, in C from the prose alone: a third opinion |
 
@@ -68,6 +68,10 @@ def runs(live: bool) -> Iterator[Run]:
         yield "sink-c", ["--live-sink", str(program)], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
+    if shutil.which("rustc"):
+        program = PAGES / "codec-rs"
+        subprocess.run(["rustc", "-O", "-o", program, TESTEES / "rust/codec.rs"], check=True)
+        yield "codec-rs", [], [str(program)]
 
 
 def main() -> int:
@@ -92,7 +96,7 @@ def main() -> int:
             table=html.matrix_text(reports), suite=one["suite"], spec=one["spec"], vectors=one["vectors"][:12]
         )
         RESULTS.write_text(page, encoding="utf-8")
-    missing = [tool for tool in ("gcc", "node") if not shutil.which(tool)]
+    missing = [tool for tool in ("gcc", "node", "rustc") if not shutil.which(tool)]
     missing += [] if SOCKETS.exists() else ["libzmq3-dev"]
     print(f"left out for want of {' and '.join(missing)}" if missing else "", end="\n" if missing else "")
     return worst

@@ -33,6 +33,7 @@ ASSETS = (
     "spec/v1/vectors/**/*.json",
     "conformance/testees/c/*.c",
     "conformance/testees/node/*.mjs",
+    "conformance/testees/rust/*.rs",
     "conformance/kvproto_conformance/*.json",
 )
 API = (

@@ -41,12 +41,13 @@ __all__ = [
 
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
-STARTS = {"python": "minimal.py", "node": "node/codec.mjs", "c": "c/codec.c"}
+STARTS = {"python": "minimal.py", "node": "node/codec.mjs", "c": "c/codec.c", "rust": "rust/codec.rs"}
 """The testee that a language begins with."""
 _NEXT = {
     "python": "kvproto-conformance smoke -- python {}",
     "node": "kvproto-conformance smoke -- node {}",
     "c": "gcc -std=c11 -O2 -o testee {} && kvproto-conformance smoke -- ./testee",
+    "rust": "rustc -O -o testee {} && kvproto-conformance smoke -- ./testee",
 }
 
 

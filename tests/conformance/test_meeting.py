@@ -62,9 +62,9 @@ def later(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Version(facts), folder
 
 
-@pytest.fixture(scope="module", params=["python", "node", "c"])
+@pytest.fixture(scope="module", params=["python", "node", "c", "rust"])
 def new(request: pytest.FixtureRequest, later: tuple[Version, Path]) -> Iterator[Testee]:
-    """An implementation of it, generated in one of three languages."""
+    """An implementation of it, generated in one of four languages."""
     folder = later[1]
     testees = folder / "conformance/testees"
     if request.param == "python":
@@ -73,10 +73,13 @@ def new(request: pytest.FixtureRequest, later: tuple[Version, Path]) -> Iterator
     elif request.param == "node":
         command = ["node", str(testees / "node/codec.mjs")]
     else:
-        command = [str(folder / "codec")]
-        compiled = ["gcc", "-std=c11", "-O0", "-o", *command, str(testees / "c/codec.c")]
-        if shutil.which("gcc"):
-            subprocess.run(compiled, check=True, timeout=100)
+        command = [str(folder / f"codec-{request.param}")]
+        compiler, source = {
+            "c": (["gcc", "-std=c11", "-O0"], "c/codec.c"),
+            "rust": (["rustc"], "rust/codec.rs"),
+        }[request.param]
+        if shutil.which(compiler[0]):
+            subprocess.run([*compiler, "-o", *command, str(testees / source)], check=True, timeout=100)
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {request.param}")
     with started(command) as testee:

@@ -34,9 +34,21 @@ def javascript() -> list[str]:
     return ["node", str(TESTEES / "node/codec.mjs")]
 
 
-@pytest.fixture(params=["c", "javascript"])
-def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    return compiled(SANITIZED, tmp_path) if request.param == "c" else javascript()
+def rust(folder: Path) -> list[str]:
+    """Without a warning; where a number overflows or an index is out of bounds, it panics."""
+    if shutil.which("rustc") is None:
+        pytest.skip("no rustc")
+    program = folder / "codec-rs"
+    subprocess.run(["rustc", "-D", "warnings", "-o", program, TESTEES / "rust/codec.rs"], check=True, timeout=100)
+    return [str(program)]
+
+
+@pytest.fixture(scope="module", params=["c", "javascript", "rust"])
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return {"c": lambda: compiled(SANITIZED, folder), "javascript": javascript, "rust": lambda: rust(folder)}[
+        request.param
+    ]()
 
 
 def test_they_are_conformant(command: list[str], capsys: Said) -> None:
@@ -103,7 +115,7 @@ def said(frame: bytes) -> dict[str, object]:
     return {"message": message, "fields": fields}
 
 
-@pytest.mark.parametrize("language", ["node", "c"])
+@pytest.mark.parametrize("language", ["node", "c", "rust"])
 def test_init_testee_gives_a_whole_codec(language: str, tmp_path: Path, capsys: Said) -> None:
     assert main(["init-testee", "--lang", language, str(tmp_path)]) == 0
     (made,) = tmp_path.iterdir()
