@@ -228,6 +228,10 @@ def _ignored(facts: Facts) -> Iterator[Case]:
     yield of.bad(
         "unknown-7fff", "KVP-BODY-UNKNOWN", "the last id that is not", {0x7FFF: uint(1)}, "UNKNOWN_FIELD", "#7fff"
     )
+    for code in range(2, 9):
+        empty = {0x801B: b"\xc7\x00" + bytes((code,))}
+        note = "an empty array has one form, signed or not"
+        yield of.bad(f"ignored-empty-{code}", "KVP-BODY-ARRAY-WIDTH", note, empty, "NOT_CANONICAL", "#801b")
     begins, json = inner.at("begins"), {"begins": [{"group": "1", "first": "2"}]}
     for id_ in (0x8000, 0x801B, 0xFFFF):
         made = {begins: [{1: uint(1), 2: uint(2), id_: uint(1)}]}
