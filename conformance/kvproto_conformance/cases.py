@@ -20,7 +20,7 @@ WRITES = frozenset({"encode", "encode_struct"})
 """Questions that a reader is not asked."""
 
 
-_WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-MAP"})
+_WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-MAP", "KVP-BODY-W-RANGE"})
 """Of the JSON form's clauses, those that say what no writer may write, in whatever form it is told."""
 
 

@@ -15,7 +15,7 @@ import attrs
 from tools.specgen.registry import Facts
 from tools.specgen.vectors import Body, Case, Node, binary, ext, numbers, raw, text, uint
 
-__all__ = ["edges"]
+__all__ = ["edges", "many_values"]
 
 _TEXTS = [
     ("nul", b"\0", "NUL is a character"), ("control", b"\x1f\x7f", "control characters"), ("two", b"\xc2\x80\xdf\xbf", "the first and the last of 2 bytes"),
@@ -220,6 +220,30 @@ def _maps(facts: Facts) -> Iterator[Case]:
     )
     beyond = {0x801B: [b"\0"] * (room + 1)}
     yield of.bad("values-beyond", "KVP-BODY-VALUES", "one more than there may be", beyond, "TOO_LARGE", "#801b")
+    welcome = _Of.named(facts, "Welcome")
+    nodes, json = many_values(facts)
+    yield welcome.good("values-written", "KVP-BODY-W-RANGE", "as many values as a writer may write", nodes, json)
+
+
+def many_values(facts: Facts, beyond: int = 0) -> tuple[dict[int, Node], dict[str, Any]]:
+    """Endpoints and features by which a least Welcome has as many values as a body may have, or more: both ways."""
+    of = _Of.named(facts, "Welcome")
+    own = {id_: node for id_, node in of.body.least.node.items() if id_ not in (of.at("endpoints"), of.at("features"))}
+    ranks, more = divmod(facts["limit"]["max_values"]["value"] - _values(own) - 2, 3)
+    features = dict(list(facts["enum"]["Feature"]["values"].items())[: more + beyond])
+    nodes = {
+        of.at("features"): [uint(value) for value in features.values()],
+        of.at("endpoints"): [{1: uint(rank), 2: text("")} for rank in range(ranks)],
+    }
+    json = {"features": list(features), "endpoints": [{"rank": str(rank), "address": ""} for rank in range(ranks)]}
+    return nodes, json
+
+
+def _values(node: Node) -> int:
+    """Entries of maps and elements of lists."""
+    if isinstance(node, bytes):
+        return 0
+    return len(node) + sum(map(_values, node.values() if isinstance(node, dict) else node))
 
 
 def _ignored(facts: Facts) -> Iterator[Case]:

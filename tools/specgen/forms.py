@@ -12,7 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tools.specgen.edges import edges
+from tools.specgen.edges import edges, many_values
 from tools.specgen.registry import SPEC, Facts
 from tools.specgen.vectors import uint
 
@@ -72,6 +72,7 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
         rows[file["suite"]] = {row["id"]: row for row in file["cases"]}
     turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
     cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
+    cases.append(_too_large(facts, rows))
     made = {
         "json": cases,
         "streams": list(_streams(rows)),
@@ -144,6 +145,16 @@ def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[A
                 )
         for form, clause, value, error, where, note in _wrong(facts, field, full.get(at), turns, name in _EVERY):
             yield case(f"{at}-{form}", clause, {**least, at: value}, note, error=error, path=at + where)
+
+
+def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
+    """A message that no reader takes, though each of its fields may be."""
+    fields = rows["Welcome"]["least"]["fields"] | many_values(facts, beyond=1)[1]
+    note = "a frame that its own writer could not read"
+    return {
+        "id": "Welcome-values", "clause": "KVP-BODY-W-RANGE", "message": "Welcome", "fields": fields,
+        "error": "TOO_LARGE", "path": "", "note": note,
+    }  # fmt: skip
 
 
 def _wrong(

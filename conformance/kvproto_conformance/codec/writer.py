@@ -157,12 +157,34 @@ def _put_map(layout: Layout, values: dict[str, Any]) -> bytes:
     return b"".join(parts)
 
 
+def _count(layout: Layout, values: dict[str, Any]) -> int:
+    """Entries of maps and elements of lists."""
+    there = (field for field in layout.fields.values() if field.name in values)
+    return len(values) + sum(_count_below(field.type, values[field.name]) for field in there)
+
+
+def _count_below(type_: Type, value: Any) -> int:
+    if type_.kind == "struct":
+        return _count(STRUCTS[type_.name], value)
+    if type_.kind == "list":
+        return len(value) + sum(_count_below(type_.item, element) for element in value)
+    return 0
+
+
+def _whole(layout: Layout, values: dict[str, Any]) -> bytes:
+    made = _put_map(layout, values)
+    if len(made) > LIMITS["max_body"]:
+        raise Refusal("TOO_LARGE", "")
+    return made
+
+
 def write_frame(message: str, fields: dict[str, Any]) -> bytes:
     """Return the canonical frame of a message from its fields in JSON form, or raise Refusal."""
     layout = find(MESSAGES, message)
-    body = _put_map(layout, _take_map(layout, fields, ""))
-    if len(body) > LIMITS["max_body"]:
-        raise Refusal("TOO_LARGE", "@length")
+    values = _take_map(layout, fields, "")
+    if _count(layout, values) > LIMITS["max_values"]:
+        raise Refusal("TOO_LARGE", "")
+    body = _whole(layout, values)
     minor = 0 if layout.major == facts.FROZEN_MAJOR else facts.MINOR
     return struct.pack("<4sBBHHHI", facts.MAGIC, layout.major, minor, layout.number, 0, 0, len(body)) + body
 
@@ -170,4 +192,4 @@ def write_frame(message: str, fields: dict[str, Any]) -> bytes:
 def write_struct(name: str, fields: dict[str, Any]) -> bytes:
     """Return the canonical bytes of a bare struct from its fields in JSON form, or raise Refusal."""
     layout = find(STRUCTS | MESSAGES, name)
-    return _put_map(layout, _take_map(layout, fields, ""))
+    return _whole(layout, _take_map(layout, fields, ""))

@@ -1220,6 +1220,7 @@ static Node taken_map(const Layout *layout, const Json *json, const Path *path) 
     return map;
 }
 static Text made;
+static size_t made_values; /* entries of maps and elements of lists */
 static void put_number(uint64_t number, int size) {
     while (size--) add(&made, &(uint8_t){(uint8_t)(number >> 8 * size)}, 1);
 }
@@ -1243,6 +1244,7 @@ static void put(const Type *type, const Node *node) {
         case BYTES: put_head(0, 0, (const uint8_t[]){0xc4, 0xc5, 0xc6, 0}, node->count); add(&made, node->bytes, node->count); return;
         case LIST:
             put_head(0x90, 16, (const uint8_t[]){0, 0xdc, 0xdd, 0}, node->count);
+            made_values += node->count;
             for (size_t i = 0; i < node->count; i++) put(type->of, &node->items[i]);
             return;
         case ARRAY: {
@@ -1266,6 +1268,7 @@ static void put_map(const Layout *layout, const Node *map) {
     size_t count = 0;
     for (int i = 0; i < layout->count; i++) count += map->items[i].kind != NONE;
     put_head(0x80, 16, (const uint8_t[]){0, 0xde, 0xdf, 0}, count);
+    made_values += count;
     for (int i = 0; i < layout->count; i++) {
         if (!map->items[i].kind) continue;
         put_uint(layout->fields[i].id);
@@ -1273,11 +1276,16 @@ static void put_map(const Layout *layout, const Node *map) {
     }
 }
 
+static void put_body(const Layout *layout, const Node *map) { /* or a bare struct */
+    size_t before = made.size;
+    made_values = 0;
+    put_map(layout, map);
+    if (made.size - before > MAX_BODY || (layout->type && made_values > MAX_VALUES)) refuse("TOO_LARGE", NULL);
+}
 static void put_frame(const Layout *layout, const Node *map) {
     made.size = 0;
     add(&made, "KVPW\0\0\0\0\0\0\0\0\0\0\0\0", HEADER);
-    put_map(layout, map);
-    if (made.size - HEADER > MAX_BODY) refuse("TOO_LARGE", &(Path){NULL, "@length", 0});
+    put_body(layout, map);
     made.text[4] = layout->frozen ? 0 : MAJOR;
     made.text[5] = layout->frozen ? 0 : MINOR;
     for (int i = 0; i < 2; i++) made.text[6 + i] = (char)(layout->type >> 8 * i);
@@ -1379,7 +1387,7 @@ static void answer(const Json *question) {
         if (frame) put_frame(layout, &map);
         else {
             made.size = 0;
-            put_map(layout, &map);
+            put_body(layout, &map);
         }
         say(frame ? "\"frame\": " : "\"bytes\": ");
         say_hex(made.text, made.size);

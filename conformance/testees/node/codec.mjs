@@ -498,9 +498,22 @@ function putMap(layout, found) {
   for (const field of layout.fields) if (found.has(field.name)) parts.push(uint(BigInt(field.id)), put(field.type, found.get(field.name)));
   return Buffer.concat(parts);
 }
+// Entries of maps and elements of lists, below a value too.
+function values(type, value) {
+  if (type.kind === "list") return value.reduce((sum, each) => sum + values(type.of, each), value.length);
+  return type.kind === "struct" ? valuesOf(layouts.get(type.name), value) : 0;
+}
+const valuesOf = (layout, found) =>
+  layout.fields.reduce((sum, { name, type }) => sum + (found.has(name) ? values(type, found.get(name)) : 0), found.size);
+// A body, or a bare struct.
+function whole(layout, fields) {
+  const found = takenMap(layout, fields, "");
+  if (layout.number && valuesOf(layout, found) > LIMITS.max_values) refuse("TOO_LARGE", "");
+  const made = putMap(layout, found);
+  return made.length > LIMITS.max_body ? refuse("TOO_LARGE", "") : made;
+}
 function writeFrame(layout, fields) {
-  const body = putMap(layout, takenMap(layout, fields, ""));
-  if (body.length > LIMITS.max_body) refuse("TOO_LARGE", "@length");
+  const body = whole(layout, fields);
   const envelope = Buffer.alloc(HEADER);
   MAGIC.copy(envelope);
   envelope[4] = layout.frozen ? 0 : MAJOR;
@@ -524,7 +537,7 @@ const OPS = {
   encode: (q) => ({ frame: writeFrame(layouts.get(q.message), q.fields).toString("hex") }),
   encode_struct: (q) => {
     const layout = layouts.get(q.struct);
-    return { bytes: putMap(layout, takenMap(layout, q.fields, "")).toString("hex") };
+    return { bytes: whole(layout, q.fields).toString("hex") };
   },
 };
 function answered(answer) {
