@@ -183,8 +183,7 @@ class Reader:
         if size > width * tables.MAX_ARRAY:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, size // width)
         values = np.frombuffer(self._take(size), f"<{kind}{width}")
-        narrowest = (width == 1 or not _narrower(values, kind, width)) if size else code == 1
-        if not narrowest:
+        if (code > 1 and not size) or (width > 1 and _narrower(values, kind, width)):
             raise Fault(ErrorCode.NOT_CANONICAL, "the narrowest width", f"{width} bytes")
         if values.size < (low or 0) or (high is not None and values.size > high):
             raise Fault(ErrorCode.OUT_OF_RANGE, f"at least {low or 0} elements", f"{values.size} elements")
