@@ -75,7 +75,7 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
     cases.append(_too_large(facts, rows))
     made = {
         "json": cases,
-        "streams": list(_streams(rows)),
+        "streams": list(_streams(facts, rows)),
         "codec/enums": list(_enums(facts, rows)),
         "codec/edges": edges(facts),
     }
@@ -193,7 +193,7 @@ def _wrong(
         yield "none", _RANGE, "", "OUT_OF_RANGE", "", "an empty name"
 
 
-def _streams(rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
+def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     """Cases of streams: frames and where they are cut."""
     good = [rows[name]["least"] for name in ("DoneAck", "Ping", "Drained")]
     one, two, three = (bytes.fromhex(row["bytes"]) for row in good)
@@ -231,6 +231,8 @@ def _streams(rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
         ("type", 6, 0xFF, ("UNKNOWN_MESSAGE", "@type")), ("flag", 8, 0x01, ("UNKNOWN_FLAG", "@flags")), ("major", 4, 9, ("UNSUPPORTED_VERSION", "@major")),
     ):  # fmt: skip
         bad = one[:at] + bytes([value]) + one[at + 1 :]
+        note = "what is not whole is no frame yet, whatever its envelope says"
+        yield case(f"unfinished-{name}", split, [one + bad[:-1]], says[:1], note)
         frames = [{"error": answer[0], "path": answer[1]}, says[1]]
         yield case(
             f"on-after-{name}",
@@ -239,6 +241,10 @@ def _streams(rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
             frames,
             "an envelope that is refused has its length all the same",
         )
+    long = one[:12] + (facts["limit"]["max_body"]["value"] + 1).to_bytes(4, "little")
+    frames = [says[0], {"error": "TOO_LARGE", "path": "@length"}]
+    for id_, chunks in (("long", [one + long + two]), ("long-cut", [one + long[:7], long[7:]])):
+        yield case(id_, split, chunks, frames, "who waits for the end of it holds what is sent until then")
     bare = one[:12] + bytes(4)
     yield case(
         "no-body",
