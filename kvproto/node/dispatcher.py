@@ -93,6 +93,10 @@ class Dispatcher:
             if attempt in each.attempts:
                 each.stopping = each.stopping or error
 
+    def close(self) -> None:
+        """Stop all; what has ended by that holds no memory any more."""
+        self._launches = [each for each in self._launches if each.copying.stop() is None]
+
     def advance(self) -> list[Attempt]:
         """Take note of copies that are complete, and stop those that nobody wants; attempts of what is over."""
         over, until, launches = [], time.monotonic() + _TURN, self._launches

@@ -393,6 +393,7 @@ class SourceNode:
         self._flush()
         self._listener.close()
         self._backstage.close()
+        self._dispatcher.close()
         if not self._dispatcher.busy:
             self._peers.close()
         for transport in self.transports:

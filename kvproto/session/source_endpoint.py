@@ -122,6 +122,8 @@ class SourceEndpoint(Claims):
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
+        if session is not None and hello.request < session.greeting:
+            return  # it was late, and the sink has greeted again since (KVP-SES-LATE)
         self._supersede(peer)
         if session is not None:
             self._greetings.pop(session.conn, None)

@@ -12,6 +12,7 @@ import pytest
 from kvproto.wire import encode
 from kvproto.wire import messages as m
 from kvproto_reference.chaos.__main__ import BREAKS, keys_in
+from kvproto_reference.chaos.book import Finding
 from kvproto_reference.chaos.judge import Judge
 from kvproto_reference.chaos.plan import Fault, Weather, boundaries, make
 from kvproto_reference.chaos.proxy import Pair, Passing
@@ -76,6 +77,17 @@ def test_a_sink_that_is_told_of_another_writer_is_started_again() -> None:
     assert judge.misled == set()
     judge.lied(passing, said, attrs.evolve(said, process=attrs.evolve(process, pid=4)))
     assert judge.misled == {"decode1"}
+
+
+@pytest.mark.parametrize(("torn", "lied"), [(True, False), (True, True), (False, True)])
+def test_halves_of_labels_are_excused_where_the_pool_was_lied_about_alone(torn: bool, lied: bool) -> None:
+    """A source writes where Register says: in the pages of whom it speaks for, and of nobody else, labels may meet."""
+    said, judge = m.Register(**{field.name: None for field in attrs.fields(m.Register)}), Judge(make(0, 1.0))
+    if lied:
+        judge.lied(Passing(Pair("prefill0", "decode1"), True, b"", b""), said, said)
+    judge.finding("decode0", Finding("write after proof", "", torn=True))
+    judge.finding("decode1", Finding("stray write", "", torn=torn))
+    assert judge.kinds == {"write after proof"} | ({"stray write"} if not (torn and lied) else set())
 
 
 @pytest.mark.parametrize("broken", BREAKS)

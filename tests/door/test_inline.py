@@ -72,6 +72,20 @@ def test_the_error_of_a_lost_request_keeps_no_page_in_use(tmp_path: Path) -> Non
     assert found.done
 
 
+def test_a_source_that_is_closed_in_mid_stream_lets_go_of_its_pool(tmp_path: Path) -> None:
+    """The sink grants a byte and reads no more: the stream waits for credit when its Source is closed."""
+    gc.disable()
+    try:
+        with two(tmp_path, inline(thread=False), inline(1, thread=False)) as both:
+            both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+            both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+            both.until(lambda: both.source._node.busy)
+            both.source.close()
+            both.source.pool.close()
+    finally:
+        gc.enable()
+
+
 def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.node.source.default", lambda memory: InlineTransport())
     monkeypatch.setattr("kvproto.node.sink.default", lambda memory: InlineTransport())

@@ -175,6 +175,24 @@ def test_a_sink_whose_welcome_was_lost_waits_for_it(said: type) -> None:
     world.serves("late")
 
 
+def test_a_hello_that_was_late_takes_nothing_back() -> None:
+    """KVP-SES-HELLO, KVP-SES-LATE: it resumed the session before, and comes again after the one that did so since."""
+    world = Reconnected()
+    for broken in (1, 2):
+        world.broken = broken
+        world.pass_time(PING_SILENCE)
+    first, second = [hello for hello in world.of(Hello) if hello.resume]
+    assert first.request < second.request
+    (session,) = world.sources["s0"].sessions.values()
+    begun = []
+    session.reconnected = lambda: begun.append(1)  # type: ignore[method-assign]
+    assert world.say(first, "d0+") == []
+    assert (session.conn, session.greeting, begun) == ("d0++", second.request, [])
+    assert isinstance(world.say(second, "d0++")[0], Welcome)
+    assert not begun
+    world.serves()
+
+
 def test_a_drained_source_resumes_what_it_has() -> None:
     """KVP-SES-DRAINING: it refuses new sessions alone."""
     world = Reconnected()

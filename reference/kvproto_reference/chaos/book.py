@@ -26,6 +26,8 @@ class Finding:
     victim: Name | None = None
     author: Name | None = None
     """Who wrote what was found, by its label."""
+    torn: bool = False
+    """Whether what was found is no label."""
 
 
 class Shelf:
@@ -121,7 +123,7 @@ class Book(Shelf):
                 where = f"layer {place[0]} part {place[1]} token {token} head {head}"
                 kind = "freed too early" if what.blank else "wrong byte"
                 text = f"{name[0]}.{name[1]} arrived with {what} at {where}, {len(differ)} differ"
-                return [Finding(kind, text, name, _name(what))]
+                return [Finding(kind, text, name, _name(what), what.request is None)]
             page, row = pages[-1], (tokens - 1) % PAGE + 1
             if not np.array_equal(now[page, row:], self._seen[place][page, row:]):
                 return [Finding("stray write", f"{name[0]}.{name[1]} has rows beyond its tokens", name, name)]
@@ -157,7 +159,7 @@ class Book(Shelf):
         kind = {"proven": "write after proof", "arrived": "write after arrival"}.get(ended, "stray write")
         whose = f"which {victim[0]}.{victim[1]} has" if victim is not None else "which is free"
         return Finding(kind, f"{what} was written into page {page}, {whose}; its author is {ended or 'unknown'}",
-                       victim, author)  # fmt: skip
+                       victim, author, what.request is None)  # fmt: skip
 
 
 def _name(what: Found) -> Name | None:

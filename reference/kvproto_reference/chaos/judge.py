@@ -55,6 +55,8 @@ class Judge:
         """Engines that were told what only another run of them forgets: of a later run of a peer than there is, so that
         they refuse the real one, or of another process that writes their pages, whose end they wait for.
         """
+        self.misplaced: set[str] = set()
+        """Engines whose Register was lied about: where their peers write, no label need be whole."""
         self._keys: dict[bytes, Ask] = {}
         self._transfers: dict[tuple[Pair, int, int], Ask] = {}
         self._counts: Counter[str] = Counter()
@@ -133,6 +135,8 @@ class Judge:
             self.misled |= {one.pair.prefill, one.pair.decode}
         if isinstance(made, m.Registered) and made.process != getattr(said, "process", None):
             self.misled.add(one.pair.decode)
+        if isinstance(made, m.Register):
+            self.misplaced.add(one.pair.decode)
         about = [self._about(one, each) for each in (said, made) if each is not None]
         if any(each is None for each in about) or not about:
             self.liars.add(one.pair)
@@ -154,7 +158,7 @@ class Judge:
         theirs = victim is not None and victim.touched and found.kind == "wrong byte"
         if author is not None and author.order.decode != engine:
             self.violation("another's page", f"{engine}: {found.text}")
-        elif theirs or (author is not None and author.touched):
+        elif theirs or (author.touched if author is not None else found.torn and engine in self.misplaced):
             self._excused.append(found.text)
         else:
             self.violation(found.kind, f"{engine}: {found.text}")
