@@ -132,9 +132,19 @@ def _claim(args: Namespace, greeting: Greeting) -> Claim:
 def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
     chosen = [case for case in cases if args.only in case.id and case.suite in (args.suite or SUITES)]
     if not chosen:
+        if args.suite and not any(case.suite in args.suite for case in cases):
+            raise Wrong(f"no case of this claim: {'; '.join(map(_asked_of, args.suite))}")
         where = f" of suite {', '.join(args.suite)}" if args.suite else ""
         raise Wrong(f"no case of this claim{where} has an id with {args.only!r} in it; `list` says which there are")
     return chosen
+
+
+def _asked_of(suite: str) -> str:
+    """Which claims a suite is asked of."""
+    asked = SUITES[suite]
+    roles = ", ".join(role for role in ROLES if role in asked.roles)
+    extension = f", with --extension {asked.extension}" if asked.extension else ""
+    return f"suite {suite} is asked of {roles}, from {asked.level} on{extension}"
 
 
 def _written(made: Json, args: Namespace) -> None:

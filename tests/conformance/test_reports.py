@@ -199,7 +199,19 @@ def test_a_baseline_that_cannot_be_read_makes_an_invalid_run(text: str, why: str
             ["run", "--only", "no such case", "--", *MINIMAL],
             "no case of this claim has an id with 'no such case' in it",
         ),
-        (["run", "--suite", "plan", "--", *MINIMAL], "no case of this claim of suite plan"),
+        (
+            ["run", "--suite", "plan", "--", *MINIMAL],
+            "no case of this claim: suite plan is asked of planner, source, sink, both, from L2 on\n",
+        ),
+        (
+            ["list", "--role", "router", "--level", "L1", "--suite", "json"],
+            "no case of this claim: suite json is asked of codec, planner, source, sink, both, from L1 on, "
+            "with --extension json\n",
+        ),
+        (
+            ["list", "--suite", "streams", "--only", "x y"],
+            "no case of this claim of suite streams has an id with 'x y'",
+        ),
         (
             ["run", "--report", "/proc/no/report", "--only", "DoneAck/least", "--", *MINIMAL],
             "/proc/no/report: No such file",
