@@ -1,5 +1,6 @@
 """The suite passes what is right, and fails what is wrong."""
 
+import json
 import re
 import sys
 from collections import Counter
@@ -134,6 +135,35 @@ def test_the_readme_counts_the_cases_of_each_suite() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", (SPEC.parents[1] / "conformance/README.md").read_text(), re.M)
     counted = Counter(case.suite for case in load())
     assert rows == [(suite, f"{counted[suite]:,}") for suite in SUITES if suite not in LIVE.values()]
+
+
+def test_a_page_says_what_the_keys_of_the_registry_mean() -> None:
+    """Tables are made by it in languages that nobody here knows."""
+    section = (SPEC / "messages.md").read_text().partition("## As data")[2].partition("<!-- begin")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    said = {table: set(re.findall(r"`([^`]+)`", says)) for head, says in rows for table in re.findall(r"`(\w+)`", head)}
+    facts = json.loads((SPEC / "registry.json").read_text())
+    bodies = [*facts["message"].values(), *facts["struct"].values()]
+    has: dict[str, list[dict[str, Any]]] = {
+        "message": bodies, "enum": [*facts["enum"].values()], "protocol": [facts["protocol"]],
+        "field": [field for body in bodies for field in body["field"]],
+        "rule": [rule for body in bodies for rule in body.get("rule", ())],
+    }  # fmt: skip
+    people = {"doc", "docs", "since", "unit", "status", "feature", "sender", "delivery", "reply", "clause", "id"}
+    for table, some in has.items():
+        assert {key for row in some for key in row} - people - said[table] == set(), table
+    assert {form(field["type"]) for field in has["field"]} <= {form(word) for word in said["type"]}
+
+
+def form(type_: str) -> str:
+    """A type without sizes and names."""
+    return re.sub(r":\w+", ":", re.sub(r"u\d+", "u", type_))
+
+
+def test_the_page_for_implementers_names_every_struct_that_is_asked() -> None:
+    page = (SPEC.parents[1] / "docs/implement.md").read_text()
+    asked = {ask.question["struct"] for case in load() for ask in case.asks if ask.question["op"] == "decode_struct"}
+    assert {name for name in asked if name not in page} == set()
 
 
 def test_an_id_is_of_one_case() -> None:

@@ -90,6 +90,23 @@ def test_they_say_of_damaged_frames_what_the_suite_says(command: list[str]) -> N
             assert testee.ask({"op": "decode", "frame": frame.hex()}) == said(bytes(frame)), frame.hex()
 
 
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"session": "1", "reason": "\ud800"}, {"error": "BAD_TEXT", "path": "reason"}),
+        (
+            {"session": "1", "reason": "", "x_\udc00": "\udc00"},
+            {"frame": "4b56505700000500000000000500000082010103a0"},
+        ),
+    ],
+    ids=["where text is", "where it is ignored"],
+)
+def test_half_a_surrogate_pair_is_no_text(command: list[str], fields: dict[str, str], answer: dict[str, str]) -> None:
+    with Driver(command) as testee:
+        testee.greet({"op": "hello"})
+        assert testee.ask({"op": "encode", "message": "Goodbye", "fields": fields}) == answer
+
+
 def damaged(rng: random.Random, frame: bytearray) -> bytearray:
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(frame))
