@@ -132,6 +132,28 @@ def _resume(run: PrefillRun) -> None:
     run.over(prompt)
 
 
+@scenario("LIVE-120", "the Hello that resumed a session comes again after the next one did", "KVP-SES-LATE",
+          guards="What an old connection still held takes a session back: answers go where nobody is.")  # fmt: skip
+def _late_hello(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    session, old = sink.session, sink.wire
+    sink.wire = Dealer(run.live.address)
+    sink.greet(resume=session)
+    late = sink.last["Hello"].raw
+    sink.wire.close()
+    sink.wire = Dealer(run.live.address)
+    sink.greet(resume=session)
+    sink.watch.see(late, "suite")
+    old.send(late)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    sink.wire.send(late)
+    run.serve(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    old.close()
+
+
 @scenario("LIVE-119", "a session that nobody has is not resumed", "KVP-SES-RESUME", "KVP-SES-FRESH",
           guards="A process that began again is taken for the one before it.")  # fmt: skip
 def _no_resume(run: PrefillRun) -> None:
