@@ -199,12 +199,12 @@ class Claims(Endpoint):
                 if user.session.open and user.attempt.running:
                     user.fail(changed(self.stated.version, user.transfer), now)
                 self._drop(claim, user)
+            claim.bound = None
 
     def _drop(self, claim: _Claim, user: _User) -> None:
         """A transfer uses its ticket no more, and never has."""
         del claim.users[user.session.session]
         claim.waiting.pop(user.session.session, None)
-        claim.bound = claim.bound if claim.users else None
         self._left(user.session)
 
     def _left(self, session: SourceSession) -> None:

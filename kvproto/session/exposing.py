@@ -25,7 +25,10 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Feature
 
-__all__ = ["Exposed", "Exposing"]
+__all__ = ["OURS", "Exposed", "Exposing"]
+
+OURS = 0
+"""Stands for our own copies, which no death of a peer proves; no session has that number."""
 
 
 @attrs.frozen(eq=False)
@@ -96,7 +99,7 @@ class Exposing(Endpoint):
         found = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
         ours = any(want.into is exposed for want in self._wants.values())
         unproven = {part[0] for into, missing in self._unproven.values() if into is exposed for part in missing}
-        return found + ["transfers that are not over"] * (ours or 0 in unproven)
+        return found + ["transfers that are not over"] * (ours or OURS in unproven)
 
     def given_back(self, exposed: Exposed) -> bool:
         """Whether every source rank that has mapped a pool has unmapped it, and says so."""

@@ -9,6 +9,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
 from kvproto.session import limits
+from kvproto.session.exposing import OURS
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
@@ -27,8 +28,6 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 __all__ = ["SinkEndpoint"]
 
 _STREAMS = frozenset({Feature.STAGED, Feature.INLINE})
-_OURS = 0
-"""Stands for our own copies, which no death of a peer proves; no session has that number."""
 
 
 class SinkEndpoint(Reading):
@@ -120,7 +119,7 @@ class SinkEndpoint(Reading):
 
     def _ask_late(self, now: float) -> None:
         """Abort again what has no proof: a source that was stopped or cut off may be back (KVP-END-LATE)."""
-        parts = sorted({part for _, missing in self._unproven.values() for part in missing if part[0] != _OURS})
+        parts = sorted({part for _, missing in self._unproven.values() for part in missing if part[0] != OURS})
         for number, sequence in parts:
             self._numbered(number).abort_late(sequence)
         self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if parts else None
@@ -258,8 +257,7 @@ class SinkEndpoint(Reading):
         self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
 
     def _after(self, now: float) -> None:
-        if self._told or not self.ready:
-            self._hear_sessions(now)
+        self._hear_sessions(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._events.append(e.Ready(self.plan))
@@ -271,8 +269,7 @@ class SinkEndpoint(Reading):
                 self._progress(want, now)
         for session in self.sessions.values() if self._pulls else ():
             session.look()
-        if self._told or not self.ready:
-            self._hear_sessions(now)
+        self._hear_sessions(now)
 
     def _hear_sessions(self, now: float) -> None:
         while self._told or self._register(now):
@@ -351,7 +348,7 @@ class SinkEndpoint(Reading):
         if want.error is None:
             done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
             return e.Arrived(want.number, tuple(done), now - want.started)
-        missing = {(a.delivery.prover or _OURS, a.sequence) for _, a in parts if not a.delivery.free(a)}
+        missing = {(a.delivery.prover or OURS, a.sequence) for _, a in parts if not a.delivery.free(a)}
         if missing:
             self._unproven[want.number] = want.into, missing
             if self._asking is None:

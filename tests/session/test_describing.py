@@ -75,8 +75,10 @@ def test_both_change_at_once() -> None:
     world.sink_.expose(world.another("d0", made), world.now, made)
     world.sources["s0"].restate(made, {0: "s0"}, world.now)
     world.run()
+    pool = world.sink_.exposed
     anew(world)
     assert world.sink_.refused is None
+    assert world.sink_.holders(pool) == []  # the one that was refused was never mapped
     world.serves()
 
 

@@ -26,7 +26,7 @@ from kvproto.wire.messages import (
     Unregistered,
 )
 from tests.pools import allocate, memory
-from tests.session.driver import EpochWorld, World, geometry, ticket
+from tests.session.driver import EpochWorld, World, geometry, ticket, without_draft
 from tests.session.test_inline import Inline
 from tests.session.test_pull import PullWorld, asked
 from tests.session.test_staged import LENGTH, SLOTS, Staged
@@ -180,6 +180,7 @@ def test_a_sink_without_memory_is_not_ready_until_it_registers_again() -> None:
     world = Epochs(2)
     world.give_back(world.first, at_once=True)
     assert not world.sink_.ready
+    assert world.sink_.streamed() == {}
     assert {s.state.value for s in world.sink_.sessions.values()} == {"ready"}
     world.pass_time(2 * PATIENCE)
     world.expose()
@@ -201,8 +202,11 @@ def test_an_epoch_whose_copy_ended_without_proof_is_kept_until_its_writer_is_dea
     world.expose()
     world.serves()
     (session,) = world.sources["s0"].sessions
+    assert [lost.proof for lost in world.events("d0", "Lost")] == [Proof.UNPROVABLE]
     world.sink_.died(session, world.now)
     assert world.sink_.holders(world.first) == []
+    world.run()
+    assert [proven.transfer for proven in world.events("d0", "Proven")] == [number]
 
 
 def test_memory_of_a_session_that_is_over_is_free_once_every_transfer_of_it_is_proven() -> None:
@@ -353,6 +357,15 @@ def test_what_a_peer_refuses_to_give_back_is_held_while_there_is_a_session() -> 
     assert world.sink_.holders(world.first) == []
 
 
+def test_a_session_without_routes_goes_on_with_another_pool_and_not_with_other_caches() -> None:
+    """KVP-DSC-AGAIN: the seed writes nothing to this rank, so nothing was registered with it, and it plans no more."""
+    world = EpochWorld(geometry(2)).ready(2)
+    sink = world.sinks["d1"]
+    assert {address: s.state.value for address, s in sink.sessions.items()} == {"s0": "described", "s1": "ready"}
+    assert sink.adaptable(sink.geometry)
+    assert not sink.adaptable(without_draft(2))
+
+
 def test_without_the_feature() -> None:
     """KVP-SES-STATE: a second Register and Unregister are unexpected; what a peer cannot give back is held."""
     world = World(geometry(1)).ready(1)
@@ -373,6 +386,8 @@ def test_without_the_feature() -> None:
     assert [(type(m), m.code) for m in said] == [
         (Error, ErrorCode.UNEXPECTED_MESSAGE), (Refused, ErrorCode.UNEXPECTED_MESSAGE)
     ]  # fmt: skip
+    assert said[1].path == "epoch"
+    assert not world.events("s0", "SessionRefused")  # it goes on
     exposed = sink.exposed
     assert exposed is not None
     sink.give_back(exposed, True, world.now)
@@ -577,3 +592,20 @@ def test_an_offer_from_memory_that_is_being_mapped() -> None:
     assert [m.epoch for m in world.of(Offer)] == [2, 2]
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_a_copy_of_this_side_that_may_go_on_holds_its_pool() -> None:
+    """KVP-EPO-FREE: nobody's death proves it, and the session that it read by may be over."""
+    world = PullEpochs(geometry(1)).ready(1)
+    sink = world.sinks["d0"]
+    pool = sink.exposed
+    assert pool is not None
+    asked(world)
+    world.serve()
+    (offered,) = world.events("d0", "Offered")
+    assert sink.may_read(offered, world.now)
+    sink.unread(offered, MOVED, world.now, Proof.UNPROVABLE)
+    world.run()
+    assert [lost.proof for lost in world.events("d0", "Lost")] == [Proof.UNPROVABLE]
+    sink.goodbye("over")
+    assert sink.holders(pool) == ["transfers that are not over"]

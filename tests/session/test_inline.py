@@ -17,7 +17,7 @@ from kvproto.transport.inline.receiver import InlineReceiver
 from kvproto.transport.inline.sender import DataPiece, InlineLink, InlineStream
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Begin, Credit, Data, Error, Handle
+from kvproto.wire.messages import Begin, Credit, Data, Error, Handle, Hello
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twister
@@ -309,6 +309,18 @@ def test_a_session_that_is_resumed_counts_anew_and_ends_what_was_under_way() -> 
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.PEER_LOST
     assert world.totals()[-1] == world.links[0].room == WINDOW
     world.still_serves()
+
+
+def test_no_credit_is_said_while_a_session_is_being_resumed() -> None:
+    """KVP-INL-RESUMED: it would be of what was counted before, and come after what is counted anew."""
+    world = Inline()
+    world.ask()
+    before = world.totals()
+    world.keep = lambda to, frame: world._seen(to, frame) and not isinstance(decode(frame), Hello)
+    assert world.sinks["d0"].sessions["s0"].resume(world.now)
+    world.data(0, STREAM[:SIZE])
+    assert bytes(world.pages[0][:SIZE]) == STREAM[:SIZE]
+    assert world.totals() == before
 
 
 def test_a_stream_that_has_not_begun_survives_a_new_connection() -> None:

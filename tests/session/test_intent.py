@@ -134,6 +134,29 @@ def test_nothing_is_asked_of_the_sink_before_prefill_is_over() -> None:
     assert len(world.events("s0", "Released")) == 1
 
 
+def test_done_ends_a_grant_whose_answer_was_lost() -> None:
+    """It is not sent again, and the session is not given up for it."""
+    world = IntentWorld()
+    number, _ = world.ask()
+    world.times[Accepted] = 0
+    world.grant(number)
+    world.serve()
+    assert len(world.events("d0", "Arrived")) == 1
+    world.pass_time(RESEND)
+    assert len(world.of(Grant)) == 1
+    world.serves()
+
+
+def test_nothing_is_said_of_what_is_of_use_once_all_is_granted() -> None:
+    """KVP-INT-ITEMS: there is nothing left to grant."""
+    world = SpansWorld()
+    number, _ = world.ask(finished=False)
+    told = useful(world)
+    world.grant(number)
+    assert not any(not part.whole for part in world.sinks["d0"]._wants[number].parts.values())
+    assert useful(world) == told
+
+
 def test_a_transfer_after_prefill_hears_so_in_accepted() -> None:
     world, made = IntentWorld(), ticket()
     world.sources["s0"].expect(made, CONTENT, 0.0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvproto import Pool
 from kvproto.errors import RemoteError
 from kvproto.session.events import Offered, RegisterAsked, TransferRequested
+from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
@@ -479,6 +480,20 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
     world.run()
     assert [m.bytes for m in world.of(Pulled)] == [1, 1]
     assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_an_offer_may_wait_for_its_reader_until_the_deadline_of_its_ticket() -> None:
+    """A sink that answers Ping is alive, and its copy may take longer than other requests may."""
+    world = ready(1)
+    world.now = 100.0
+    asked(world, deadline=80.0)
+    world.serve(lease=80.0)
+    (session,) = world.sources["s0"].sessions.values()
+    while world.now + RESEND < 180.0:
+        world.pass_time(RESEND)
+        assert session.open
+    world.pass_time(RESEND)
+    assert not session.open
 
 
 def test_an_offer_that_crosses_an_abort_is_not_read() -> None:

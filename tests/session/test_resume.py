@@ -352,6 +352,10 @@ def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.Mon
     (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=9, request=9), "c9")
     assert isinstance(answer, Refused)
     assert answer.code == ErrorCode.BUSY
+    (known,) = world.sinks["crowd0"].sessions.values()
+    (own,) = [h for h in world.of(Hello) if (h.engine, h.replica) == ("crowd", 0)]
+    (answer,) = world.say(attrs.evolve(own, request=10, resume=known.session), "crowd0+")
+    assert answer.session == known.session  # it is none more
     world.serves()
     world.sink("good", geometry(1), engine="good")
     world.run()

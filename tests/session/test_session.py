@@ -100,6 +100,7 @@ def test_unknown_ticket_ends_at_its_time() -> None:
     world.pass_time(11.0)
     (event,) = world.events("d0", "Lost")
     assert (event.error.code, event.proof) == (ErrorCode.UNKNOWN_TICKET, Proof.PROVEN)
+    assert not world.events("s0", "Expired")  # the engine never had it
 
 
 def test_unfetched_prefill_expires() -> None:
