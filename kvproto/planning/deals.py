@@ -84,7 +84,7 @@ def same_deal(a: Group, b: Group) -> bool:
         return True
     if (a.cp_size, a.interleave, a.origin, runs(a)) != (b.cp_size, b.interleave, b.origin, runs(b)):
         return False
-    return (a.order is None and b.order is None) or np.array_equal(_order(a), _order(b))
+    return np.array_equal(_order(a), _order(b))
 
 
 def dealt(group: Group) -> str:

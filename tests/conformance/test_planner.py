@@ -184,14 +184,40 @@ def lanes_by_halves(lanes: int) -> tuple[Geometry, Geometry]:
     return stated([first], [owns(first, [0])]), stated([second], [owns(second, [0])])
 
 
+def sections_of_lanes(ranks: int) -> tuple[Geometry, Geometry]:
+    """A lane of 4 bytes in two sections, which each rank needs in 1,024 layers, as four lanes of a byte."""
+    group = mla(0, "target", 0, 8, 4)
+    halves = [Part(name="k", dtype=DType.U8, lanes=1, lane_bytes=2, at=at, whole=4) for at in (0, 2)]
+    first, second = (
+        attrs.evolve(group, parts=tuple(parts))
+        for parts in (halves, [Part(name="k", dtype=DType.U8, lanes=4, lane_bytes=1)])
+    )
+    every = range(1024)
+    return stated([first], [owns(first, every)]), stated([second], *[[owns(second, every)]] * ranks)
+
+
 @pytest.mark.parametrize(
     ("made", "most"),
-    [(many_pieces, 2), (many_tables, 2), (few_needy, 2), (every_class, 2), (lanes_by_halves, 65536)],
+    [
+        (many_pieces, 2),
+        (many_tables, 2),
+        (few_needy, 2),
+        (every_class, 2),
+        (lanes_by_halves, 65536),
+        (sections_of_lanes, 16),
+    ],
 )
 @pytest.mark.parametrize("over", [False, True])
 def test_two_planners_know_when_it_is_too_much(made: Made, most: int, over: bool) -> None:
     """KVP-PLAN-SIZE: of pieces, of runs of deals, of layers that have a choice or not, and of lanes of other bytes."""
-    beyond = {many_pieces: 180, many_tables: 3, few_needy: 33, every_class: 33, lanes_by_halves: 65537}
+    beyond = {
+        many_pieces: 180,
+        many_tables: 3,
+        few_needy: 33,
+        every_class: 33,
+        lanes_by_halves: 65537,
+        sections_of_lanes: 17,
+    }
     source, sink = made(beyond[made] if over else most)
     found = ours(source, sink, ())
     assert found == theirs(source, sink, ())

@@ -383,6 +383,22 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
     assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
+def test_layers_of_one_pool_may_have_strides_of_their_own() -> None:
+    """KVP-REG-COLUMNS: lanes of layer 0 touch, those of layer 1 lie twice as far apart."""
+    group = attrs.evolve(PAGES, rows=2, parts=(attrs.evolve(PAGES.parts[0], lanes=2, lane_bytes=4),))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(2)),)),))
+    even = {n: np.array([s, s]) for n, s in (("item_stride", 16), ("row_stride", 8), ("lane_stride", 4))}
+    plain = Columns(group=0, items=2, region=np.zeros(2, np.uint32), offset=np.array([0, 32]), **even)
+    odd = attrs.evolve(plain, **{name: stride * [1, 2] for name, stride in even.items()})
+    window = {0: Window(0, 4, np.array([0, 1]))}
+    source, sink = (RankLayout(geometry, 0, {0: columns}) for columns in (odd, plain))
+    program = lower(plan(geometry, geometry).routes, source, sink, window, window)
+    there, here = np.arange(96, dtype=np.uint8), np.zeros(64, np.uint8)
+    assert execute(program, {0: memoryview(there)}, {0: memoryview(here)}) == 64
+    assert np.array_equal(here[:32], there[:32])
+    assert np.array_equal(here[32:].reshape(8, 4), there[32:].reshape(8, 8)[:, :4])
+
+
 @pytest.mark.parametrize(
     ("parts", "moved"), [(((0, 4), (4, 8)), [0, 40]), (((0, 8),), [40]), (((0, 7), (7, 8), (8, 12)), [0, 40, 0])]
 )

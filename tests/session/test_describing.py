@@ -69,17 +69,36 @@ def test_a_source_whose_caches_change_says_so() -> None:
 
 
 def test_both_change_at_once() -> None:
-    """KVP-DSC-AGAIN: a Register that a change has overtaken is refused, and another follows."""
+    """KVP-DSC-AGAIN."""
     world = Epochs()
     made = without_draft()
     world.sink_.expose(world.another("d0", made), world.now, made)
     world.sources["s0"].restate(made, {0: "s0"}, world.now)
     world.run()
-    pool = world.sink_.exposed
     anew(world)
     assert world.sink_.refused is None
-    assert world.sink_.holders(pool) == []  # the one that was refused was never mapped
     world.serves()
+
+
+def test_a_register_that_a_change_has_overtaken_is_refused_and_another_follows() -> None:
+    """KVP-REG-DIGESTS, KVP-EPO-FREE: nobody holds what was never mapped."""
+    world = Epochs()
+    redescribed(world, without_draft())
+    pool = world.another("d0")
+
+    def overtaken(to: str, frame: bytes) -> int:
+        if isinstance(decode(frame), Register):
+            world.keep = world.pass_on
+            world.sources["s0"].restate(without_draft(), {0: "s0"}, world.now)
+        return world.pass_on(to, frame)
+
+    world.keep = overtaken
+    world.sink_.expose(pool, world.now)
+    world.run()
+    assert [m.code for m in world.of(Refused)] == [ErrorCode.DESCRIPTION_MISMATCH]
+    anew(world)
+    world.serves()
+    assert world.sink_.holders(pool) == []
 
 
 def test_a_transfer_that_waits_for_its_prompt_ends_with_the_plan_and_its_ticket_is_as_new() -> None:

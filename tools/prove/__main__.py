@@ -50,7 +50,10 @@ _QUICK = ("-m", "not slow")
 _TESTS = {
     # area to runs of tests, of which those are asked that pass the line
     "codec": (("tests/wire", *_QUICK),),
-    "planner": (("tests/plan", "tests/session", *_QUICK), ("tests/plan/test_deals.py",)),
+    "planner": (
+        ("tests/plan", "tests/session", "tests/conformance/test_planner.py", *_QUICK),
+        ("tests/plan/test_deals.py",),
+    ),
     "session": (("tests/session",), ("tests/node", "tests/door", *_QUICK)),
 }
 _LIMIT = 120.0
