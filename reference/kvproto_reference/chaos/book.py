@@ -31,12 +31,17 @@ class Finding:
 
 
 class Shelf:
-    """Free pages of a pool, the last one freed first; whoever frees one writes into it what nobody may see."""
+    """Pages of a pool, and what they should hold. Who frees one writes into it what nobody may see; it is used next."""
 
     def __init__(self, pool: Pool, whose: int) -> None:
         """`whose` tells engines apart in what their free pages hold."""
         self.pool, self._whose, self._number = pool, whose, 0
         self.cells: dict[tuple[int, int], Cells] = {place: cells(pool, *place) for place in places()}
+        self._seen = {place: some.copy() for place, some in self.cells.items()}
+        self._granted = np.zeros(pool.pages(GROUP), bool)
+        self._owner: dict[int, Name] = {}
+        self._past: dict[Name, str] = {}
+        """How requests have ended."""
         self._free = list(range(pool.pages(GROUP)))
         self._blank(self._free)
 
@@ -44,6 +49,14 @@ class Shelf:
         for place, some in self.cells.items():
             some[list(pages)] = blank(self._number, len(pages), *place, self._whose)
         self._number += len(pages)
+        self._settle(pages)
+
+    def _settle(self, pages: Sequence[int]) -> None:
+        """What these hold is theirs, and nobody may change it."""
+        some = list(pages)
+        for place, now in self.cells.items():
+            self._seen[place][some] = now[some]
+        self._granted[some] = False
 
     def tables(self, pages: Sequence[int]) -> dict[str, Sequence[int]]:
         """Page tables of every cache of the pool: a draft has pages of the same numbers."""
@@ -62,11 +75,29 @@ class Shelf:
         at = np.arange(first, end)
         rows = np.asarray(pages, np.int64)[at // PAGE], at % PAGE
         for place, some in self.cells.items():
-            some[rows] = read(*name, at, *place)
+            some[rows] = self._seen[place][rows] = read(*name, at, *place)
 
     def check(self) -> list[Finding]:
-        """What has changed that nobody may change; here nobody knows."""
-        return []
+        """What has changed on pages that nobody has granted."""
+        findings = []
+        for place, now in self.cells.items():
+            if np.array_equal(now, self._seen[place]):
+                continue
+            differ = (now != self._seen[place]).any((1, 2, 3)) & ~self._granted
+            for page in np.flatnonzero(differ).tolist():
+                findings.append(self._stray(page, now[page], self._seen[place][page]))
+                self._seen[place][page] = now[page]
+        return findings
+
+    def _stray(self, page: int, now: Cells, before: Cells) -> Finding:
+        token, head = np.argwhere((now != before).any(-1))[0]
+        what, victim = found(now[token, head]), self._owner.get(page)
+        author = _name(what)
+        ended = self._past.get(author or (0, 0), "")
+        kind = {"proven": "write after proof", "arrived": "write after arrival"}.get(ended, "stray write")
+        whose = f"which {victim[0]}.{victim[1]} has" if victim is not None else "which is free"
+        return Finding(kind, f"{what} was written into page {page}, {whose}; its author is {ended or 'unknown'}",
+                       victim, author, what.request is None)  # fmt: skip
 
     def free(self, pages: Sequence[int]) -> None:
         """Nobody reads or writes them any more: they are blank, and the first to be used again."""
@@ -85,14 +116,6 @@ class Shelf:
 class Book(Shelf):
     """The pages of a decode engine."""
 
-    def __init__(self, pool: Pool, whose: int) -> None:
-        super().__init__(pool, whose)
-        self._seen = {place: some.copy() for place, some in self.cells.items()}
-        self._granted = np.zeros(pool.pages(GROUP), bool)
-        self._owner: dict[int, Name] = {}
-        self._past: dict[Name, str] = {}
-        """How requests have ended."""
-
     def grant(self, name: Name, pages: Sequence[int]) -> None:
         """From now on peers may write these."""
         self._granted[list(pages)] = True
@@ -104,12 +127,6 @@ class Book(Shelf):
         self._past[name] = "arrived"
         self._settle(pages)
         return findings
-
-    def _settle(self, pages: Sequence[int]) -> None:
-        some = list(pages)
-        for place, now in self.cells.items():
-            self._seen[place][some] = now[some]
-        self._granted[some] = False
 
     def _wrong(self, name: Name, pages: Sequence[int], tokens: int) -> list[Finding]:
         at = np.arange(tokens)
@@ -137,29 +154,6 @@ class Book(Shelf):
         super().free(pages)
         for page in pages:
             self._owner.pop(page, None)
-        self._settle(pages)
-
-    def check(self) -> list[Finding]:
-        """What has changed on pages that nobody has granted."""
-        findings = []
-        for place, now in self.cells.items():
-            if np.array_equal(now, self._seen[place]):
-                continue
-            differ = (now != self._seen[place]).any((1, 2, 3)) & ~self._granted
-            for page in np.flatnonzero(differ).tolist():
-                findings.append(self._stray(page, now[page], self._seen[place][page]))
-                self._seen[place][page] = now[page]
-        return findings
-
-    def _stray(self, page: int, now: Cells, before: Cells) -> Finding:
-        token, head = np.argwhere((now != before).any(-1))[0]
-        what, victim = found(now[token, head]), self._owner.get(page)
-        author = _name(what)
-        ended = self._past.get(author or (0, 0), "")
-        kind = {"proven": "write after proof", "arrived": "write after arrival"}.get(ended, "stray write")
-        whose = f"which {victim[0]}.{victim[1]} has" if victim is not None else "which is free"
-        return Finding(kind, f"{what} was written into page {page}, {whose}; its author is {ended or 'unknown'}",
-                       victim, author, what.request is None)  # fmt: skip
 
 
 def _name(what: Found) -> Name | None:

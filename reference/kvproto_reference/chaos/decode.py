@@ -13,7 +13,7 @@ from kvproto import Fetch, Geometry, KvprotoError, Pool, Seed, Sink, read_ticket
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted, PoolFree
 from kvproto.withdrawal import Withdrawal
 
-from .book import Book, Finding, Name, Shelf
+from .book import Book, Name, Shelf
 from .engine import PAGES, Engine, Setup, prompt_of
 from .labels import GROUP, PAGE
 from .plan import Order
@@ -168,7 +168,7 @@ class Decode(Engine):
             self.say("violation", "counted twice", "a request that is over has arrived")
             return
         job.over, job.hold = True, job.order.hold
-        self._tell(job.book.arrived(job.name, job.pages, job.order.tokens))
+        self.find(job.book.arrived(job.name, job.pages, job.order.tokens))
         self.say("arrived", job.name)
         self._kept.append(job)
         if self.setup.broken == "leak":
@@ -178,18 +178,13 @@ class Decode(Engine):
         job.book.free(job.pages)
 
     def look(self) -> None:
-        """A step of decode: all pages are looked at, and requests that are over give theirs back."""
-        for book in (self.book, *self.old_shelves()):
-            self._tell(book.check())
+        """All pages are looked at, and requests that are over give theirs back."""
+        super().look()
         for job in self._kept:
             job.hold -= 1
             if job.hold < 0:
                 self._free(job)
         self._kept = [job for job in self._kept if job.hold >= 0]
-
-    def _tell(self, findings: list[Finding]) -> None:
-        for each in findings:
-            self.say("finding", each)
 
     def on_status(self) -> None:
         """What is under way, and what waits for proof."""

@@ -148,7 +148,14 @@ class Engine:
         raise NotImplementedError
 
     def look(self) -> None:
-        """Check what can be checked after a step."""
+        """A step is over: all pages are looked at."""
+        for shelf in (self.shelf, *self.old_shelves()):
+            self.find(shelf.check())
+
+    def find(self, findings: list[Finding]) -> None:
+        """Tell the harness what must never be."""
+        for each in findings:
+            self.say("finding", each)
 
     # what the harness says to both
 

@@ -91,7 +91,7 @@ class Faults:
                 self._waiting.remove(fault)
                 victim = one.pair.prefill if fault.whom == "prefill" else one.pair.decode
                 self._world.judge.count("fault kill at")
-                self._world.judge.boundary(f"{fault.message} {fault.moment} {fault.whom}")
+                self._world.judge.boundary(fault.boundary)
                 if fault.moment == "later":
                     self._world.at(0.001 * (1 + fault.nth), lambda v=victim, f=fault: self._kill_later(v, f))  # type: ignore[misc]
                 else:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import attrs
 
 from .labels import PAGE
 
-__all__ = ["DECODES", "PREFILLS", "Fault", "Order", "Plan", "Weather", "make", "transport_of"]
+__all__ = [
+    "DECODES",
+    "PREFILLS",
+    "WAYS",
+    "Fault",
+    "Order",
+    "Plan",
+    "Weather",
+    "make",
+    "rare_boundaries",
+    "transport_of",
+]
 
 PREFILLS, DECODES = ("prefill0", "prefill1"), ("decode0", "decode1")
 ENGINES = (*PREFILLS, *DECODES)
@@ -18,11 +30,15 @@ _ALWAYS = (
     "Hello", "Welcome", "Describe", "Description", "Register", "Registered", "Ping", "Pong", "Transfer", "Accepted",
     "Abort", "Drained", "Error", "Goodbye", "Failed",
 )  # fmt: skip
+_RARE = "Unregister", "Unregistered", "Refused"
 _OF_A_WAY = {
     "push": ("Done", "DoneAck"), "pull": ("Offer", "Pulled", "Renew", "Renewed", "Released"),
     "inline": ("Credit", "Data", "Done", "DoneAck"),
 }  # fmt: skip
 """Messages at whose boundary somebody may be killed, beside those of every way."""
+_SPANS = "Grant", "Progress"
+_OF_A_TRANSPORT = {"nixl": ("Chunk", "Credit"), "shm": _SPANS, "slow": _SPANS, "inline": _SPANS}
+"""Messages that few requests or few transports have, beside the rare ones of all."""
 MOMENTS = ("before", "after", "later")
 """Just before the proxy passes the message on, just after, or some milliseconds after."""
 
@@ -69,6 +85,11 @@ class Fault:
     message: str = ""
     nth: int = 0
     moment: str = ""
+
+    @property
+    def boundary(self) -> str:
+        """Where it kills."""
+        return f"{self.message} {self.moment} {self.whom}"
 
 
 @attrs.frozen
@@ -138,7 +159,7 @@ def make(seed: int, seconds: float, transport: str = "") -> Plan:
     return Plan(
         seed, seconds, WAYS[chosen], dict.fromkeys(ENGINES, chosen), {name: rng.random() < 0.7 for name in ENGINES},
         {name: round(rng.uniform(0.995, 1.005), 4) for name in ENGINES}, rng.choice((True, True, "pages")),
-        rng.choice(_WEATHERS), tuple(_orders(rng, seconds)), tuple(_faults(rng, seed, seconds, WAYS[chosen])),
+        rng.choice(_WEATHERS), tuple(_orders(rng, seconds)), tuple(_faults(rng, seed, seconds, chosen)),
     )  # fmt: skip
 
 
@@ -173,17 +194,17 @@ def _fate(rng: random.Random) -> dict[str, Any]:
 
 def boundaries(way: str) -> list[tuple[str, str, str]]:
     """Message, moment and role of every boundary at which somebody may be killed."""
-    return [
-        (message, moment, role)
-        for message in (*_ALWAYS, *_OF_A_WAY[way])
-        for moment in MOMENTS
-        for role in ("prefill", "decode")
-    ]
+    return list(product((*_ALWAYS, *_OF_A_WAY[way]), MOMENTS, ("prefill", "decode")))
 
 
-def _faults(rng: random.Random, seed: int, seconds: float, way: str) -> list[Fault]:
+def rare_boundaries(transport: str) -> list[tuple[str, str, str]]:
+    """Likewise, of messages that are rare: every third seed kills at one of them too."""
+    return list(product((*_RARE, *_OF_A_TRANSPORT.get(transport, ())), MOMENTS, ("prefill", "decode")))
+
+
+def _faults(rng: random.Random, seed: int, seconds: float, transport: str) -> list[Fault]:
     """Every seed kills at one boundary, each in turn; what else happens is drawn."""
-    every = boundaries(way)
+    every = boundaries(WAYS[transport])
     message, moment, role = every[seed // 5 % len(every)]
     found = [_kill_at(rng, message, moment, role)]
     for kind in rng.choices(list(_HAPPENINGS), list(_HAPPENINGS.values()), k=rng.randint(2, 6)):
@@ -213,7 +234,11 @@ def _faults(rng: random.Random, seed: int, seconds: float, way: str) -> list[Fau
                 found.append(Fault(kind, rng.choice(DECODES), at))
             case "cut" | "unsealed":
                 found.append(Fault(kind, f"{rng.choice(PREFILLS)} {rng.choice(DECODES)}", at))
-    return sorted([*found, *_caches(random.Random(f"caches {seed}"), seconds)], key=lambda fault: fault.at)
+    found += _caches(random.Random(f"caches {seed}"), seconds)
+    if seed % 3 == 0:
+        rare = rare_boundaries(transport)
+        found.append(_kill_at(random.Random(f"rare {seed}"), *rare[seed // 30 % len(rare)]))
+    return sorted(found, key=lambda fault: fault.at)
 
 
 def _caches(rng: random.Random, seconds: float) -> list[Fault]:

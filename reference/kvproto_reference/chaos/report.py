@@ -37,6 +37,8 @@ class Result:
     weather: dict[str, int]
     frames: dict[str, int]
     boundaries: list[str]
+    planned: list[str]
+    """Boundaries at which somebody was to be killed."""
     excused: list[str]
     violations: list[Violation]
 
@@ -63,6 +65,7 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
         for name, counter in sums.items():
             counter.update(getattr(result, name))
     bounds = Counter(each for result in found for each in result.boundaries)
+    never = {each for result in found for each in result.planned} - set(bounds)
     violations = [{"seed": r.seed, "kind": v.kind, "text": v.text} for r in found for v in r.violations]
     return {
         "seeds": len(found), "seconds": round(sum(r.wall for r in found), 1),
@@ -70,6 +73,7 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
         "arrived": sum(r.arrived for r in found), "lost": dict(sums["lost"].most_common()),
         "happened": dict(sorted(sums["counts"].items())), "weather": dict(sorted(sums["weather"].items())),
         "frames": dict(sums["frames"].most_common()), "boundaries": len(bounds),
+        "boundaries that never came": sorted(never),
         "kills at boundaries": sum(bounds.values()), "excused by lies": sum(len(r.excused) for r in found),
         "violations": violations,
     }  # fmt: skip
