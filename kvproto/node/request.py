@@ -95,9 +95,9 @@ class Request:
     """Rises with every Computed."""
 
     @property
-    def reach(self) -> tuple[dict[int, int], dict[int, int]]:
-        """What its rows are: the tokens of each model, and where groups begin."""
-        return dict(self.tokens), dict(self.since)
+    def reach(self) -> tuple[dict[int, int], dict[int, int], bool]:
+        """What its rows are: the tokens of each model, where groups begin, and whether prefill is over."""
+        return dict(self.tokens), dict(self.since), self.finished is not None
 
     def add(self, computed: Computed) -> None:
         """The engine has computed more."""

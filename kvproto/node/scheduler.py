@@ -43,7 +43,7 @@ class Attempt:
     progress: SendProgress
     program: CopyProgram | None = None
     """Of the rows that were there when it was made."""
-    lowered: tuple[dict[int, int], dict[int, int]] | None = None
+    lowered: tuple[dict[int, int], dict[int, int], bool] | None = None
     """`Request.reach` of the program; None: it has to be made anew."""
     there: Mapping[Layer, Available] = {}
     """What is both computed and granted, of the parts that were last decided on."""

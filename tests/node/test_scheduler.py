@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto.node.request import Request
@@ -152,3 +153,13 @@ def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: S
     request.add(computed(6, (0, 1), model=1))
     (part,) = Scheduler(1 << 30, 1e9).parts(made, request)
     assert (part.grows, part.layers, part.bytes) == (True, None, 3 * LAYER + DRAFT)
+
+
+def test_rows_of_the_end_of_prefill_go_where_a_part_before_it_was_too_small(stage: Stage) -> None:
+    """The program that was made for that part has no rows of them: without another Done would speak of holes."""
+    scheduler, made, request = Scheduler(4 * LAYER, 0), attempt(stage), Request()
+    made.asked = attrs.evolve(made.asked, whole=False, end=8)
+    request.add(computed(6, (0, 3)))
+    assert scheduler.parts(made, request) == []
+    request.finished, request.news = end(), request.news + 1
+    assert sum(part.bytes for part in scheduler.parts(made, request)) == (3 * LAYER + DRAFT) * 8 // TOKENS
