@@ -36,6 +36,7 @@ EXTENSIONS = {
     "inline": "feature INLINE",
     "pull": "feature PULL, of live engines",
     "intent": "feature INTENT, of live engines",
+    "spans": "feature SPANS, of live engines",
     "epochs": "feature EPOCHS, of live engines",
     "curve": "keys, of live engines",
 }

@@ -88,7 +88,7 @@ def ran(args: Namespace) -> int:
     seconds = time.monotonic() - begun
     one = report.Run(
         VERSION, tuple(args.testee), greeting, claim, seed, tuple(results), found, seconds, left_out,
-        tuple(complaints), args.vectors,
+        tuple(complaints), args.vectors, _engines(args) if live else {},
     )  # fmt: skip
     made = one.json()
     _written(made, args)
@@ -256,11 +256,13 @@ def explained(args: Namespace) -> int:
 
 
 def replayed(args: Namespace) -> int:
-    """`replay REPORT ID`: one case of a report again, by the command that it has."""
+    """`replay REPORT ID`: one case of a report again, by the command that it has; of a live engine, by its adapter."""
     found = report.read(args.report)
     row = next((row for row in found["results"] if row["id"] == args.id), None)
     if row is None:
         raise Wrong(f"{args.report}: no case {args.id} in it")
+    if row["suite"] in engines.LIVE.values():
+        return _played_again(found, row, args.testee)
     asked = next((c for c in [*load(args.vectors), *probes(found["seed"])] if c.id == args.id), None)
     if asked is None:
         raise Wrong(f"{args.id} is not a case that can be asked alone")
@@ -274,6 +276,25 @@ def replayed(args: Namespace) -> int:
     for wrong in result.wrong:
         terminal.wrong({"question": wrong.question, "expected": wrong.expected, "got": wrong.got})
     return Verdict.NONCONFORMANT if result.wrong else Verdict.CONFORMANT
+
+
+def _played_again(found: Json, row: Json, command: list[str]) -> Verdict:
+    """A scenario of a live engine, with what both sides said."""
+    case = _case(row["id"], engines.scenarios())
+    adapter = command or found.get("engines", {}).get(case.role)
+    if not adapter:
+        raise Wrong(f"the report has no adapter of a live {case.role}: say it after --")
+    said = engines.played_alone(case.id, adapter)
+    print(f"{said.status} {case.id} ({row['status']} in the report): {case.note}")
+    for check in said.checks:
+        print(f"  {'good' if check.good else 'BAD '}  {check.name}  {check.text}".rstrip())
+    for number, connection in enumerate(said.log, 1):
+        print(f"connection {number}")
+        for at, sender, message, fields in connection:
+            print(f"  {at:8.3f} s  {sender:<6}  {message}  {report.short(fields, 100)}")
+    if said.text:
+        print(f"{said.clause} {sentence(said.clause)['text'] if said.clause else ''}\n{said.text}")
+    return Verdict.CONFORMANT if said.status == "pass" else Verdict.NONCONFORMANT
 
 
 def baselined(args: Namespace) -> int:

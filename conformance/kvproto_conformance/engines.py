@@ -8,7 +8,7 @@ from typing import Any
 from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
 
-__all__ = ["LIVE", "played", "scenarios"]
+__all__ = ["LIVE", "played", "played_alone", "scenarios"]
 
 LIVE = {"L3": "session", "L4": "robust"}
 """Level to suite. What runs them needs pyzmq and numpy, and is imported when they are asked for."""
@@ -48,6 +48,14 @@ def played(
             found.append(Result(by_id[said.id], wrong, status, said.seconds))
             told(found[-1])
     return found
+
+
+def played_alone(id: str, command: Sequence[str]) -> Any:
+    """What came of one scenario (`live.Result`)."""
+    from kvproto_conformance.live import list_scenarios, run
+
+    (said,) = run(command, [scenario for scenario in list_scenarios() if scenario.id == id])
+    return said
 
 
 def _wrong(said: Any, title: str) -> Wrong:

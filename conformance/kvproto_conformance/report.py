@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Run:
     """What is wrong with the baseline."""
     vectors: Path | None = None
     """Folder of the cases, where it is not the suite's own."""
+    engines: Mapping[str, Sequence[str]] = attrs.Factory(dict)
+    """By role, the commands of the adapters of live engines."""
 
     def json(self) -> Json:
         """The report, with questions and answers of cases that did not pass."""
@@ -62,6 +65,7 @@ class Run:
             "vectors": digest(self.vectors) if self.vectors else digest(),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "command": list(self.command),
+            **({"engines": {role: list(words) for role, words in self.engines.items()}} if self.engines else {}),
             "testee": {
                 "name": self.greeting.name,
                 "version": self.greeting.version,

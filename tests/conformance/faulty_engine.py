@@ -19,11 +19,14 @@ from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
+from kvproto.node.request import Request
 from kvproto.session import core
+from kvproto.session.intent import SourceIntent
+from kvproto.session.registering import Holder
 from kvproto.session.transfers import SourceTransfers
 from kvproto.transport.shm import memory
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Feature
+from kvproto.wire.enums import Feature, Proof
 from kvproto_conformance.live import Result, list_scenarios, run
 
 Ask = dict[str, Any]
@@ -150,6 +153,31 @@ FAULTS: dict[str, Fault] = {
     ),
     "nothing is unmapped": ("source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-101", "nothing is held"),
     "a refusal by another code": ("source", says(m.Failed, code=0x0601), "LIVE-401", "code"),
+    "intents are not spoken of": ("source", has(SourceIntent, "_say", lambda self, attempt, now: None), "LIVE-1001", "Progress has not"),
+    "an intent cannot be given up": ("source", says(m.Drained, proof=Proof.UNPROVABLE), "LIVE-1002", "proof"),
+    **{
+        f"a Grant is not checked ({id})": (
+            "source", has(SourceIntent, "_check", lambda self, attempt, transfer, grant: grant.grants), id, "Failed has not",
+        )
+        for id in ("LIVE-1003", "LIVE-1004", "LIVE-1005", "LIVE-1006", "LIVE-1007", "LIVE-1022")
+    },
+    "grants of both kinds, refused otherwise": ("source", says(m.Failed, code=0x0601), "LIVE-1008", "code"),
+    "rows that come with the end of prefill are left out": (
+        "source", has(Request, "reach", property(lambda self: (dict(self.tokens), dict(self.since), False))),
+        "LIVE-1021", "every byte",
+    ),
+    "memory that was given back stays mapped": (
+        "source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-1031", "unmapped",
+    ),
+    "memory that was given back stays mapped, and nobody asks": (
+        "source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-1032", "unmapped",
+    ),
+    "nothing is ended at once": (
+        "source", has(SourceTransfers, "end_epoch", lambda self, epoch, now: None), "LIVE-1033", "Failed has not come",
+    ),
+    "any epoch may follow": (
+        "source", has(Holder, "_may_follow", lambda self, message: True), "LIVE-1034", "Refused has not come",
+    ),
     "heads exchanged by attention": ("sink", does("on_read", other_heads_read), "LIVE-301", "every byte"),
     "another prompt": ("sink", says(m.Transfer, content=NOTHING), "LIVE-301", "content digest"),
     "a version that there is not": ("sink", says(m.Transfer, sink_version=9), "LIVE-301", "Transfer with sink_version"),

@@ -20,7 +20,7 @@ def adapter(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "ids"),
     [
-        ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-520"]),
+        ("source", ["LIVE-101", "LIVE-104", "LIVE-111", "LIVE-520", "LIVE-1021", "LIVE-1031"]),
         ("sink", ["LIVE-301", "LIVE-319", "LIVE-803"]),
     ],
 )

@@ -151,6 +151,12 @@ def test_a_live_engine_is_asked_by_the_same_command(tmp_path: Path, capsys: Said
     assert "incomplete: kvproto 1.0-draft · source · L3 · 1/1" in capsys.readouterr().out
     (row,) = [row for row in json.loads(report.read_text())["results"] if row["suite"] == "session"]
     assert (row["id"], row["status"]) == ("LIVE-101", "pass")
+    capsys.readouterr()
+    assert main(["replay", str(report), "LIVE-101"]) == 0
+    said = capsys.readouterr().out
+    assert "pass LIVE-101 (pass in the report)" in said
+    assert "good  every byte" in said
+    assert "engine  Registered" in said
     assert main([*asked, *testee]) == 2
     gone = ["--live-source", "/no/such/adapter", "--report", str(report)]
     assert main([*asked, *gone, *testee]) == 1

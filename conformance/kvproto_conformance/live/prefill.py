@@ -71,6 +71,15 @@ class PrefillRun(Run):
         """Check that nothing has written the sink's memory."""
         self.check("memory as before", not (text := sink.differs()), text, "KVP-ERR-ALONE")
 
+    def untouched_beyond(self, sink: Sink, made: Request, prompt: Prompt, tokens: int) -> None:
+        """Check that of a request nothing but rows below `tokens` is written, or what was there before."""
+        before, whole = sink.image.copy(), sink.pieces(made)
+        sink.expected(made, [piece for piece in whole if piece.row < tokens], prompt.seed)
+        held = sink.memory.bytes if sink.memory is not None else before
+        wrong = int(((held != sink.image) & (held != before)).sum())
+        sink.image = before
+        self.check("nothing beyond", not wrong, f"{wrong} bytes that were not granted", "KVP-INT-WRITE")
+
     def keep(self, sink: Sink) -> None:
         """Look later whether the engine still holds the sink's memory."""
         if sink.memory is not None and sink.transport == "SHM":

@@ -12,12 +12,14 @@ import attrs
 from kvproto_conformance.codec import read_struct
 from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.engine import Engine
-from kvproto_conformance.live.peer import Peer
+from kvproto_conformance.live.peer import Missed, Peer
 
 __all__ = ["SCENARIOS", "Check", "Live", "Prompt", "Run", "Scenario", "handoff", "rows_of", "scenario", "shares"]
 
 Json = dict[str, Any]
 Script = Callable[[Any], None]
+KEYS = frozenset({"CURVE"})
+"""Extensions that are no feature of a session."""
 
 
 @attrs.frozen
@@ -158,6 +160,11 @@ class Run:
         """A request that nobody knows yet."""
         key = secrets.token_hex(16)
         return Prompt(key[:12], key, [int(key[:4], 16) + i for i in range(tokens)], {})
+
+    def chosen(self, peer: Peer) -> None:
+        """Check that the session has every feature that the scenario is about; raises Missed."""
+        if missing := sorted({*self.scenario.extensions} - KEYS - peer.watch.features):
+            raise Missed(f"{missing[0]} is claimed, was offered, and was not chosen", "KVP-NEG-CHOOSE")
 
     def probe(self) -> None:
         """A fresh, correct peer is served, whatever came before."""

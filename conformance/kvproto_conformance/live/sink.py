@@ -51,6 +51,8 @@ class Sink(Peer):
         self.version, self.their_version = "1", "1"
         self.heads_first, self.items = heads_first, items
         self.memory: Shared | None = None
+        self.old: list[Shared] = []
+        """Of epochs before."""
         self.spare: Shared | None = None
         """More memory, for lies about it."""
         self.image = np.empty(0, np.uint8)
@@ -58,6 +60,8 @@ class Sink(Peer):
         self.planned: Json = {}
         self.source_rank = 0
         self.sequences = 0
+        self.epoch = 1
+        """Of the latest Register."""
         self.credit = 0
         self.counted = 0
         self.used: set[tuple[str, int]] = set()
@@ -117,7 +121,7 @@ class Sink(Peer):
         handle = {"transport": self.transport, "data": "" if inline else self.memory.handle()}
         region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),
                   "handles": [handle]}  # fmt: skip
-        return {"source": self.their_digest, "sink": self.digest, "epoch": "1", "access": "WRITE", "regions": [region],
+        return {"source": self.their_digest, "sink": self.digest, "epoch": str(self.epoch), "access": "WRITE", "regions": [region],
                 "columns": self.columns, "routes": self.routes(), "plan": self.planned["plan"]}  # fmt: skip
 
     def register(self, **changes: Any) -> Frame:
@@ -125,10 +129,22 @@ class Sink(Peer):
         found = self.ask("Register", "Registered", clause="KVP-REG-MAP", **(self.registration() | changes))
         if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
-        if (found.fields["epoch"], found.fields["transport"]) != ("1", self.transport):
+        if (found.fields["epoch"], found.fields["transport"]) != (str(self.epoch), self.transport):
             raise Missed(f"Registered names {found.fields['transport']} and epoch {found.fields['epoch']}")
         self.open_credit()
         return found
+
+    def move(self) -> Frame:
+        """Register other memory under the next epoch; what is asked for from now on goes there."""
+        if self.memory is not None:
+            self.old.append(self.memory)
+        self.epoch += 1
+        self.allocate()
+        return self.register()
+
+    def give_back(self, epoch: int, at_once: bool | None = None) -> Frame:
+        """Unregister to Unregistered."""
+        return self.ask("Unregister", "Unregistered", epoch=str(epoch), at_once=at_once, clause="KVP-EPO-UNMAP")
 
     def open_credit(self) -> None:
         """Let the source send, where the transport needs that."""
@@ -176,13 +192,41 @@ class Sink(Peer):
         made.sequence = str(self.sequences)
         return {"sequence": made.sequence, "attempt": "1", "ticket": made.key,
                 "content": world.content(made.tokens, made.axes), "source_version": self.their_version,
-                "sink_version": self.version, "epoch": "1", "grants": made.grants, "writers": self.writers}  # fmt: skip
+                "sink_version": self.version, "epoch": str(self.epoch), "grants": made.grants, "writers": self.writers}  # fmt: skip
 
     def ask_for(self, made: Request, **changes: Any) -> Frame:
         """Transfer to Accepted."""
         found = self.ask("Transfer", "Accepted", **(self.transfer(made) | changes))
         made.sent = found
         return found
+
+    def intend(self, made: Request) -> Frame:
+        """Transfer without items, to Accepted (feature INTENT)."""
+        bare = [{key: value for key, value in grant.items() if key != "items"} for grant in made.grants]
+        return self.ask_for(made, grants=bare)
+
+    def granted(self, made: Request, tokens: int | None = None, since: int = 0) -> list[Json]:
+        """The grants of a Grant: windows that end with `tokens` (None: whole), and items that `since` had not."""
+        assert self.geometry is not None
+        groups, found = {g["id"]: g for g in self.geometry["groups"]}, []
+        for whole in made.grants:
+            group, grant = groups[whole["group"]], dict(whole)
+            first, end = int(whole["first"]), int(whole["first"]) + int(whole["count"])
+            upto = end if tokens is None else min(end, max(tokens, first))
+            grant["count"] = str(upto - first)
+            if "items" in whole:
+                had, has = (world.items_of(group, first, max(n - first, 0)) for n in (since, upto))
+                grant["items"] = whole["items"][had:has]
+            found.append(grant)
+        return found
+
+    def grant(self, made: Request, tokens: int | None = None, since: int = 0) -> Frame:
+        """Grant to Accepted."""
+        return self.ask("Grant", "Accepted", **self.named(made), grants=self.granted(made, tokens, since))
+
+    def named(self, made: Request) -> Json:
+        """What every message about a request states."""
+        return {"sequence": made.sequence, "attempt": "1"}
 
     def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
         """Data as far as there is some, then Done, which is not yet acknowledged."""
@@ -264,10 +308,11 @@ class Sink(Peer):
     def close(self) -> None:
         """Goodbye, and give the memory back."""
         super().close()
-        for memory in (self.memory, self.spare):
+        for memory in (self.memory, self.spare, *self.old):
             if memory is not None:
                 memory.close()
         self.memory = self.spare = None
+        self.old.clear()
 
     @property
     def pid(self) -> int:

@@ -23,6 +23,7 @@ from kvproto_conformance.planner import plan
 __all__ = ["Asked", "Source"]
 
 Json = dict[str, Any]
+Regions = dict[int, npt.NDArray[np.uint8]]
 MOST_DATA = 4096
 """Bytes of one Data: short, so that streams are of many."""
 
@@ -30,8 +31,8 @@ MOST_DATA = 4096
 class Asked:
     """A Transfer that has come."""
 
-    def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any) -> None:
-        self.frame, self.moved, self.side = frame, moved, side
+    def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any, regions: Regions) -> None:
+        self.frame, self.moved, self.side, self.regions = frame, moved, side, regions
 
     @property
     def key(self) -> str:
@@ -61,7 +62,9 @@ class Source(Peer):
         self.sink_rank = 0
         self.planned: Json = {}
         self.columns: list[Json] = []
-        self.regions: dict[int, npt.NDArray[np.uint8]] = {}
+        self.epoch = ""
+        self.regions: Regions = {}
+        """Of the epoch that was registered last, by id."""
         self._maps: list[mmap.mmap] = []
         self.total = self.sent = 0
 
@@ -112,7 +115,7 @@ class Source(Peer):
         ):  # fmt: skip
             if fields[name] != wanted:
                 raise Missed(f"Register with {name} {fields[name]}, not {wanted}", clause)
-        self.columns = fields["columns"]
+        self.columns, self.epoch, self.regions = fields["columns"], fields["epoch"], {}
         if self.transport == "SHM":
             for region in fields["regions"]:
                 mapped, view = map_region(region)
@@ -156,7 +159,8 @@ class Source(Peer):
                 raise Missed(f"{len(grant['items'])} items of {group['name']}, not {need}", "KVP-GRANT-COUNT")
         side = moving.side(self.theirs, self.sink_rank, self.columns, windows)
         pair = self.rank, self.sink_rank
-        return Asked(found, moving.pieces(self.geometry, self.theirs, pair, self.watch.features, side), side)
+        return Asked(found, moving.pieces(self.geometry, self.theirs, pair, self.watch.features, side), side,
+                     self.regions)  # fmt: skip
 
     def accept(self, asked: Asked, state: str = "READY") -> None:
         """Answer Accepted."""
@@ -174,7 +178,7 @@ class Source(Peer):
         for piece in asked.moved:
             for region, offset, lo, hi in moving.spans(asked.side, piece.group, piece):
                 held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
-                self.regions[region][offset : offset + hi - lo] = held
+                asked.regions[region][offset : offset + hi - lo] = held
 
     def packed(self, asked: Asked, seed: str) -> bytes:
         """The packed stream."""
@@ -226,7 +230,7 @@ class Source(Peer):
         """Change a bit of what was written."""
         piece = asked.moved[len(asked.moved) // 2]
         region, offset, _, _ = next(moving.spans(asked.side, piece.group, piece))
-        self.regions[region][offset] ^= 4
+        asked.regions[region][offset] ^= 4
 
     def acknowledged(self, done: Frame, clause: str = "KVP-TRN-SET") -> Frame:
         """Hear DoneAck of a Done or Failed."""
@@ -239,7 +243,7 @@ class Source(Peer):
 
     def unmap(self) -> None:
         """Let go of the engine's memory."""
-        self.regions.clear()
+        self.regions = {}
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()

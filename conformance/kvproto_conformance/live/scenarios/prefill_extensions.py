@@ -1,0 +1,202 @@
+"""Extensions of a source: items that are granted late, or piece by piece; memory that is registered again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproto_conformance.live.memory import holds
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.scenario import Prompt, scenario
+from kvproto_conformance.live.sink import Request, Sink
+
+Json = dict[str, Any]
+_UNGRANTED = "Pages are written that nobody has granted: another request's cache is lost."
+_POOL = "A pool that was given to training is still written by prefill."
+
+
+def _intended(run: PrefillRun) -> tuple[Sink, Request, Prompt]:
+    """A request that the engine has accepted without items, and knows."""
+    sink, prompt = run.ready(offered=run.scenario.extensions), run.prompt()
+    run.chosen(sink)
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.intend(made)
+    return sink, made, prompt
+
+
+def _progress(sink: Sink, made: Request, state: str, clause: str) -> Json:
+    """The Progress of a request that says a state."""
+
+    def mine(fields: Json) -> bool:
+        return bool(fields["sequence"] == made.sequence and fields["state"] == state)
+
+    return sink.expect("Progress", where=mine, clause=clause).fields
+
+
+@scenario("LIVE-1001", "a Transfer without items, which are granted when prefill is over", "KVP-INT-WRITE",
+          "KVP-INT-AGAIN", guards=_UNGRANTED, extensions=("INTENT",), slow=True)  # fmt: skip
+def _intent(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    run.fill(prompt)
+    early = sink.silence(0.1, but=("Progress",))
+    run.check("no Done before items", not early, str([frame.name for frame in early]), "KVP-INT-WRITE")
+    run.finish(prompt)
+    for _ in range(2):
+        _progress(sink, made, "READY", "KVP-INT-AGAIN")
+    run.untouched(sink)
+    sink.grant(made)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1002", "an intent is given up before any item is granted", "KVP-END-PROVEN", guards=_UNGRANTED,
+          extensions=("INTENT",))  # fmt: skip
+def _given_up(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    found = sink.ask("Abort", "Drained", **sink.named(made), reason="nobody waits")
+    run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-END-PROVEN")
+    run.fill(prompt)
+    run.finish(prompt)
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+def _misgranted(change: Any, over: bool, codes: str, path: str, clause: str) -> Any:
+    def script(run: PrefillRun) -> None:
+        sink, made, prompt = _intended(run)
+        if over:
+            run.fill(prompt)
+            run.finish(prompt)
+            _progress(sink, made, "READY", "KVP-INT-AGAIN")
+        id = sink.misstate("Grant", **sink.named(made), grants=change(sink.granted(made)))
+        run.refused(sink, id, "Failed", codes, path, clause, made.sequence)
+        run.untouched(sink)
+
+    return script
+
+
+def _first(**changes: Any) -> Any:
+    """The grants with the first of them changed, by functions of the grant."""
+    return lambda grants: [grants[0] | {name: of(grants[0]) for name, of in changes.items()}, *grants[1:]]
+
+
+for _id, _title, _change, _over, _code, _path, _clause in (
+    ("1003", "a window that is shorter", _first(count=lambda g: str(int(g["count"]) - 1)), True,
+     "BAD_GRANT", "grants[0]", "KVP-INT-WINDOW"),
+    ("1004", "an item too few", _first(items=lambda g: g["items"][1:]), True,
+     "BAD_GRANT", "grants[0].items", "KVP-INT-CHECKS"),
+    ("1005", "an item beyond the pool", _first(items=lambda g: ["64", *g["items"][1:]]), True,
+     "OUT_OF_REGION", "grants[0].items", "KVP-INT-CHECKS"),
+    ("1006", "an item twice", _first(items=lambda g: [g["items"][1], *g["items"][1:]]), True,
+     "ITEM_ALIAS", "grants[0].items", "KVP-INT-CHECKS"),
+    ("1007", "items before prefill is over", _first(), False, "UNEXPECTED_MESSAGE", "", "KVP-INT-CHECKS"),
+):  # fmt: skip
+    scenario(f"LIVE-{_id}", f"a Grant of {_title}", _clause, guards=_UNGRANTED, level="L4",
+             extensions=("INTENT",))(_misgranted(_change, _over, _code, _path, _clause))  # fmt: skip
+
+
+@scenario("LIVE-1008", "a Transfer of which some grants have items and some not", "KVP-INT-ITEMS", guards=_UNGRANTED,
+          level="L4", world="mla", extensions=("INTENT",))  # fmt: skip
+def _some(run: PrefillRun) -> None:
+    sink, prompt = run.ready(offered=["INTENT"]), run.prompt()
+    run.chosen(sink)
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    bare = {key: value for key, value in made.grants[0].items() if key != "items"}
+    id = sink.misstate("Transfer", **(sink.transfer(made) | {"grants": [bare, *made.grants[1:]]}))
+    run.refused(sink, id, "Failed", "BAD_GRANT", None, "KVP-INT-ITEMS", made.sequence)
+    run.untouched(sink)
+
+
+@scenario("LIVE-1021", "items are granted piece by piece while prefill runs", "KVP-SPN-APPEND", "KVP-SPN-WHOLE",
+          guards=_UNGRANTED, extensions=("INTENT", "SPANS"))  # fmt: skip
+def _spans(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    run.fill(prompt, 20)
+    run.engine.ask("computed", id=prompt.id, tokens=20)
+    sink.grant(made, 16)
+    run.untouched_beyond(sink, made, prompt, 16)
+    sink.grant(made, 32, since=16)
+    run.fill(prompt)
+    run.finish(prompt)
+    early = sink.silence(0.1, but=("Progress",))
+    run.check("no Done of half a window", not early, str([frame.name for frame in early]), "KVP-SPN-WHOLE")
+    sink.grant(made, since=32)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-1022", "a Grant that takes back what was granted", "KVP-SPN-GROW", guards=_UNGRANTED, level="L4",
+          extensions=("INTENT", "SPANS"))  # fmt: skip
+def _shrinks(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    run.fill(prompt, 20)
+    run.engine.ask("computed", id=prompt.id, tokens=20)
+    sink.grant(made, 16)
+    grants = [g | ({"items": []} if "items" in g else {}) for g in sink.granted(made, 8)]
+    id = sink.misstate("Grant", **sink.named(made), grants=grants)
+    run.refused(sink, id, "Failed", "BAD_GRANT", "grants[0]", "KVP-SPN-GROW", made.sequence)
+    run.untouched_beyond(sink, made, prompt, 16)
+
+
+def _moving(run: PrefillRun) -> tuple[Sink, str]:
+    """A sink whose sessions have EPOCHS, and the nonce of its first memory."""
+    sink = run.ready(offered=["EPOCHS"])
+    run.chosen(sink)
+    assert sink.memory is not None
+    return sink, sink.memory.nonce
+
+
+@scenario("LIVE-1031", "memory is registered again, and asked back", "KVP-EPO-UNMAP", "KVP-EPO-RISE", guards=_POOL,
+          extensions=("EPOCHS",))  # fmt: skip
+def _again(run: PrefillRun) -> None:
+    sink, nonce = _moving(run)
+    run.hand_over(sink)
+    sink.move()
+    run.keep(sink)
+    run.hand_over(sink)
+    found = sink.give_back(1)
+    run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
+    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1032", "all memory is asked back, and other memory registered later", "KVP-EPO-UNMAP", guards=_POOL,
+          extensions=("EPOCHS",))  # fmt: skip
+def _asleep(run: PrefillRun) -> None:
+    sink, nonce = _moving(run)
+    run.hand_over(sink)
+    sink.give_back(1)
+    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    sink.move()
+    run.keep(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1033", "memory is asked back at once while a request waits for it", "KVP-EPO-MOVED", guards=_POOL,
+          level="L4", extensions=("EPOCHS",))  # fmt: skip
+def _at_once(run: PrefillRun) -> None:
+    sink, nonce = _moving(run)
+    prompt = run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    asked = sink.send("Unregister", request=sink.next_id(), epoch="1", at_once=True)
+    run.refused(sink, None, "Failed", "POOL_MOVED", None, "KVP-EPO-MOVED", made.sequence)
+    found = sink.expect("Unregistered", again=asked, clause="KVP-EPO-UNMAP")
+    run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
+    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    run.fill(prompt)
+    run.untouched(sink)
+
+
+@scenario("LIVE-1034", "Register of an epoch that does not rise, Unregister of one that there is not", "KVP-EPO-ORDER",
+          "KVP-EPO-UNKNOWN", guards=_POOL, level="L4", extensions=("EPOCHS",))  # fmt: skip
+def _order(run: PrefillRun) -> None:
+    sink, _ = _moving(run)
+    id = sink.misstate("Register", **sink.registration())
+    run.refused(sink, id, "Refused", "OUT_OF_RANGE", "epoch", "KVP-EPO-ORDER")
+    id = sink.misstate("Unregister", epoch="7")
+    run.refused(sink, id, "Refused", "OUT_OF_RANGE", "epoch", "KVP-EPO-UNKNOWN")
+    run.hand_over(sink)
