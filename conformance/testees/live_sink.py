@@ -7,6 +7,7 @@ from typing import Any
 from toy_engine import Toy, serve, ticket_of
 
 from kvproto import Fetch, KvprotoError, Options, Prompt, Sink
+from kvproto.events import PagesWanted
 from kvproto.planning.geometry import encode_geometry
 
 Ask = dict[str, Any]
@@ -18,10 +19,11 @@ class Decode:
     sink_type = Sink
 
     def on_open(self, ask: Ask) -> Ask:
-        self.toy = Toy(ask["world"], heads_first=False)
+        self.world = ask["world"]
+        self.toy = Toy(self.world, heads_first=False)
         options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True))
         self.sink = self.sink_type(ask["name"], self.toy.pool, {}, options)
-        self.fetches: dict[str, tuple[Fetch, dict[str, list[int]]]] = {}
+        self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], Toy]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_connect(self, ask: Ask) -> None:
@@ -31,9 +33,30 @@ class Decode:
         self.sink.disconnect(ask["engine"])
 
     def on_fetch(self, ask: Ask) -> None:
-        table = self.toy.take(len(ask["tokens"]))
-        fetch = self.sink.fetch(ticket_of(ask), Prompt(ask["tokens"]), table, cached=ask.get("first", 0))
-        self.fetches[ask["id"]] = fetch, table
+        ticket, prompt, toy = ticket_of(ask), Prompt(ask["tokens"]), self.toy
+        table: dict[str, list[int]] = {}
+
+        def claim(_: PagesWanted | None = None) -> dict[str, list[int]]:
+            if not table:
+                table.update(toy.take(len(ask["tokens"])))
+            return table
+
+        if ask.get("intent"):
+            fetch = self.sink.fetch(ticket, prompt, claim=claim, spans=ask.get("spans", False))
+        else:
+            fetch = self.sink.fetch(ticket, prompt, claim(), cached=ask.get("first", 0))
+        self.fetches[ask["id"]] = fetch, table, toy
+
+    def on_move(self, ask: Ask) -> None:
+        self.toy = Toy(self.world, heads_first=False)
+        self.moved = self.sink.move(self.toy.pool)
+
+    def on_returned(self, ask: Ask) -> Ask:
+        try:
+            self.moved.wait(ask["seconds"])
+        except TimeoutError:
+            return {"free": False}
+        return {"free": True}
 
     def on_wait(self, ask: Ask) -> Ask:
         fetch = self.fetches[ask["id"]][0]
@@ -47,13 +70,15 @@ class Decode:
         return {"state": "arrived", "handoff": handoff, "finished": arrived.finished, "free": fetch.pages_free}
 
     def on_read(self, ask: Ask) -> Ask:
-        return {"data": self.toy.read(self.fetches[ask["id"]][1], ask)}
+        _, table, toy = self.fetches[ask["id"]]
+        return {"data": toy.read(table, ask)}
 
     def on_abort(self, ask: Ask) -> None:
         self.fetches[ask["id"]][0].abort("the suite says so")
 
     def on_release(self, ask: Ask) -> None:
-        self.toy.give_back(self.fetches.pop(ask["id"])[1])
+        _, table, toy = self.fetches.pop(ask["id"])
+        toy.give_back(table)
 
     def on_stop(self, ask: Ask) -> None:
         self.sink.close()

@@ -20,8 +20,8 @@ from live_source import Prefill
 from toy_engine import serve
 
 from kvproto.node.request import Request
-from kvproto.session import core
-from kvproto.session.intent import SourceIntent
+from kvproto.session import core, push
+from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.registering import Holder
 from kvproto.session.transfers import SourceTransfers
 from kvproto.transport.shm import memory
@@ -124,6 +124,19 @@ def arrived_too_early(wait: Any) -> Any:
     return on_wait
 
 
+def named_at_once(fetch: Any) -> Any:
+    return lambda ask: fetch(ask | {"intent": False})
+
+
+def free_when_asked(returned: Any) -> Any:
+    return lambda ask: {"free": True}
+
+
+def shorter(grant: m.Grant) -> tuple[m.Grants, ...]:
+    """Windows that begin a token later than those of the Transfer."""
+    return tuple(attrs.evolve(g, valid=g.valid - 1) if g.count else g for g in grant.grants)
+
+
 NOTHING = bytes(32)
 Fault = tuple[str, Callable[[Any], None], str, str]
 FAULTS: dict[str, Fault] = {
@@ -185,6 +198,14 @@ FAULTS: dict[str, Fault] = {
     "a writer too few": ("sink", says(m.Transfer, writers=np.array([0], np.uint32)), "LIVE-311", "Transfer with writers"),
     "begun before the last writer": ("sink", does("on_wait", arrived_too_early), "LIVE-311", "still waiting"),
     "pages free without proof": ("sink", does("on_wait", free_at_once), "LIVE-319", "pages are not free"),
+    "an intent names pages at once": ("sink", does("on_fetch", named_at_once), "LIVE-1101", "items of groups"),
+    "pages are never named": ("sink", has(SinkIntent, "_next", lambda self, attempt, now: None), "LIVE-1102", "Grant has not"),
+    "Done before Grant is accepted": (
+        "sink", has(push, "check_whole", lambda *attempt: None), "LIVE-1103", "refused",
+    ),
+    "pieces are granted and never the last": ("sink", says(m.Grant, grants=shorter), "LIVE-1121", "a Grant of"),
+    "a pool is free when it has moved": ("sink", does("on_returned", free_when_asked), "LIVE-1131", "not free yet"),
+    "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 
 

@@ -91,7 +91,11 @@ def test_it_ends_without_a_leak(sink: str) -> None:
 @pytest.mark.parametrize("level", ["L3", "L4"])
 def test_it_passes_the_live_driver(sink: str, level: str) -> None:
     """All scenarios of sinks but the slow ones, which `make conformance ARGS="--live"` runs too."""
-    chosen = [each for each in list_scenarios("sink") if each.level == level and not each.slow and {*each.extensions} <= {"INLINE"}]
+    chosen = [
+        each
+        for each in list_scenarios("sink")
+        if each.level == level and not each.slow and {*each.extensions} <= {"INLINE"}
+    ]
     assert len(chosen) > 20
     found = {each.id: (each.status, each.text) for each in run([sink], chosen)}
     assert found == {each.id: ("pass", "") for each in chosen}

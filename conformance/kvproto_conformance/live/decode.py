@@ -48,10 +48,10 @@ class DecodeRun(Run):
         """The only rank of such a source."""
         return self.ready(**more)[0]
 
-    def fetch(self, source: Source, prompt: Prompt, deadline: int = 60_000, first: int = 0) -> None:
-        """Let the engine fetch a request."""
+    def fetch(self, source: Source, prompt: Prompt, deadline: int = 60_000, first: int = 0, **more: bool) -> None:
+        """Let the engine fetch a request; with `intent` it names pages when they are of use, with `spans` in pieces."""
         self.engine.ask("fetch", id=prompt.id, key=prompt.key, engine=source.name, deadline=deadline,
-                        tokens=prompt.tokens, first=first)  # fmt: skip
+                        tokens=prompt.tokens, first=first, **more)  # fmt: skip
 
     def asked(self, source: Source, prompt: Prompt) -> Asked:
         """The engine's Transfer of a request, checked and accepted."""

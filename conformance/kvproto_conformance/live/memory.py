@@ -75,8 +75,8 @@ def _link(path: Path) -> str:
         return ""
 
 
-def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes]:
-    """Map a region that an engine registered (JSON form); raises BadHandle."""
+def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes, str]:
+    """Map a region that an engine registered (JSON form), which has this nonce; raises BadHandle."""
     data = next((bytes.fromhex(h["data"]) for h in region["handles"] if h["transport"] == "SHM"), None)
     if data is None:
         raise BadHandle("no handle for SHM")
@@ -97,7 +97,7 @@ def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes]:
         mapped = mmap.mmap(opened, int(region["length"]))
     finally:
         os.close(opened)
-    return mapped, np.frombuffer(mapped, np.uint8)
+    return mapped, np.frombuffer(mapped, np.uint8), nonce
 
 
 def _uint(number: int) -> bytes:

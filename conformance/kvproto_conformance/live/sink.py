@@ -121,8 +121,9 @@ class Sink(Peer):
         handle = {"transport": self.transport, "data": "" if inline else self.memory.handle()}
         region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),
                   "handles": [handle]}  # fmt: skip
-        return {"source": self.their_digest, "sink": self.digest, "epoch": str(self.epoch), "access": "WRITE", "regions": [region],
-                "columns": self.columns, "routes": self.routes(), "plan": self.planned["plan"]}  # fmt: skip
+        return {"source": self.their_digest, "sink": self.digest, "epoch": str(self.epoch), "access": "WRITE",
+                "regions": [region], "columns": self.columns, "routes": self.routes(),
+                "plan": self.planned["plan"]}  # fmt: skip
 
     def register(self, **changes: Any) -> Frame:
         """Register to Registered; raises Missed where the engine's routes, plan or transport are not the suite's."""
@@ -192,7 +193,8 @@ class Sink(Peer):
         made.sequence = str(self.sequences)
         return {"sequence": made.sequence, "attempt": "1", "ticket": made.key,
                 "content": world.content(made.tokens, made.axes), "source_version": self.their_version,
-                "sink_version": self.version, "epoch": str(self.epoch), "grants": made.grants, "writers": self.writers}  # fmt: skip
+                "sink_version": self.version, "epoch": str(self.epoch), "grants": made.grants,
+                "writers": self.writers}  # fmt: skip
 
     def ask_for(self, made: Request, **changes: Any) -> Frame:
         """Transfer to Accepted."""

@@ -61,17 +61,19 @@ class Source(Peer):
         self.theirs: Json = {}
         self.sink_rank = 0
         self.planned: Json = {}
-        self.columns: list[Json] = []
-        self.epoch = ""
+        self.epochs: dict[str, tuple[list[Json], Regions]] = {}
+        """Columns, and regions by id, of each epoch that the engine has registered."""
         self.regions: Regions = {}
         """Of the epoch that was registered last, by id."""
+        self.nonces: list[str] = []
+        """Of the regions that the engine has registered."""
         self._maps: list[mmap.mmap] = []
         self.total = self.sent = 0
 
     def welcome(self, **changes: Any) -> Frame:
         """Hear Hello and answer Welcome; returns Hello."""
         hello = self.expect("Hello", clause="KVP-NEG-VERSION")
-        self.session = str(secrets.randbits(63) | 1)
+        self.session, self.epochs = str(secrets.randbits(63) | 1), {}
         chosen = [f for f in hello.fields["offered"] if isinstance(f, str) and f in self.offered]
         fields: Json = {
             "version": {"major": "1", "minor": "0"}, "engine": self.name, "incarnation": str(self.incarnation),
@@ -115,10 +117,14 @@ class Source(Peer):
         ):  # fmt: skip
             if fields[name] != wanted:
                 raise Missed(f"Register with {name} {fields[name]}, not {wanted}", clause)
-        self.columns, self.epoch, self.regions = fields["columns"], fields["epoch"], {}
+        if self.epochs and int(fields["epoch"]) <= max(map(int, self.epochs)):
+            raise Missed(f"Register of epoch {fields['epoch']} after {', '.join(self.epochs)}", "KVP-EPO-RISE")
+        self.regions = {}
+        self.epochs[fields["epoch"]] = fields["columns"], self.regions
         if self.transport == "SHM":
             for region in fields["regions"]:
-                mapped, view = map_region(region)
+                mapped, view, nonce = map_region(region)
+                self.nonces.append(nonce)
                 self._maps.append(mapped)
                 self.regions[int(region["id"])] = view
         answer: Json = {"epoch": fields["epoch"], "transport": self.transport, "routes": self.routes(),
@@ -150,17 +156,63 @@ class Source(Peer):
                 raise Missed(f"Transfer with {name} {have}, not {wanted}", clause)
         windows = [grant | {"items": grant.get("items", [])} for grant in fields["grants"]]
         groups = {g["id"]: g for g in self.theirs["groups"]}
+        bare = "INTENT" in self.watch.features and not any(grant["items"] for grant in windows)
         for grant in windows:
             group, first, count = groups[grant["group"]], int(grant["first"]), int(grant["count"])
             if (first, count) != (0, 0) and not world.has_memory(group):
                 raise Missed("a hand-off grant with a window", "KVP-HND-W-WINDOW")
             need = world.items_of(group, first, count) if world.has_memory(group) else 0
-            if group["cp_size"] == "1" and len(grant["items"]) != need:
+            if not bare and group["cp_size"] == "1" and len(grant["items"]) != need:
                 raise Missed(f"{len(grant['items'])} items of {group['name']}, not {need}", "KVP-GRANT-COUNT")
-        side = moving.side(self.theirs, self.sink_rank, self.columns, windows)
+        if fields["epoch"] not in self.epochs:
+            raise Missed(f"a Transfer into epoch {fields['epoch']}, which is not registered", "KVP-EPO-FREE")
+        made = Asked(found, [], None, self.epochs[fields["epoch"]][1])
+        if not bare:
+            self.place(made, windows)
+        return made
+
+    def place(self, asked: Asked, windows: list[Json]) -> None:
+        """Note which bytes go where, now that the items are known."""
+        columns, _ = self.epochs[asked.frame.fields["epoch"]]
+        asked.side = moving.side(self.theirs, self.sink_rank, columns, windows)
         pair = self.rank, self.sink_rank
-        return Asked(found, moving.pieces(self.geometry, self.theirs, pair, self.watch.features, side), side,
-                     self.regions)  # fmt: skip
+        asked.moved = moving.pieces(self.geometry, self.theirs, pair, self.watch.features, asked.side)
+
+    def progress(self, asked: Asked, state: str, tokens: int | None = None) -> None:
+        """Say how far prefill is."""
+        self.send("Progress", **asked.of, state=state, tokens=None if tokens is None else str(tokens))
+
+    def granted(self, asked: Asked, spans: bool = False) -> None:
+        """Hear Grants until all items of a request are named, and answer each."""
+        stated, items = asked.frame.fields["grants"], dict[str, list[str]]()
+        groups = {g["id"]: g for g in self.theirs["groups"]}
+        while True:
+            found = self.expect("Grant", where=lambda f: f["sequence"] == asked.of["sequence"], clause="KVP-INT-ITEMS")
+            grants = found.fields["grants"]
+            windows = [{k: v for k, v in grant.items() if k not in ("items", "count")} for grant in grants]
+            wanted = [{k: v for k, v in grant.items() if k not in ("items", "count")} for grant in stated]
+            if windows != wanted:
+                raise Missed(f"a Grant of {windows}, not {wanted}", "KVP-INT-WINDOW")
+            for grant in grants:
+                items.setdefault(grant["group"], []).extend(grant.get("items", []))
+            self.reply(found, "Accepted", state="READY")
+            counts = [int(grant["count"]) for grant in grants]
+            if counts == [int(grant["count"]) for grant in stated]:
+                break
+            if not spans:
+                raise Missed(f"a Grant of {counts} tokens, without SPANS", "KVP-INT-WINDOW")
+            self.progress(asked, "READY")
+        for grant in stated:
+            group = groups[grant["group"]]
+            need = world.items_of(group, int(grant["first"]), int(grant["count"])) if world.has_memory(group) else 0
+            if len(items[grant["group"]]) != need:
+                raise Missed(f"{len(items[grant['group']])} items of {group['name']}, not {need}", "KVP-GRANT-COUNT")
+        self.place(asked, [grant | {"items": items[grant["group"]]} for grant in stated])
+
+    def returned(self, asked: Frame, proof: str = "PROVEN") -> None:
+        """Answer an Unregister: the memory of the epoch is let go."""
+        self.epochs.pop(asked.fields["epoch"])
+        self.reply(asked, "Unregistered", epoch=asked.fields["epoch"], proof=proof)
 
     def accept(self, asked: Asked, state: str = "READY") -> None:
         """Answer Accepted."""
@@ -243,7 +295,7 @@ class Source(Peer):
 
     def unmap(self) -> None:
         """Let go of the engine's memory."""
-        self.regions = {}
+        self.regions, self.epochs = {}, {}
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()

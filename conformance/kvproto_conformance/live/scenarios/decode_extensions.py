@@ -1,0 +1,118 @@
+"""Extensions of a sink: pages that are named when they are of use, or piece by piece; a pool that moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproto_conformance.live.decode import DecodeRun
+from kvproto_conformance.live.memory import holds
+from kvproto_conformance.live.peer import Missed
+from kvproto_conformance.live.scenario import Prompt, scenario
+from kvproto_conformance.live.source import Asked, Source
+
+Json = dict[str, Any]
+_TIED = "Decode memory is tied up while a prompt waits in prefill, or is written before it was named."
+_POOL = "A pool is given to training while prefill still writes it."
+
+
+def _one(run: DecodeRun) -> Source:
+    """A source whose session has what the scenario is about."""
+    source = run.one(offered=run.scenario.extensions)
+    run.chosen(source)
+    return source
+
+
+def _intended(run: DecodeRun, spans: bool = False) -> tuple[Source, Asked, Prompt]:
+    """A Transfer without items, which is accepted."""
+    source, prompt = _one(run), run.prompt()
+    run.fetch(source, prompt, intent=True, spans=spans)
+    asked = source.asked()
+    named = [grant["group"] for grant in asked.frame.fields["grants"] if grant.get("items")]
+    if named:
+        raise Missed(f"items of groups {', '.join(named)} before they are of use", "KVP-INT-ITEMS")
+    source.accept(asked, "PENDING")
+    return source, asked, prompt
+
+
+@scenario("LIVE-1101", "pages are named when prefill is over", "KVP-INT-ITEMS", role="sink", guards=_TIED,
+          extensions=("INTENT",))  # fmt: skip
+def _intent(run: DecodeRun) -> None:
+    source, asked, prompt = _intended(run)
+    early = source.silence(0.1)
+    run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-INT-ITEMS")
+    source.progress(asked, "READY")
+    source.granted(asked)
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+
+
+@scenario("LIVE-1102", "Accepted says at once that prefill is over", "KVP-INT-ITEMS", role="sink", guards=_TIED,
+          world="hybrid", extensions=("INTENT",))  # fmt: skip
+def _at_once(run: DecodeRun) -> None:
+    source, prompt = _one(run), run.prompt()
+    run.fetch(source, prompt, intent=True)
+    asked = source.asked()
+    source.accept(asked)
+    source.granted(asked)
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+
+
+@scenario("LIVE-1103", "Done of a request of which no item was granted", "KVP-INT-DONE", role="sink", guards=_TIED,
+          level="L4", extensions=("INTENT",))  # fmt: skip
+def _ungranted(run: DecodeRun) -> None:
+    source, asked, prompt = _intended(run)
+    lie = {"writer": "0", "groups": [r["group"] for r in source.routes()], "bytes": "0", "outcome": "CONTINUE"}
+    id = source.misstate("Done", **asked.of, **lie, handoff=[])
+    found = source.expect("Error", where=lambda f: f.get("request") == id, clause="KVP-INT-DONE").fields
+    said = found["code"], found["path"]
+    run.check("refused", said == ("UNEXPECTED_MESSAGE", "sequence"), f"{said[0]} at {said[1]!r}", "KVP-INT-DONE")
+    waiting = run.state(prompt, 0.2)
+    run.check("not arrived", waiting["state"] != "arrived", str(waiting), "KVP-INT-DONE")
+    run.engine.ask("abort", id=prompt.id)
+    source.reply(source.expect("Abort"), "Drained", proof="PROVEN")
+
+
+@scenario("LIVE-1121", "pages are named piece by piece", "KVP-SPN-ID", "KVP-SPN-TURN", role="sink", guards=_TIED,
+          extensions=("INTENT", "SPANS"))  # fmt: skip
+def _spans(run: DecodeRun) -> None:
+    source, asked, prompt = _intended(run, spans=True)
+    source.progress(asked, "RUNNING", 20)
+    source.granted(asked, spans=True)
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+
+
+@scenario("LIVE-1131", "the pool moves while a request is under way", "KVP-EPO-RISE", "KVP-EPO-FREE", role="sink",
+          guards=_POOL, world="mla", extensions=("EPOCHS",))  # fmt: skip
+def _moves(run: DecodeRun) -> None:
+    source, prompt = _one(run), run.prompt()
+    (before,) = source.nonces
+    run.fetch(source, prompt)
+    asked = run.asked(source, prompt)
+    run.engine.ask("move")
+    source.registered()
+    back = source.expect("Unregister", clause="KVP-EPO-FREE")
+    run.check("of the old epoch", back.fields["epoch"] == "1", back.fields["epoch"], "KVP-EPO-FREE")
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+    held = run.engine.ask("returned", seconds=0.2)
+    run.check("not free yet", not held["free"], "free before Unregistered", "KVP-EPO-FREE")
+    run.check("still there", holds(run.engine.pid, before), "the memory is gone", "KVP-EPO-FREE")
+    source.returned(back)
+    free = run.engine.ask("returned", seconds=5.0)
+    run.check("free", free["free"], "not free after PROVEN", "KVP-EPO-FREE")
+    run.hand_over([source])
+
+
+@scenario("LIVE-1132", "nothing is known of memory that was asked back", "KVP-EPO-FREE", role="sink", guards=_POOL,
+          level="L4", world="mla", spoils=True, extensions=("EPOCHS",))  # fmt: skip
+def _unprovable(run: DecodeRun) -> None:
+    source = _one(run)
+    run.hand_over([source])
+    run.engine.ask("move")
+    source.registered()
+    source.returned(source.expect("Unregister", clause="KVP-EPO-FREE"), "UNPROVABLE")
+    held = run.engine.ask("returned", seconds=0.5)
+    run.check("not free", not held["free"], "free without proof", "KVP-EPO-FREE")
+    run.hand_over([source])
