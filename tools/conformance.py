@@ -26,7 +26,7 @@ SOCKETS = Path("/usr/include/zmq.h")
 Run = tuple[str, list[str], list[str]]
 KVPROTO = [sys.executable, str(TESTEES / "python_kvproto.py")]
 LIVE = [
-    "--role", "both", "--level", "L4", "--extension", "inline", "--extension", "verify",
+    "--role", "both", "--level", "L4", *(word for name in ("inline", "verify", "intent", "spans", "epochs") for word in ("--extension", name)),
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
 ]  # fmt: skip

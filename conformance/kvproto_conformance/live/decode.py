@@ -53,14 +53,14 @@ class DecodeRun(Run):
         self.engine.ask("fetch", id=prompt.id, key=prompt.key, engine=source.name, deadline=deadline,
                         tokens=prompt.tokens, first=first, **more)  # fmt: skip
 
-    def asked(self, source: Source, prompt: Prompt) -> Asked:
+    def asked(self, source: Source, prompt: Prompt, state: str = "READY") -> Asked:
         """The engine's Transfer of a request, checked and accepted."""
         found = source.asked()
         content = world.content(prompt.tokens, prompt.axes)
         fields = found.frame.fields
         self.check("content digest", fields["content"] == content, fields["content"], "KVP-TKT-CONTENT")
         self.check("ticket", fields["ticket"] == prompt.key, "another ticket", "KVP-TKT-BIND")
-        source.accept(found)
+        source.accept(found, state)
         return found
 
     def handed(self, source: Source, prompt: Prompt) -> dict[str, str]:

@@ -26,11 +26,10 @@ def _intended(run: DecodeRun, spans: bool = False) -> tuple[Source, Asked, Promp
     """A Transfer without items, which is accepted."""
     source, prompt = _one(run), run.prompt()
     run.fetch(source, prompt, intent=True, spans=spans)
-    asked = source.asked()
+    asked = run.asked(source, prompt, "PENDING")
     named = [grant["group"] for grant in asked.frame.fields["grants"] if grant.get("items")]
     if named:
         raise Missed(f"items of groups {', '.join(named)} before they are of use", "KVP-INT-ITEMS")
-    source.accept(asked, "PENDING")
     return source, asked, prompt
 
 
@@ -51,8 +50,7 @@ def _intent(run: DecodeRun) -> None:
 def _at_once(run: DecodeRun) -> None:
     source, prompt = _one(run), run.prompt()
     run.fetch(source, prompt, intent=True)
-    asked = source.asked()
-    source.accept(asked)
+    asked = run.asked(source, prompt)
     source.granted(asked)
     run.deliver(source, asked, prompt)
     run.arrived(prompt)
