@@ -8,14 +8,17 @@ a compiler or an interpreter that is not here are left out, which is said.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvproto_conformance import html, report
 from kvproto_conformance.__main__ import main as conformance
+from kvproto_conformance.claims import SUITES
 from tools.specgen.registry import ROOT
 
 TESTEES = ROOT / "conformance/testees"
@@ -26,7 +29,8 @@ SOCKETS = Path("/usr/include/zmq.h")
 Run = tuple[str, list[str], list[str]]
 KVPROTO = [sys.executable, str(TESTEES / "python_kvproto.py")]
 LIVE = [
-    "--role", "both", "--level", "L4", *(word for name in ("inline", "verify", "intent", "spans", "epochs") for word in ("--extension", name)),
+    "--role", "both", "--level", "L4", "--extension", "inline", "--extension", "verify",
+    "--extension", "intent", "--extension", "spans", "--extension", "epochs",
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
 ]  # fmt: skip
@@ -37,6 +41,9 @@ A cell says how many cases of a suite passed, of those that the implementation c
 Suite {suite}, vectors {vectors}…, spec {spec}.
 
 {table}
+Seconds on {cores} cores, of cases alone:
+
+{times}
 | | what it is |
 |---|---|
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
@@ -49,6 +56,22 @@ Yours belongs here: run the suite with `--report report.json`, and send the repo
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
 report, page, JUnit and badge, and writes the summary.
 """
+
+
+def times(reports: list[dict[str, Any]]) -> str:
+    """Seconds that the cases of each implementation took, by level, as a table."""
+    columns = {"L1 and L2": ("L1", "L2"), "L3": ("L3",), "L4": ("L4",)}
+    lines = [f"| implementation | claim | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for one in reports:
+        cells = []
+        for levels in columns.values():
+            taken = [
+                r["seconds"] for r in one["results"] if r["suite"] in SUITES and SUITES[r["suite"]].level in levels
+            ]
+            cells.append(f"{sum(taken):.1f}" if taken else "")
+        name, claim = one["testee"]["name"], one["claim"]
+        lines.append(f"| {name} | {claim['role']} · {claim['level']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def runs(live: bool) -> Iterator[Run]:
@@ -93,7 +116,12 @@ def main() -> int:
     if args.write:
         one = reports[0]
         page = PAGE.format(
-            table=html.matrix_text(reports), suite=one["suite"], spec=one["spec"], vectors=one["vectors"][:12]
+            table=html.matrix_text(reports),
+            times=times(reports),
+            cores=os.cpu_count(),
+            suite=one["suite"],
+            spec=one["spec"],
+            vectors=one["vectors"][:12],
         )
         RESULTS.write_text(page, encoding="utf-8")
     missing = [tool for tool in ("gcc", "node", "rustc") if not shutil.which(tool)]
