@@ -27,6 +27,7 @@ from kvproto.planning.geometry import (
     owns,
 )
 from kvproto.planning.plan import Plan, differences, plan
+from kvproto.planning.spreading import joined
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle
@@ -416,6 +417,12 @@ def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
     assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 65536 pieces")
     even = attrs.evolve(geometry, ranks=(cut[0], *(Rank(rank=r.rank, owns=cut[0].owns) for r in whole)))
     assert plan(even, even).routes
+
+
+def test_intervals_that_touch_are_one() -> None:
+    """KVP-PLAN-SIZE counts runs of consecutive layers."""
+    assert joined([(0, 1), (1, 3), (4, 5)]) == [(0, 3), (4, 5)]
+    assert joined([]) == []
 
 
 def test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.planning.spreading import FACTOR, _few, joined
+from kvproto.planning.spreading import FACTOR, _few
 from kvproto.wire.enums import DType, Feature, ItemKind
 from tests.plan import oracle
 
@@ -210,9 +210,3 @@ def test_the_least_loaded_source_is_found_without_a_look_at_all(seed: int) -> No
         pairs = {(rank, source) for rank, some in ours.items() for source in some}
         found = _few(np.zeros(len(ranks), np.int64), np.array(ranks), [candidates], ordinal, pairs)
         assert found.tolist() == plainly(candidates, ranks, ordinal, theirs)
-
-
-def test_intervals_that_touch_are_one() -> None:
-    """KVP-PLAN-SIZE counts runs of consecutive layers."""
-    assert joined([(0, 1), (1, 3), (4, 5)]) == [(0, 3), (4, 5)]
-    assert joined([]) == []

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError, WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, enums, from_json, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.primitives import read_uint
 from tests.wire.frames import GOLDEN, MESSAGES, extended, grant, objects, register, transfer
 
 CODEC = Path(__file__).parents[2] / "spec/v1/vectors/codec"
@@ -166,3 +168,29 @@ def test_secrets_are_in_no_repr() -> None:
     assert "ticket" not in shown
     assert str(1 << 46) not in shown
     assert r"\xcd\xef" not in shown
+
+
+@pytest.mark.parametrize("bits", [7, 8, 16, 32])
+def test_the_first_number_of_each_width_needs_no_second_look(bits: int) -> None:
+    wide = msgpack.packb(1 << bits)
+    assert read_uint(wide, wide[0], 1) == (1 << bits, len(wide))
+
+
+@pytest.mark.parametrize("head", [0xC1, 0xC6, 0xDD])
+def test_a_long_array_under_another_head_is_none(head: int) -> None:
+    """KVP-BODY-TYPE: whatever lies behind it looks as if it were."""
+    frame = bytearray(encode(transfer(grant(np.arange(0x18000, dtype=np.uint32)))))
+    at = frame.index(0xC9)
+    assert decode(bytes(frame)) == transfer(grant(np.arange(0x18000, dtype=np.uint32)))
+    frame[at] = head
+    with pytest.raises(WireError) as caught:
+        decode(bytes(frame))
+    assert caught.value.code == ErrorCode.BAD_TYPE
+
+
+@pytest.mark.parametrize("count", [2, 1000])
+def test_numbers_below_zero_are_not_written(count: int) -> None:
+    """However short the list, and however it is looked at."""
+    with pytest.raises(WireError) as caught:
+        encode(transfer(grant(np.arange(count, dtype=np.int64) - 1)))
+    assert caught.value.code == ErrorCode.OUT_OF_RANGE

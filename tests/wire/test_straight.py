@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from kvproto.errors import WireError
 from kvproto.wire import codec, decode, encode, from_json, straight, strict, tables, writer
-from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Begin, Chunk, Goodbye, Handle, Ping, Register, Transfer
-from kvproto.wire.primitives import DOUBTS, read_uint
+from kvproto.wire.primitives import DOUBTS
 from kvproto_conformance.codec import Refusal, read_frame
 from tests.wire.frames import grant, objects, register, transfer
 
@@ -166,27 +165,3 @@ def test_values_that_are_skipped_count_too() -> None:
             decode(bytes_)
         with contextlib.nullcontext() if good else pytest.raises(Refusal, match="TOO_LARGE"):
             read_frame(bytes_)
-
-
-@pytest.mark.parametrize("bits", [7, 8, 16, 32])
-def test_the_first_number_of_each_width_needs_no_second_look(bits: int) -> None:
-    wide = msgpack.packb(1 << bits)
-    assert read_uint(wide, wide[0], 1) == (1 << bits, len(wide))
-
-
-@pytest.mark.parametrize("head", [0xC1, 0xC6, 0xDD])
-def test_a_long_array_under_another_head_is_none(head: int) -> None:
-    """KVP-BODY-TYPE: whatever lies behind it looks as if it were."""
-    body = bytearray(writer.pack(grant(np.arange(0x18000, dtype=np.uint32))))
-    at = body.index(0xC9)
-    assert fast("Grants", bytes(body)) is not None
-    body[at] = head
-    assert fast("Grants", bytes(body)) is None
-
-
-@pytest.mark.parametrize("count", [2, 1000])
-def test_numbers_below_zero_are_not_written(count: int) -> None:
-    """However short the list, and however it is looked at."""
-    with pytest.raises(WireError) as caught:
-        encode(transfer(grant(np.arange(count, dtype=np.int64) - 1)))
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE

@@ -51,8 +51,8 @@ _TESTS = {
     # area to runs of tests, of which those are asked that pass the line
     "codec": (("tests/wire", *_QUICK),),
     "planner": (
-        ("tests/plan", "tests/session", "tests/conformance/test_planner.py", *_QUICK),
-        ("tests/plan/test_deals.py",),
+        ("tests/plan", "tests/session", *_QUICK),
+        ("tests/plan/test_deals.py", "tests/conformance/test_planner.py"),
     ),
     "session": (("tests/session",), ("tests/node", "tests/door", *_QUICK)),
 }
