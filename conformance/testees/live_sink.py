@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from toy_engine import Toy, serve, ticket_of
+from toy_engine import Toy, keys_of, serve, ticket_of
 
 from kvproto import Fetch, KvprotoError, Options, Prompt, Sink
 from kvproto.events import PagesWanted
@@ -21,13 +23,15 @@ class Decode:
     def on_open(self, ask: Ask) -> Ask:
         self.world = ask["world"]
         self.toy = Toy(self.world, heads_first=False)
-        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True))
+        self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
+        keys = keys_of(ask, Path(self.folder.name))
+        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True), **keys)
         self.sink = self.sink_type(ask["name"], self.toy.pool, {}, options)
         self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], Toy]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_connect(self, ask: Ask) -> None:
-        self.sink.connect(ask["engine"], address=ask["address"])
+        self.sink.connect(ask["engine"], address=ask["address"], key=ask.get("key"))
 
     def on_disconnect(self, ask: Ask) -> None:
         self.sink.disconnect(ask["engine"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from toy_engine import Toy, serve, ticket_of
+from toy_engine import Toy, keys_of, serve, ticket_of
 
 from kvproto import Options, Prompt, Request, Source
 from kvproto.events import Freed
@@ -20,7 +22,9 @@ class Prefill:
 
     def on_open(self, ask: Ask) -> Ask:
         self.toy = Toy(ask["world"], heads_first=True)
-        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True))
+        self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
+        keys = keys_of(ask, Path(self.folder.name))
+        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True), **keys)
         self.source = self.source_type(ask["name"], self.toy.pool, ask["listen"], options)
         self.requests: dict[str, tuple[Request, dict[str, list[int]]]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,20 @@ def _place(ask: dict[str, Any]) -> tuple[str, int, str, int]:
 def ticket_of(ask: dict[str, Any]) -> Ticket:
     """The ticket that the suite has made."""
     return Ticket(key=bytes.fromhex(ask["key"]), engine=ask["engine"], replica=0, deadline=ask["deadline"])
+
+
+def keys_of(ask: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Options with the keys of an engine, and of a source the clients that may connect; none where there are none."""
+    if "keys" not in ask:
+        return {}
+    for name, text, mode in (
+        ("secret.key", ask["keys"]["secret"], 0o600), ("public.key", ask["keys"]["public"], 0o644),
+        ("allow.toml", "".join(f'[[client]]\nkey = "{c["key"]}"\nengine = "{c["engine"]}"\n'
+                               for c in ask.get("clients", [])), 0o600),
+    ):  # fmt: skip
+        (folder / name).touch(mode)
+        (folder / name).write_text(text + "\n")
+    return {"keys": folder}
 
 
 def serve(adapter: Any) -> None:

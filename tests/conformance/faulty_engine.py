@@ -15,10 +15,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance/testees"))
 
+import live_sink
 from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
+from kvproto.net.allowed import Allowed, AllowList
 from kvproto.node.request import Request
 from kvproto.session import core, push
 from kvproto.session.intent import SinkIntent, SourceIntent
@@ -132,6 +134,14 @@ def free_when_asked(returned: Any) -> Any:
     return lambda ask: {"free": True}
 
 
+def sink_without_keys(adapter: Any) -> None:
+    """The adapter forgets its keys and the source's; its options say that TCP may go without."""
+    open_, connect, plain = adapter.on_open, adapter.on_connect, live_sink.Options
+    live_sink.Options = lambda **more: plain(insecure=True, **more)  # type: ignore[assignment,misc]
+    adapter.on_open = lambda ask: open_({name: value for name, value in ask.items() if name != "keys"})
+    adapter.on_connect = lambda ask: connect({name: value for name, value in ask.items() if name != "key"})
+
+
 def shorter(grant: m.Grant) -> tuple[m.Grants, ...]:
     """Windows that begin a token later than those of the Transfer."""
     return tuple(attrs.evolve(g, valid=g.valid - 1) if g.count else g for g in grant.grants)
@@ -198,6 +208,11 @@ FAULTS: dict[str, Fault] = {
     "a writer too few": ("sink", says(m.Transfer, writers=np.array([0], np.uint32)), "LIVE-311", "Transfer with writers"),
     "begun before the last writer": ("sink", does("on_wait", arrived_too_early), "LIVE-311", "still waiting"),
     "pages free without proof": ("sink", does("on_wait", free_at_once), "LIVE-319", "pages are not free"),
+    "anybody is let in": ("source", has(AllowList, "knows", lambda self, key: True), "LIVE-1042", "no word"),
+    "an allow-list that is not asked": ("source", has(Allowed, "covers", lambda self, party, role: True), "LIVE-1044", "a client is welcome"),
+    "a sink that takes any source": ("sink", sink_without_keys, "LIVE-1143", "no word"),
+    "page off by one under keys": ("source", does("on_finish", page_off_by_one), "LIVE-1041", "every byte"),
+    "heads exchanged by attention, under keys": ("sink", does("on_read", other_heads_read), "LIVE-1141", "every byte"),
     "an intent names pages at once": ("sink", does("on_fetch", named_at_once), "LIVE-1101", "items of groups"),
     "pages are never named": ("sink", has(SinkIntent, "_next", lambda self, attempt, now: None), "LIVE-1102", "Grant has not"),
     "Done before Grant is accepted": (

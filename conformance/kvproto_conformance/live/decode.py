@@ -8,6 +8,7 @@ from typing import Any
 from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.scenario import Prompt, Run, handoff, rows_of, shares
 from kvproto_conformance.live.source import Asked, Source
+from kvproto_conformance.live.wire import free_address
 
 __all__ = ["DecodeRun"]
 
@@ -21,7 +22,10 @@ class DecodeRun(Run):
     def source(self, ranks: int = 1, **more: Any) -> list[Source]:
         """The ranks of a source replica of the suite, which listen; nobody knows of them yet."""
         number = next(_numbers)
-        addresses = {rank: f"ipc://{self.live.folder.name}/s{number}-{rank}" for rank in range(ranks)}
+        keyed, folder = self.live.key[3], self.live.folder.name
+        addresses = {r: free_address() if keyed else f"ipc://{folder}/s{number}-{r}" for r in range(ranks)}
+        if keyed:
+            more.setdefault("keys", self.live.keys)
         more.setdefault("geometry", world.mirror(self.live.geometry, ranks))
         more.setdefault("transport", self.transport)
         made = [Source(addresses[r], name=f"suite-{number}", rank=r, endpoints=addresses, **more) for r in addresses]
@@ -30,7 +34,8 @@ class DecodeRun(Run):
 
     def connect(self, source: Source) -> Source:
         """Let the engine know where the suite listens."""
-        self.engine.ask("connect", engine=source.name, address=source.endpoints[source.rank])
+        key: Json = {"key": self.live.keys.public.decode()} if self.live.key[3] else {}
+        self.engine.ask("connect", engine=source.name, address=source.endpoints[source.rank], **key)
         return source
 
     def ready(self, ranks: int = 1, **more: Any) -> list[Source]:

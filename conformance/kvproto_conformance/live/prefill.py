@@ -29,7 +29,9 @@ class PrefillRun(Run):
         """A sink rank of the suite that has said nothing yet."""
         more.setdefault("geometry", world.mirror(self.live.geometry, ranks))
         more.setdefault("transport", self.transport)
-        made = Sink(self.live.address, name=name or f"suite-{next(_numbers)}", rank=rank, **more)
+        if self.live.key[3]:
+            more.setdefault("keys", self.live.keys._replace(server=self.live.theirs.public))
+        made = Sink(self.live.address, name=name or self.live.name(next(_numbers)), rank=rank, **more)
         self.peers.append(made)
         return made
 

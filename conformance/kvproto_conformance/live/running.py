@@ -54,12 +54,13 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
     live: Live | None = None
     try:
         for each in scenarios:
-            if live is not None and (live.key != (each.role, each.world, each.transport) or not live.engine.alive):
+            key = each.role, each.world, each.transport, "CURVE" in each.extensions
+            if live is not None and (live.key != key or not live.engine.alive):
                 live.stop()
                 live = None
             begin = time.monotonic()
             try:
-                live = live or Live(command, each.role, each.world, each.transport)
+                live = live or Live(command, *key)
             except EngineFault as fault:
                 yield Result(each.id, "error", (), str(fault), "", time.monotonic() - begin)
                 continue

@@ -13,11 +13,14 @@ from kvproto_conformance.codec import read_struct
 from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.peer import Missed, Peer
+from kvproto_conformance.live.wire import free_address, new_keys
 
 __all__ = ["SCENARIOS", "Check", "Live", "Prompt", "Run", "Scenario", "handoff", "rows_of", "scenario", "shares"]
 
 Json = dict[str, Any]
 Script = Callable[[Any], None]
+NAME = "suite"
+"""Of the suite where the engine knows it by its key."""
 KEYS = frozenset({"CURVE"})
 """Extensions that are no feature of a session."""
 
@@ -107,24 +110,35 @@ class Prompt:
 class Live:
     """A running engine of one world and transport, with where it is reached."""
 
-    def __init__(self, command: Sequence[str], role: str, world: str, transport: str) -> None:
-        self.key = role, world, transport
+    def __init__(self, command: Sequence[str], role: str, world: str, transport: str, keyed: bool = False) -> None:
+        """`keyed`: over TCP, with CURVE keys; else over ipc."""
+        self.key = role, world, transport, keyed
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-live-")
-        self.address = f"ipc://{self.folder.name}/engine"
+        self.address = free_address() if keyed else f"ipc://{self.folder.name}/engine"
+        self.theirs, self.keys = new_keys(), new_keys()
+        """Pairs of the engine and of the suite, where there are keys."""
         self._command = list(command)
         self.start()
 
     def start(self) -> None:
         """Start an engine where there is none any more."""
-        role, world, transport = self.key
+        role, world, transport, keyed = self.key
         self.engine = Engine(self._command)
         try:
             stated: Json = {"listen": self.address} if role == "source" else {}
+            if keyed:
+                stated["keys"] = {"public": self.theirs.public.decode(), "secret": self.theirs.secret.decode()}
+            if keyed and role == "source":
+                stated["clients"] = [{"key": self.keys.public.decode(), "engine": NAME}]
             found = self.engine.ask("open", role=role, world=world, transport=transport, name="engine", **stated)
         except BaseException:
             self.stop()
             raise
         self.geometry: Json = read_struct("Geometry", bytes.fromhex(found["geometry"]))
+
+    def name(self, number: int) -> str:
+        """Of a peer: another each time, but where the engine knows the suite by its key."""
+        return NAME if self.key[3] else f"suite-{number}"
 
     def restart(self) -> None:
         """Kill the engine (SIGKILL), and start another at the same address."""

@@ -14,7 +14,7 @@ from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.memory import Shared, boot_id
 from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.watch import Frame
-from kvproto_conformance.live.wire import Dealer
+from kvproto_conformance.live.wire import Dealer, Keys
 from kvproto_conformance.planner import plan
 
 __all__ = ["Request", "Sink"]
@@ -41,9 +41,10 @@ class Sink(Peer):
     def __init__(
         self, address: str, *, name: str, geometry: Json | None = None, rank: int = 0, transport: str = "SHM",
         offered: Iterable[str] = (), needed: Iterable[str] = (), heads_first: bool = False, items: int = 64,
+        keys: Keys | None = None,
     ) -> None:  # fmt: skip
         """`geometry` is the suite's own Description; without one it is made to fit when the engine's is known."""
-        super().__init__(Dealer(address), "source")
+        super().__init__(Dealer(address, keys), "source")
         self.name, self.rank, self.transport = name, rank, transport
         self.offered = sorted({*offered, *(["INLINE"] if transport == "INLINE" else [])}, key=_feature)
         self.needed = list(needed)

@@ -17,7 +17,7 @@ from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.memory import boot_id, map_region
 from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.watch import Frame
-from kvproto_conformance.live.wire import Router
+from kvproto_conformance.live.wire import Keys, Router
 from kvproto_conformance.planner import plan
 
 __all__ = ["Asked", "Source"]
@@ -51,8 +51,9 @@ class Source(Peer):
     def __init__(
         self, address: str, *, name: str, geometry: Json, rank: int = 0, endpoints: Mapping[int, str] | None = None,
         transport: str = "SHM", offered: Iterable[str] = (), needed: Iterable[str] = (),
+        keys: Keys | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(Router(address), "sink")
+        super().__init__(Router(address, keys), "sink")
         self.name, self.geometry, self.rank, self.transport = name, geometry, rank, transport
         self.endpoints = dict(endpoints or {rank: address})
         self.offered = {*offered, *(["INLINE"] if transport == "INLINE" else [])}

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import socket
+from typing import NamedTuple, Protocol
 
 import zmq
 
-__all__ = ["Dealer", "Router", "Wire"]
+__all__ = ["Dealer", "Keys", "Router", "Wire", "free_address", "new_keys"]
+
+
+class Keys(NamedTuple):
+    """A CURVE pair in Z85, and of a client the server's public key."""
+
+    public: bytes
+    secret: bytes
+    server: bytes = b""
+
+
+def new_keys(server: bytes = b"") -> Keys:
+    """A pair that nobody has had."""
+    return Keys(*zmq.curve_keypair(), server)
+
+
+def free_address() -> str:
+    """A TCP address of this host at which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def _identify(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class Wire(Protocol):
@@ -25,14 +52,19 @@ class Wire(Protocol):
 class Dealer:
     """A connection to an engine that listens."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDTIMEO, 1000)
+        if keys is not None:
+            _identify(self._socket, keys)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         self._socket.connect(address)
 
     def send(self, *parts: bytes) -> None:
-        """Send a ZeroMQ message of these parts."""
-        self._socket.send_multipart(parts)
+        """Send a ZeroMQ message of these parts; it is lost where the engine takes no connection."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(parts)
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame, or None if none comes in time."""
@@ -48,9 +80,12 @@ class Dealer:
 class Router:
     """Where an engine connects; it hears one peer at a time, the last that spoke."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        if keys is not None:
+            _identify(self._socket, keys)
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.bind(address)
         self._peer = b""
 

@@ -9,6 +9,7 @@ from kvproto_conformance.live.memory import holds
 from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.scenario import Prompt, scenario
 from kvproto_conformance.live.source import Asked, Source
+from kvproto_conformance.live.wire import new_keys
 
 Json = dict[str, Any]
 _TIED = "Decode memory is tied up while a prompt waits in prefill, or is written before it was named."
@@ -114,3 +115,34 @@ def _unprovable(run: DecodeRun) -> None:
     held = run.engine.ask("returned", seconds=0.5)
     run.check("not free", not held["free"], "free without proof", "KVP-EPO-FREE")
     run.hand_over([source])
+
+
+_STRANGER = "Whoever answers at the address is believed to be the source."
+
+
+@scenario("LIVE-1141", "over TCP with keys, every byte as attention reads it", "KVP-NET-CURVE", role="sink",
+          guards=_STRANGER, extensions=("CURVE",))  # fmt: skip
+def _keys(run: DecodeRun) -> None:
+    sources = run.ready()
+    run.hand_over(sources)
+    run.hand_over(sources, run.prompt(17))
+
+
+def _unheard(keys: Any) -> Any:
+    def script(run: DecodeRun) -> None:
+        (source,) = run.source(keys=keys())
+        run.connect(source)
+        prompt = run.prompt()
+        run.fetch(source, prompt)
+        heard = source.silence(0.5)
+        run.check("no word", not heard, str([frame.name for frame in heard]), "KVP-NET-KEY")
+        found = run.state(prompt, 0.1)
+        run.check("not arrived", found["state"] != "arrived", str(found), "KVP-NET-KEY")
+
+    return script
+
+
+scenario("LIVE-1142", "a source with another key than was stated hears nothing", "KVP-NET-KEY", role="sink",
+         guards=_STRANGER, level="L4", spoils=True, extensions=("CURVE",))(_unheard(new_keys))  # fmt: skip
+scenario("LIVE-1143", "a source without keys hears nothing", "KVP-NET-CURVE", role="sink", guards=_STRANGER,
+         level="L4", spoils=True, extensions=("CURVE",))(_unheard(lambda: None))  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvproto_conformance.live.memory import holds
+from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import Prompt, scenario
 from kvproto_conformance.live.sink import Request, Sink
+from kvproto_conformance.live.wire import new_keys
 
 Json = dict[str, Any]
 _UNGRANTED = "Pages are written that nobody has granted: another request's cache is lost."
@@ -200,3 +202,41 @@ def _order(run: PrefillRun) -> None:
     id = sink.misstate("Unregister", epoch="7")
     run.refused(sink, id, "Refused", "OUT_OF_RANGE", "epoch", "KVP-EPO-UNKNOWN")
     run.hand_over(sink)
+
+
+_STRANGER = "Whoever reaches the port is served, or is served as somebody else."
+
+
+@scenario("LIVE-1041", "over TCP with keys, every byte by coordinate", "KVP-NET-CURVE", guards=_STRANGER,
+          extensions=("CURVE",))  # fmt: skip
+def _keys(run: PrefillRun) -> None:
+    sink = run.ready()
+    run.hand_over(sink)
+    run.hand_over(sink, run.prompt(17))
+
+
+def _unheard(keys: Any) -> Any:
+    def script(run: PrefillRun) -> None:
+        sink = run.sink(keys=keys(run))
+        sink.send("Hello", **sink.hello())
+        heard = sink.silence(0.5)
+        run.check("no word", not heard, str([frame.name for frame in heard]), "KVP-NET-UNKNOWN")
+
+    return script
+
+
+scenario("LIVE-1042", "a client whose key nobody knows hears nothing", "KVP-NET-UNKNOWN", guards=_STRANGER, level="L4",
+         extensions=("CURVE",))(_unheard(lambda run: new_keys(run.live.theirs.public)))  # fmt: skip
+scenario("LIVE-1043", "a client without keys hears nothing", "KVP-NET-CURVE", guards=_STRANGER, level="L4",
+         extensions=("CURVE",))(_unheard(lambda run: None))  # fmt: skip
+
+
+@scenario("LIVE-1044", "a client that may not say that it is this engine", "KVP-NET-ALLOW", guards=_STRANGER,
+          level="L4", extensions=("CURVE",))  # fmt: skip
+def _another(run: PrefillRun) -> None:
+    sink = run.sink(name="somebody-else")
+    sink.send("Hello", **sink.hello())
+    found = sink.expect("Refused", "Welcome", clause="KVP-NET-ALLOW")
+    if found.name == "Welcome":
+        raise Missed("a client is welcome as an engine that its key may not be", "KVP-NET-ALLOW")
+    run.check("code", found.fields["code"] == "NOT_ALLOWED", found.fields["code"], "KVP-NET-ALLOW")
