@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.utils import TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
 
-from kvproto_sglang.memory import ShareableMemory
+from kvproto_engines.memory import ShareableMemory
 from kvproto_sglang.settings import check_release
 
 __all__ = ["NAME", "install"]

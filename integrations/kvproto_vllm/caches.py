@@ -3,7 +3,7 @@
 On a GPU a block is [head, token, K then V], or [token, latent] for MLA, in any order and with any gaps that the strides
 say, one allocation a layer or one for all. Shapes come from the engine's own specification of the cache. That the bytes
 lie there is tried, not assumed: the engine's own function writes a block, and what it wrote is compared.
-On the CPU the order within a block is measured (`kvproto_vllm.pages`).
+On the CPU the order within a block is measured (`kvproto_engines.pages`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
-from kvproto_vllm.pages import cache_of, measured, views_of
+from kvproto_engines.pages import cache_of, measured, views_of
 
 __all__ = ["FLOATS", "WINDOW", "Layers", "Stated", "check_sizes", "refused", "state"]
 

@@ -14,10 +14,10 @@ from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
+from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
-from kvproto_vllm.memory import ShareableMemory
 from kvproto_vllm.orders import Orders
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -116,7 +116,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     # a worker's side, in the order in which vLLM calls
 
     def get_mem_pool_context(self) -> Any:
-        return ShareableMemory() if current_platform.is_cpu() else None
+        return ShareableMemory(torch.int8) if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the pool. Raises LocalError for caches that cannot be stated."""

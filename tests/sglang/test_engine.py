@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvproto import LocalError, Options, Pool, Prompt, Sink, Source, new_ticket
+from kvproto_engines.memory import ShareableMemory
 from kvproto_sglang import metadata
 from kvproto_sglang.engine import Layout, open_pool
-from kvproto_sglang.memory import ShareableMemory
 from kvproto_sglang.settings import Settings
 
 LAYERS, HEADS, DIM, SLOTS, TOKENS = 2, 2, 8, 128, 45

@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers, Stated, state
-from kvproto_vllm.memory import ShareableMemory
 from kvproto_vllm.orders import Table
 
 LAYERS, HEADS, DIM, LATENT, TOKENS = 3, 2, 16, 32, 75
@@ -75,7 +75,7 @@ class Backend:
         made = []
         for layer in range(LAYERS):
             if layer < LAYERS // outer:
-                with ShareableMemory():
+                with ShareableMemory(torch.int8):
                     raw = torch.zeros(step, dtype=torch.int8, device=device)
             at = strides["L"] * layer if outer > 1 else 0
             words = [strides[x] // held.itemsize for x in "BHNC"]

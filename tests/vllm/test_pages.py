@@ -9,8 +9,8 @@ import torch
 
 import kvproto
 from kvproto import DType, LocalError, Pool, Prompt, RemoteError, Sink, Source, lay_out, new_ticket
-from kvproto_vllm.memory import ShareableMemory
-from kvproto_vllm.pages import Half, cache_of, half_of, measured, views_of
+from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.pages import Half, cache_of, half_of, measured, views_of
 
 LAYERS, HEADS, DIM, BLOCKS, TOKENS = 2, 2, 8, 6, 45
 ORDERS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_a_page_that_loses_elements_is_no_order() -> None:
 def pool(orders: tuple[str, str], tokens: int, encoded: bool = False) -> tuple[Pool, list[torch.Tensor]]:
     """Pages in these orders of K and V, in memory as the connector has vLLM allocate it."""
     size = LAYERS * BLOCKS * HEADS * tokens * 2 * DIM * 4
-    with ShareableMemory():
+    with ShareableMemory(torch.int8):
         raw = torch.zeros(size, dtype=torch.int8, device="cpu")
     tensors = list(raw.view(torch.float32).view(LAYERS, BLOCKS, HEADS, tokens, 2 * DIM))
     stated = halves(*orders, tokens)
@@ -146,7 +146,7 @@ def test_an_order_without_strides_meets_no_other(tmp_path: Any) -> None:
 
 
 def test_other_tensors_are_allocated_as_ever() -> None:
-    with ShareableMemory():
+    with ShareableMemory(torch.int8):
         other = torch.zeros(64, dtype=torch.float32)
     with pytest.raises(LocalError, match="NO_TRANSPORT"):
         Pool(

@@ -69,7 +69,7 @@ def test_a_release_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.parametrize("package", [kvproto_vllm, kvproto_sglang])
 def test_an_adapter_is_under_900_lines_of_code(package: Any) -> None:
-    """Lines that hold code, imports apart: no blank ones, no comments, no docstrings."""
+    """Lines that hold code: no blank ones, no comments, no docstrings."""
     counted = 0
     for path in Path(package.__file__).parent.glob("*.py"):
         text, lines = path.read_text(), set[int]()
@@ -77,8 +77,7 @@ def test_an_adapter_is_under_900_lines_of_code(package: Any) -> None:
             if token.type not in _NO_CODE:
                 lines |= set(range(token.start[0], token.end[0] + 1))
         for each in ast.walk(ast.parse(text)):
-            imported = isinstance(each, ast.Import | ast.ImportFrom)
-            if imported or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)):
+            if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 lines -= set(range(each.lineno, (each.end_lineno or 0) + 1))
         counted += len(lines)
     assert 0 < counted < 900

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvproto import LocalError, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers
 from kvproto_vllm.loading import Loading
-from kvproto_vllm.memory import ShareableMemory
 from kvproto_vllm.orders import Computed, Load, Orders, Table
 from kvproto_vllm.sending import Sending
 from kvproto_vllm.states import states
@@ -61,7 +61,7 @@ class Engine:
         parts = [self._share(n, each, rank) for n, each in enumerate(whole)]
         sizes = [part[0].numel() for part in parts]
         stride = sum(sizes) + 16
-        with ShareableMemory():
+        with ShareableMemory(torch.int8):
             raw = torch.zeros(stride * BLOCKS * 4, dtype=torch.int8).view(torch.float32)
         made = []
         for n, part in enumerate(parts):

@@ -1,8 +1,8 @@
-"""Where K and V of a head lie in a page of the CPU back end: by strides where these say it, else by an encoding.
+"""Where K and V of a head lie in a page of a packed back end: by strides where these say it, else by an encoding.
 
-A page of `CPU_ATTN` is [heads, tokens, 2 * head_dim] in name only: of each head it has all of K, then all of V, and
-each half in an order that suits the machine's instructions. The order is measured once, by packing the numbers of the
-elements, and not assumed. An order in which equally many elements lie between one token and the next is stated as
+A page of vLLM's `CPU_ATTN` is [heads, tokens, 2 * head_dim] in name only: of each head it has all of K, then all of V,
+and each half in an order that suits the machine's instructions. The order is measured once, by packing the numbers of
+the elements, and not assumed. An order in which equally many elements lie between one token and the next is stated as
 sections of a head with strides, so that kvproto moves such pages to and from any other layout. Another order is an
 `encoding` named after it, and such pages only meet equal ones.
 """
