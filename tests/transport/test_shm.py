@@ -120,6 +120,17 @@ def test_a_forked_child_has_neither_pool_nor_mapping() -> None:
     assert memory.buffer[0] == 0
 
 
+def test_memory_of_a_parent_is_not_found_at_the_addresses_of_its_child() -> None:
+    """There the child has other memory: its Region would name the parent's, and peers would write that."""
+    memory = SharedMemory(1 << 20)
+    assert owner_of(memory.address, 4096) is memory
+    child = os.fork()
+    if not child:
+        os._exit(owner_of(memory.address, 4096) is not None)
+    assert not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert owner_of(memory.address, 4096) is memory
+
+
 def refused(region: Region) -> RemoteError:
     before = descriptors(), mappings()
     with pytest.raises(RemoteError) as caught:

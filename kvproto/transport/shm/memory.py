@@ -72,6 +72,7 @@ def _unmap(address: int, length: int, process: int) -> None:
 
 
 _owned: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: _owned.clear())  # a child may have memory of its own at the same addresses
 _CPU = 1, 0
 """DLPack's device."""
 

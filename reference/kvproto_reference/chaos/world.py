@@ -222,7 +222,8 @@ class World:
         engine = self.engines[name]
         if engine.alive:
             engine.signal(signal.SIGKILL)
-            self._gone(name)
+            if self._gone(name) not in (None, -signal.SIGKILL):  # it was ending
+                self._ended_by_itself(name, "")
             self.at(seconds, lambda: self._start(name, **({} if self.calm else changes)))
 
     def _hear(self, name: str, engine: Runner) -> None:
@@ -235,16 +236,20 @@ class World:
                 if code:
                     self.judge.violation("crash", f"{name} ended with {code}")
                 return
-            log = Path(engine.setup.log)
-            if engine.short or _by_ucx(log):  # libzmq, for one, ends a process that cannot have memory
-                self.judge.count("ended for want of memory" if engine.short else "ended by UCX")
-                log.unlink(missing_ok=True)
-            else:
-                self.judge.violation("crash", f"{name} has ended by itself with {code}")
+            self._ended_by_itself(name, f"{name} has ended by itself with {code}")
             self.at(0.0, lambda: self._start(name))
             return
         for op, *arguments in said:
             self._said(name, engine, op, arguments)
+
+    def _ended_by_itself(self, name: str, why: str) -> None:
+        """An engine has; libzmq, for one, ends a process that cannot have memory. Its log is a violation else."""
+        engine, log = self.engines[name], Path(self.engines[name].setup.log)
+        if engine.short or _by_ucx(log):
+            self.judge.count("ended for want of memory" if engine.short else "ended by UCX")
+            log.unlink(missing_ok=True)
+        elif why:
+            self.judge.violation("crash", why)
 
     def _said(self, name: str, engine: Runner, op: str, a: list[Any]) -> None:
         match op:
