@@ -127,7 +127,12 @@ class SinkNode:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
             self._told.append(TransferLost(number, error, True))
             return
-        self._greet(replica, *self.sources[replica])
+        try:
+            self._greet(replica, *self.sources[replica])
+        except Exception as error:  # as where memory is short: nobody has been asked
+            own = LocalError(ErrorCode.ABORTED, "", "a connection", repr(error), "ask again")
+            self._told.append(TransferLost(number, error if isinstance(error, KvprotoError) else own, True))
+            raise
         self._transfers[number] = self._links[replica]
         self._links[replica].fetch(number, ticket, content, grants, seconds, axes, claimed, spans)
 

@@ -319,6 +319,32 @@ def test_a_fork(tmp_path: Path) -> None:
         served(both)
 
 
+def test_a_fetch_for_which_no_connection_can_be_made_is_told_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is short for a moment: its pages are free, and the next fetch is served."""
+
+    def short(*given: object) -> None:
+        raise MemoryError("no memory for a link")
+
+    with two(tmp_path, STEPPED) as both:
+        served(both)
+        both.source.close()
+        while both.sink.ready:
+            both.sink.step(0.01)
+        with Source("prefill", filled(), address_in(tmp_path), STEPPED) as again:
+            both = Two(again, both.sink)
+            monkeypatch.setattr("kvproto.node.sink.SourceLink", short)
+            found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+            both.until(lambda: any(isinstance(event, told.Lost) for event in both.told))
+            monkeypatch.undo()
+            (lost,) = (event for event in both.told if isinstance(event, told.Lost))
+            assert (lost.fetch, lost.pages_free, found.pages_free) == (found, True, True)
+            with pytest.raises(MemoryError):
+                found.wait(0)
+            served(both)
+
+
 def test_what_ends_an_io_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the descriptor, and by `events` once what came before is told, to an engine that waits for nothing else."""
 
