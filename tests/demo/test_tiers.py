@@ -12,9 +12,13 @@ from kvproto.transport.base import Regions
 from kvproto.transport.paging import Paging
 from kvproto.transport.shm.pager import HostPager
 from kvproto_reference.demo import tiers
+from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import checkpoint_folder
 from kvproto_reference.engine.kept import KeptEngine
 from kvproto_reference.errors import OutOfPages
+from tests.processes import Command, imported
+
+imported("kvproto_reference.demo.__main__")
 
 FOLDERS = checkpoint_folder("target", "mla"), checkpoint_folder("draft", "gqa")
 SMALL = {"page_size": 4, "max_new": 5, "chunk": 64, "k": 4}
@@ -79,3 +83,16 @@ def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: 
     assert (goes_on.tokens, goes_on.stats) == (right.tokens, right.stats)
     for engine in (first, second, alone):
         engine.close()
+
+
+def test_a_prefill_engine_hands_over_what_it_finds_on_the_host_and_in_storage() -> None:
+    """Two ranks, which agree on what both have; no token and no acceptance is other than where nothing is evicted."""
+    ended = Command(main, ["--tiers", "--json", "--page-size", "4", "--max-new", "5"]).wait()
+    assert ended.status == 0, ended.said
+    served = json.loads(ended.out)["served"]
+    assert len(served) == tiers.CONVERSATIONS * tiers.TURNS
+    for place in ("host", "storage"):
+        assert any(turn["found"][place] and turn["handed_over"] for turn in served)
+    for turn in served:
+        assert turn["same_tokens"]
+        assert sum(turn["found"].values()) % 4 == 0

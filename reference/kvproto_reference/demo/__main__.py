@@ -47,7 +47,7 @@ def run(options: DemoOptions, console: Console) -> int:
     if options.tiers:
         shown = None if options.json else console
         sizes = options.page_size, options.max_new, options.chunk, options.speculate
-        return tiers.run(_checkpoints(options), *sizes, shown)
+        return tiers.run(_checkpoints(options), *sizes, shown, options)
     tokenizer = shared_tokenizer(*_checkpoints(options))
     prompts = _prompts(options, tokenizer)
     notes = Notes(None if options.json else console)

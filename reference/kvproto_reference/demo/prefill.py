@@ -35,6 +35,8 @@ class Job:
     """Ranks that have to be over before the pages are free; all, until one says which have a route."""
     over: set[int] = attrs.Factory(set)
     """Ranks whose pages kvproto reads no more."""
+    found: dict[str, int] = attrs.Factory(dict)
+    """Tokens that were not computed, by where they were, with --host-pages."""
     events: list[torch.cuda.Event] = attrs.Factory(list)
     """After each layer, on a GPU; kept while a copy may wait for them."""
 
@@ -103,6 +105,8 @@ class PrefillProcess(EngineProcess):
         self._ids |= dict.fromkeys(requests.values(), job.id)
         self._of[sequence] = job
         self._queue.append(job)
+        if self.kept is not None:  # the last token is computed in any case, since its logits are wanted
+            self.kept.begin(job.id, sequence, len(sequence.prompt) - 1)
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
         """The router asks elsewhere."""
@@ -112,8 +116,8 @@ class PrefillProcess(EngineProcess):
 
     def advance(self) -> None:
         """Take on the prompts that there are pages for, and compute one step of those under way."""
-        while self._queue and self._take_pages(self._queue[0].sequence):
-            self._prefiller.add(self._queue.popleft().sequence)
+        while self._queue and (done := self._take_pages(self._queue[0])) is not None:
+            self._prefiller.add(self._queue.popleft().sequence, done)
         for sequence in self._prefiller.step():
             job, first = self._of[sequence], sequence.generated[0]
             for request in job.requests.values():
@@ -121,17 +125,25 @@ class PrefillProcess(EngineProcess):
                     self.tables(sequence), handoff={FIRST: {"token": first.to_bytes(4, "little")}},
                     finished=first in self.eos, after=self._event(job),
                 )  # fmt: skip
-            self.tell("prefilled", id=job.id)
+            self.tell("prefilled", id=job.id, found=job.found)
 
-    def _take_pages(self, sequence: Sequence) -> bool:
-        """Give a sequence pages for its prompt in both pools; False, taking none, while too few are free."""
+    def _take_pages(self, job: Job) -> int | None:
+        """Give a prompt pages in both pools; how many of its tokens they hold already. None, taking none, while too
+        few are free.
+        """
+        sequence = job.sequence
+        if self.kept is not None:
+            if (taken := self.kept.take(job.id, len(sequence.prompt))) is None:
+                return None
+            done, job.found = taken
+            return done
         need = self.need(len(sequence.prompt))
         if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
-            return False
+            return None
         sequence.target_pages, sequence.draft_pages = (
             pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)
         )
-        return True
+        return 0
 
     def _on_layer(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
         """Hand over what is there, while the next layer computes."""
@@ -168,14 +180,23 @@ class PrefillProcess(EngineProcess):
             del self._ids[request]
         if job in self._queue:
             self._queue.remove(job)
-        self._prefiller.drop(job.sequence)
+        rows = self._prefiller.drop(job.sequence)
         self.rest()
-        for name, table in self.tables(job.sequence).items():
-            self.pages[name].free(table)
+        if self.kept is not None:
+            self.kept.drop(job.id)
+            self.kept.leave(job.sequence, rows)
+        else:
+            for name, table in self.tables(job.sequence).items():
+                self.pages[name].free(table)
         if word["expired"]:
             says = "nobody fetched the request before its deadline"
             self.tell("refused", id=job.id, error=says, code="DEADLINE")
-        self.tell("freed", id=job.id, available=[pages.available for pages in self.pages.values()])
+        self.tell("freed", id=job.id, available=self._available)
+
+    @property
+    def _available(self) -> list[int]:
+        """Pages of each pool that no request holds."""
+        return self.kept.available if self.kept is not None else [pages.available for pages in self.pages.values()]
 
 
 def _run(options: EngineOptions, world: World) -> int:

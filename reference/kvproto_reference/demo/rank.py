@@ -19,6 +19,7 @@ from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, geometry
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sequence import Sequence
+from ..engine.tiered import KeptPages, names_of
 from ..engine.world import World
 from ..errors import EngineError
 from .control import Control
@@ -58,6 +59,13 @@ class EngineProcess:
         self._drained: set[int] = set()
         """Ranks of which no peer needs anything any more."""
         self._drain_until: float | None = None
+        self.kept: KeptPages | None = None
+        """What finds pages again that were computed before, where --host-pages asks for it."""
+        if options.host_pages:
+            names = names_of(folders, configs)
+            shards, pool = (self.target.shard, self.draft.shard), self.pools[world.rank]
+            self.kept = KeptPages(world.rank, pool, names, shards, world, options.host_pages, options.storage)
+            self._elsewhere = None  # the pool stays where it is
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -96,6 +104,8 @@ class EngineProcess:
         finally:
             for door in self.doors.values():
                 door.close("stopped" if self.status == 0 else "ended by an error")
+            if self.kept is not None:
+                self.kept.close(self.status == 0)
         if self._control is not None:
             self._control.close()
         return self.status
@@ -120,6 +130,8 @@ class EngineProcess:
 
     def on_time(self) -> None:
         """What this process does by the clock, and of its own accord."""
+        if self.kept is not None:
+            self.said += self.kept.turn()
         if not self.draining:
             return
         drained = {rank for rank, door in self.doors.items() if door.drained}
@@ -130,7 +142,8 @@ class EngineProcess:
 
     def next_timer(self) -> float | None:
         """When `on_time` has something to do, by time.monotonic; None: nothing is planned."""
-        return self._drain_until
+        timers = self._drain_until, self.kept.next_timer() if self.kept is not None else None
+        return min((at for at in timers if at is not None), default=None)
 
     @property
     def busy(self) -> bool:
@@ -231,12 +244,23 @@ class EngineProcess:
 
     # pages
 
+    def on_fetched(self, rank: int, word: dict[str, Any]) -> None:
+        """A rank has of a prompt what it gets from storage."""
+        assert self.kept is not None
+        self.kept.fetched(word["id"], rank)
+
+    def on_settled(self, rank: int, word: dict[str, Any]) -> None:
+        """A rank has copied and stored what requests have left."""
+        self.tell("settled", rank=rank, left=word["left"])
+
     def need(self, tokens: int) -> tuple[int, int]:
         """Pages of the target's and of the draft's pool that so many tokens take on every rank."""
         return self.target.shard.pages(tokens), self.draft.shard.pages(tokens)
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
+        if self.kept is not None:
+            self.kept.check_room(tokens)
         need, room = max(self.need(tokens)), self.options.pages
         if need > room:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")

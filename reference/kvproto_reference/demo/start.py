@@ -1,6 +1,7 @@
 """Starts the engines of the demo, by the command lines that a user would give them."""
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +14,14 @@ from .network import free_address, key_folders, namespaces
 from .options import STAGES
 
 
-def start(engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack) -> None:
-    """Start all replicas of both; what has to go on longer than they do is put into `outside`."""
+def start(
+    engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack,
+    more: Mapping[str, Sequence[str]] | None = None,
+) -> None:  # fmt: skip
+    """Start all replicas of both; what has to go on longer than they do is put into `outside`.
+
+    `more` are arguments of one role alone.
+    """
     shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
               "--pages", str(options.pages), "--transport", options.transport,
               "--back-end", options.back_end]  # fmt: skip
@@ -53,7 +60,7 @@ def start(engines: Engines, options: DemoOptions, folder: Path, outside: context
     ):
         given = {name: getattr(options, f"{role}_{name.replace('-', '_')}") for name in STAGES}
         own += [f"--{name}={number}" for name, number in given.items() if number is not None]
-        own += ["--page-size", str(options.page_size_of(role))]
+        own += ["--page-size", str(options.page_size_of(role)), *(more or {}).get(role, ())]
         for replica in range(replicas):
             engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)], places.get(role))
 

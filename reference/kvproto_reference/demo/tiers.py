@@ -17,6 +17,8 @@ from rich.table import Table
 from ..data import load_text
 from ..engine.kept import Answer, KeptEngine
 from ..errors import EngineError
+from . import turns as two
+from .arguments import DemoOptions
 
 HEADS = (
     "turn", "prompt", "on the\ndevice", "on the\nhost", "stored", "new", "first\ntoken", "all\nnew", "a step\ngives",
@@ -99,8 +101,11 @@ def verdict(turns: list[Turn]) -> dict[str, bool]:
     }
 
 
-def run(folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int, console: Console | None) -> int:
-    """Play, print (JSON without a console), and give the exit status."""
+def run(
+    folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int, console: Console | None,
+    options: DemoOptions | None = None,
+) -> int:  # fmt: skip
+    """Play, print (JSON without a console), and give the exit status; with `options`, two engines play it too."""
     table = Table(title="turns", title_justify="left")
     for head in HEADS:
         table.add_column(head, justify="right")
@@ -111,20 +116,32 @@ def run(folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k:
         table.add_row(*_row(turn))
 
     turns, engine = play(folders, page_size, max_new, chunk, k, tell)
-    verdicts = verdict(turns)
+    served = by_two(turns, options) if options else []
+    verdicts = verdict(turns) | (two.verdict(served) if served else {})
     if console is None:
-        print(json.dumps(as_json(turns, engine, verdicts)))
+        print(json.dumps({**as_json(turns, engine, verdicts), "served": two.as_json(served)}))
     else:
         console.print(table)
         console.print(summary(turns, engine))
+        if served:
+            console.print(two.table(served))
         says = {
             "tokens": "all tokens are those of an engine that computes everything anew",
             "acceptance": "the draft's proposals were accepted as often as where nothing is evicted",
             "tiers": "pages were found on the device, on the host and in storage",
+            **two.SAYS,
         }
         for name, good in verdicts.items():
             console.print(f"{'[green]✓' if good else '[red]✗'}[/] {says[name]}")
     return 0 if all(verdicts.values()) else 1
+
+
+def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
+    """The same turns, served by a prefill and a decode engine whose pools hold a conversation and a half."""
+    asked = [two.Asked(f"{turn.conversation + 1}.{turn.number}", turn.prompt, turn.never) for turn in turns]
+    rows = max(len(turn.prompt) + len(turn.never.tokens) for turn in turns)
+    pages = [-(-rows // options.page_size_of(role)) + 1 for role in ("prefill", "decode")]
+    return two.serve(options, asked, max(pages) * 3 // 2, 2 * min(pages))
 
 
 def summary(turns: list[Turn], engine: KeptEngine) -> str:

@@ -21,6 +21,7 @@ from .description import DRAFT, TARGET, Layout, geometry, hand_over
 from .prefill import Prefiller
 from .sequence import Sequence, SpeculationStats, rows_needed
 from .speculative import SpeculativeDecoder
+from .tiered import names_of
 
 _PAUSE = 0.0002
 """Seconds between looks at storage; an engine of many requests would run a step of the others."""
@@ -62,12 +63,8 @@ class KeptEngine:
             torch_runner(model, pools[name], Shard(groups[name], 0))
             for name, model in zip((TARGET, DRAFT), models, strict=True)
         ]
-        names = {}
-        for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=True):
-            names[f"weights.{name}"] = checkpoint.fingerprint(each)
-            names[f"rope.{name}"] = repr((config.rope_theta, config.rope_rates, config.rope_gain, config.rope_pairs))
-            names[f"dtype.{name}"] = config.dtype
-        self.tiers = Tiers(hand_over(said, pools, 0), names, page=page_size, host=host, storage=storage)
+        pool, names = hand_over(said, pools, 0), names_of(folders, configs)
+        self.tiers = Tiers(pool, names, page=page_size, host=host, storage=storage)
         self._prefiller = Prefiller(runners[0], runners[1], chunk)
         self._decoder = SpeculativeDecoder(runners[0], runners[1], k)
         self._shard, self._page, self._keep = runners[0].shard, page_size, keep

@@ -47,9 +47,9 @@ class Prefiller:
         """Take on a prompt that has its pages, and rows of its first `done` tokens."""
         self._done[sequence] = done
 
-    def drop(self, sequence: Sequence) -> None:
-        """Compute no more of a prompt, if it is under way."""
-        self._done.pop(sequence, None)
+    def drop(self, sequence: Sequence) -> int:
+        """Compute no more of a prompt, if it is under way; how many of its tokens are computed."""
+        return self._done.pop(sequence, len(sequence.prompt))
 
     def step(self) -> list[Sequence]:
         """One step of both models; the sequences whose prompts are over, each with its first token."""

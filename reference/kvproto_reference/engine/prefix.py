@@ -14,7 +14,7 @@ import attrs
 from ..cache import PageAllocator, Shard
 from .sequence import Sequence
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "tokens_a_unit"]
 
 Key = tuple[object, tuple[int, ...]]
 """The unit before, and the tokens of this one."""
@@ -35,10 +35,8 @@ class PrefixCache:
     def __init__(self, pages: Many[PageAllocator], shards: Many[Shard]) -> None:
         """Of the target and of the draft. Where pages hold no whole runs of a deal, no prefix is kept."""
         self._pages = pages
-        spans = [_tokens_a_page(shard) for shard in shards]
-        self.unit = math.lcm(*spans)
-        """Tokens; 0: nothing is kept."""
-        self._each = [self.unit // span if span else 0 for span in spans]
+        self.unit, self._each = tokens_a_unit(shards)
+        """Tokens, 0: nothing is kept; and pages of each pool."""
         self._units: dict[Key, _Unit] = {}
         """The least recently used first."""
         self._held: dict[Sequence, list[_Unit]] = {}
@@ -134,6 +132,13 @@ class PrefixCache:
     def _free(self, tables: Many[list[int]]) -> None:
         for pages, table in zip(self._pages, tables, strict=True):
             pages.free(table)
+
+
+def tokens_a_unit(shards: Many[Shard]) -> tuple[int, list[int]]:
+    """Tokens that fill whole pages of all pools on all ranks, and how many pages of each; 0: no number of them does."""
+    spans = [_tokens_a_page(shard) for shard in shards]
+    unit = math.lcm(*spans)
+    return unit, [unit // span if span else 0 for span in spans]
 
 
 def _tokens_a_page(shard: Shard) -> int:
